@@ -1,0 +1,88 @@
+"""A run's configuration: composed by Hydra, typed by dataclasses, checked as a whole.
+
+``load`` is the only way in; below it there is no DictConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from axonlaunch.config.compose import DEFAULT_ORIGIN, Composed, Composer
+from axonlaunch.config.model import MODEL_CONFIGS
+from axonlaunch.config.plugins import import_entry_point, import_plugins
+from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.rules import broken_rules
+from axonlaunch.config.schema import RunConfig
+from axonlaunch.config.tree import leaves, read_yaml, to_tree, to_yaml
+from axonlaunch.config.validate import validate
+
+__all__ = [
+    "DEFAULT_ORIGIN",
+    "Composed",
+    "Composer",
+    "ConfigError",
+    "Problem",
+    "RunConfig",
+    "leaves",
+    "load",
+    "read",
+    "to_tree",
+    "to_yaml",
+    "typed",
+]
+
+
+def load(
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str = "config",
+    config_dirs: Sequence[str | Path] = (),
+) -> RunConfig:
+    """Compose, type and check a configuration.
+
+    Args:
+        overrides: Hydra overrides, ``["strategy=fsdp", "train.steps=10"]``.
+        config_name: The primary config.
+        config_dirs: Folders of a user's own YAML, searched before ours.
+
+    Raises:
+        ConfigError: Everything that is wrong and can be told without torch, all at once.
+    """
+    return typed(Composer(config_dirs=config_dirs).compose(overrides, config_name=config_name))
+
+
+def typed(composed: Composed) -> RunConfig:
+    """Type a composed tree and check the rules between its values.
+
+    Raises:
+        ConfigError: Everything that is wrong, all at once.
+    """
+    tree, problems = composed.tree, list(composed.problems)
+    modules = tree.get("plugins") or []
+    if isinstance(modules, list):
+        problems += import_plugins(modules)
+    model = tree.get("model")
+    if isinstance(model, dict):
+        problems += import_entry_point(str(model.get("name")), MODEL_CONFIGS)
+    checked = validate(tree, RunConfig)
+    problems += checked.problems
+    told = {problem.key for problem in problems}
+    problems += [rule for rule in broken_rules(checked.config) if rule.key not in told]
+    if problems:
+        raise ConfigError(problems)
+    assert isinstance(checked.config, RunConfig)
+    return checked.config
+
+
+def read(path: str | Path) -> RunConfig:
+    """Read a frozen ``config.yaml``, or that of a run folder.
+
+    Raises:
+        ConfigError: There is no such file, or it does not fit this version's schema.
+    """
+    path = Path(path)
+    file = path / "config.yaml" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError([Problem("", f"{path}: no run folder (it has no config.yaml)")])
+    return typed(Composed(read_yaml(file), {}, []))

@@ -1,0 +1,263 @@
+"""Hydra in, plain tree out: groups, overrides, searched folders, sweeps, and who set what.
+
+Everything of Hydra that is not public API is used here alone. Nothing here knows the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.registry import nearest, unknown
+
+OVERRIDE_ORIGIN = "override "
+DEFAULT_ORIGIN = "default"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed configuration before it is typed.
+
+    Attributes:
+        tree: Nested plain values, interpolations resolved.
+        origins: Dotted key of each leaf that a file or an override set -> that file or override.
+        problems: Overrides that could not be taken; the tree is composed without them.
+    """
+
+    tree: dict[str, Any]
+    origins: dict[str, str]
+    problems: list[Problem]
+
+
+def packaged_configs() -> Path:
+    """Return the folder of our own YAML: inside the installed package, else beside it."""
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+class Composer:
+    """Composes configurations from our own YAML and a user's folders, which come first."""
+
+    def __init__(self, *, config_dirs: Sequence[str | Path] = ()) -> None:
+        from hydra._internal.config_loader_impl import ConfigLoaderImpl
+        from hydra._internal.utils import create_config_search_path
+
+        search_path = create_config_search_path(packaged_configs().as_uri())
+        self.folders = [*(Path(folder).resolve() for folder in config_dirs), packaged_configs()]
+        for folder in reversed(self.folders[:-1]):
+            if not folder.is_dir():
+                raise ConfigError([Problem("", f"--config-dir {folder}: there is no such folder")])
+            search_path.prepend("user", folder.as_uri())
+        self._loader = ConfigLoaderImpl(search_path)
+
+    def options(self, group: str) -> dict[str, str]:
+        """Return ``{option: first comment line of its YAML}`` of a group, sorted by name."""
+        found: dict[str, str] = {}
+        for name in sorted(self._loader.get_group_options(group)):
+            found[name] = self._summary(f"{group}/{name}.yaml")
+        return found
+
+    def compose(self, overrides: Sequence[str], *, config_name: str = "config") -> Composed:
+        """Compose a tree from a primary config and overrides.
+
+        Raises:
+            ConfigError: The files themselves can't be composed.
+        """
+        from hydra.types import RunMode
+        from omegaconf import OmegaConf, open_dict
+        from omegaconf.errors import OmegaConfBaseException
+
+        self._check_primary(config_name)
+        texts, origins, problems = self._normalise(overrides, config_name)
+        try:
+            composed = self._loader.load_configuration(config_name, texts, RunMode.RUN)
+            origins = {**self._file_origins(config_name, texts), **origins}
+            with open_dict(composed):
+                del composed["hydra"]
+            tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+        except OmegaConfBaseException as error:
+            raise ConfigError([_omegaconf_problem(error)]) from None
+        except Exception as error:
+            problem = _hydra_problem(error)
+            if problem is None:
+                raise
+            raise ConfigError([problem]) from None
+        assert isinstance(tree, dict)
+        return Composed({str(key): value for key, value in tree.items()}, origins, problems)
+
+    def sweep(self, overrides: Sequence[str]) -> list[list[str]]:
+        """Expand Hydra's sweep syntax (``a=1,2``, ``range``, ``glob``) into runs, in order."""
+        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+        parsed, problems = self._parse(overrides)
+        if problems:
+            raise ConfigError(problems)
+        batches = BasicSweeper.split_arguments(parsed, None)
+        return [list(overrides) for batch in batches for overrides in batch]
+
+    def _parse(self, overrides: Sequence[str]) -> tuple[list[Any], list[Problem]]:
+        """Parse overrides, each by itself, so that every one that is wrong is told."""
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import OverrideParseException
+
+        parser = OverridesParser.create(config_loader=self._loader)
+        parsed, problems = [], []
+        for text in overrides:
+            try:
+                parsed += parser.parse_overrides([text])
+            except OverrideParseException as error:
+                reason = str(error).splitlines()[0]
+                message = f"{text}: not an override ({reason}); write key=value"
+                problems.append(Problem("", message))
+        return parsed, problems
+
+    def _check_primary(self, config_name: str) -> None:
+        if not self._loader.repository.config_exists(config_name):
+            known = sorted(
+                path.stem for folder in self.folders for path in folder.glob("*.yaml")
+            )
+            message = unknown("config", config_name, dict.fromkeys(known))
+            raise ConfigError([Problem("", f"--config-name {config_name}: {message}")])
+
+    def _normalise(
+        self, overrides: Sequence[str], config_name: str
+    ) -> tuple[list[str], dict[str, str], list[Problem]]:
+        """Rewrite overrides so that Hydra takes each one, and note what each one sets.
+
+        ``strategy=x`` and ``+strategy=x`` mean the same. A value is always added by force (``++``):
+        whether its key exists is told by the schema, for all keys at once.
+        """
+        parsed, problems = self._parse(overrides)
+        in_defaults = self._groups_in_defaults(config_name)
+        texts: list[str] = []
+        origins: dict[str, str] = {}
+        for override in parsed:
+            text, key = override.input_line, override.key_or_group
+            if key == "hydra" or key.startswith("hydra."):
+                message = f"{text}: Hydra's own settings play no part here; leave it out"
+                problems.append(Problem("", message))
+            elif override.is_sweep_override():
+                message = f"{text}: several values; add -m to run them one after another"
+                problems.append(Problem("", message))
+            elif override.is_delete():
+                texts.append(text)
+            elif self._loader.repository.group_exists(key):
+                group_texts, group_problems = self._group(override, key in in_defaults)
+                texts += group_texts
+                problems += group_problems
+            else:
+                texts.append("++" + text.lstrip("+"))
+                for leaf in _leaves(override.value(), key):
+                    origins[leaf] = OVERRIDE_ORIGIN + text
+        return texts, origins, problems
+
+    def _group(self, override: Any, in_defaults: bool) -> tuple[list[str], list[Problem]]:
+        group, value = override.key_or_group, override.value()
+        options = sorted(self._loader.get_group_options(group))
+        if value is None:
+            return ([f"~{group}"] if in_defaults else []), []
+        problems = []
+        for option in value if isinstance(value, list) else [value]:
+            if str(option) not in options:
+                close = nearest(str(option), options)
+                meant = f"did you mean {close}? " if close else ""
+                message = f"there is no such option; {meant}known: {', '.join(options)}"
+                problems.append(Problem(group, message, option))
+        if problems:
+            return [], problems
+        text = override.input_line.lstrip("+")
+        return [text if in_defaults else "+" + text], problems
+
+    def _groups_in_defaults(self, config_name: str) -> set[str]:
+        """Return the groups that the primary config, or an experiment it takes, already names."""
+        from hydra.types import RunMode
+
+        try:
+            known = self._loader.compute_defaults_list(config_name, [], RunMode.RUN)
+        except Exception as error:
+            problem = _hydra_problem(error)
+            if problem is None:
+                raise
+            raise ConfigError([problem]) from None
+        return set(known.overrides.known_choices)
+
+    def _file_origins(self, config_name: str, texts: list[str]) -> dict[str, str]:
+        from hydra._internal.config_repository import CachingConfigRepository
+        from hydra.types import RunMode
+        from omegaconf import OmegaConf
+
+        defaults = self._loader.compute_defaults_list(config_name, texts, RunMode.RUN).defaults
+        repository = CachingConfigRepository(self._loader.repository)
+        origins: dict[str, str] = {}
+        for default in defaults:
+            if default.config_path.startswith("hydra/"):
+                continue
+            loaded = self._loader._load_single_config(default=default, repo=repository)
+            tree = OmegaConf.to_container(loaded.config, resolve=False)
+            where = self._describe(default.config_path)
+            for leaf in _leaves(tree, ""):
+                origins[leaf] = where
+        return origins
+
+    def _describe(self, config_path: str) -> str:
+        """Name a file: from our own folder by its place in it, a user's by its whole path."""
+        name = f"{config_path}.yaml"
+        for base in self.folders:
+            candidate = base / name
+            if candidate.is_file():
+                return name if base == packaged_configs() else str(candidate)
+        return name
+
+    def _summary(self, relative: str) -> str:
+        for folder in self.folders:
+            path = folder / relative
+            if path.is_file():
+                lines = path.read_text().splitlines() or [""]
+                comments = [line for line in lines[:2] if not line.startswith("# @package")]
+                first = comments[0] if comments else ""
+                return first.lstrip("# ") if first.startswith("#") else ""
+        return ""
+
+
+def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
+    """Flatten nested mappings to ``{dotted key: leaf}``."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree} if prefix else {}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found.update(_leaves(value, f"{prefix}.{key}" if prefix else str(key)))
+    return found
+
+
+def _omegaconf_problem(error: Any) -> Problem:
+    message = str(getattr(error, "msg", None) or error).splitlines()[0]
+    return Problem(getattr(error, "full_key", None) or "", message)
+
+
+def _hydra_problem(error: Exception) -> Problem | None:
+    """Say a Hydra or YAML error in one line; None where it is neither.
+
+    Hydra hides the reason of "Error merging override" in ``__cause__``.
+    """
+    from hydra.errors import HydraException
+    from yaml import MarkedYAMLError
+
+    if isinstance(error, MarkedYAMLError):
+        mark = error.problem_mark
+        where = f"{mark.name}:{mark.line + 1}:{mark.column + 1}: " if mark else ""
+        return Problem("", f"{where}not YAML: {error.problem}")
+    if not isinstance(error, HydraException):
+        return None
+    lines = [str(error).splitlines()[0].rstrip(".")]
+    options = [line.strip() for line in str(error).splitlines() if line.startswith("\t")]
+    provider = [line for line in options if "provider=" not in line]
+    if provider:
+        lines.append("known: " + ", ".join(provider))
+    if error.__cause__ is not None:
+        lines.append(str(error.__cause__).splitlines()[0])
+    return Problem("", "; ".join(lines))
+

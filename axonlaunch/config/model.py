@@ -1,0 +1,190 @@
+"""Typed configurations of models, under the names that Hugging Face gives the same figures.
+
+It holds values and what fits together among them; ``axonlaunch.models`` builds from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from axonlaunch.config.problem import divisors
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """Linear layers with ReLU between them, on flattened inputs."""
+
+    name: str = "mlp"
+    """name in the registry of models"""
+    input_size: int = field(default=784, metadata={"min": 1})
+    """numbers in one flattened sample: channels x height x width of an image"""
+    hidden_size: int = field(default=256, metadata={"min": 1})
+    """width of each hidden layer"""
+    num_hidden_layers: int = field(default=1, metadata={"min": 1})
+    """hidden layers"""
+    num_classes: int = field(default=10, metadata={"min": 1})
+    """classes to tell apart"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """A GPT-2 shaped decoder: learned positions, LayerNorm, GELU, tied embeddings."""
+
+    name: str = "gpt"
+    """name in the registry of models"""
+    hidden_size: int = field(default=192, metadata={"min": 1})
+    """width of the residual stream"""
+    num_hidden_layers: int = field(default=4, metadata={"min": 1})
+    """blocks of attention and feed-forward"""
+    num_attention_heads: int = field(default=6, metadata={"min": 1})
+    """heads of each attention; divides hidden_size"""
+    intermediate_size: int | None = field(default=None, metadata={"min": 1})
+    """width inside the feed-forward; null: 4 x hidden_size"""
+    vocab_size: int = field(default=256, metadata={"min": 1})
+    """tokens that the model knows; 256 are all bytes"""
+    max_position_embeddings: int = field(default=1024, metadata={"min": 1})
+    """longest sequence"""
+    layer_norm_eps: float = field(default=1e-5, metadata={"above": 0})
+    """added to the variance inside LayerNorm"""
+    initializer_range: float = field(default=0.02, metadata={"above": 0})
+    """standard deviation of the initial weights"""
+    tie_word_embeddings: bool = True
+    """use the embedding's matrix as the output projection too"""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for values that don't fit each other."""
+        return _head_problems(self.hidden_size, self.num_attention_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """A Llama 3 shaped decoder: RoPE, RMSNorm, SwiGLU, grouped-query attention."""
+
+    name: str = "llama"
+    """name in the registry of models"""
+    hidden_size: int = field(default=128, metadata={"min": 1})
+    """width of the residual stream"""
+    num_hidden_layers: int = field(default=4, metadata={"min": 1})
+    """blocks of attention and feed-forward"""
+    num_attention_heads: int = field(default=8, metadata={"min": 1})
+    """query heads of each attention; divides hidden_size"""
+    num_key_value_heads: int | None = field(default=4, metadata={"min": 1})
+    """heads of keys and values, each shared by a group of query heads; null: one a query head"""
+    intermediate_size: int = field(default=384, metadata={"min": 1})
+    """width inside the feed-forward"""
+    vocab_size: int = field(default=256, metadata={"min": 1})
+    """tokens that the model knows; 256 are all bytes"""
+    max_position_embeddings: int = field(default=1024, metadata={"min": 1})
+    """longest sequence"""
+    rope_theta: float = field(default=500_000.0, metadata={"above": 0})
+    """base of the rotary embedding's wavelengths"""
+    rms_norm_eps: float = field(default=1e-5, metadata={"above": 0})
+    """added to the mean square inside RMSNorm"""
+    initializer_range: float = field(default=0.02, metadata={"above": 0})
+    """standard deviation of the initial weights"""
+    tie_word_embeddings: bool = False
+    """use the embedding's matrix as the output projection too"""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for values that don't fit each other."""
+        heads = self.num_attention_heads
+        if found := _head_problems(self.hidden_size, heads):
+            return found
+        if (self.hidden_size // heads) % 2:
+            message = (
+                f"hidden_size={self.hidden_size} makes heads of {self.hidden_size // heads} "
+                "numbers, and rotary positions need an even number; change either"
+            )
+            return [("num_attention_heads", message)]
+        groups = self.num_key_value_heads
+        if groups and heads % groups:
+            message = f"num_attention_heads={heads} is not divisible by it; use {divisors(heads)}"
+            return [("num_key_value_heads", message)]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """A vision transformer: patches, learned positions, mean pooling."""
+
+    name: str = "vit"
+    """name in the registry of models"""
+    image_size: int = field(default=28, metadata={"min": 1})
+    """height and width of an image, pixels"""
+    patch_size: int = field(default=4, metadata={"min": 1})
+    """height and width of a patch, pixels; divides image_size"""
+    num_channels: int = field(default=1, metadata={"min": 1})
+    """channels of an image: 1 grey, 3 colour"""
+    num_classes: int = field(default=10, metadata={"min": 1})
+    """classes to tell apart"""
+    hidden_size: int = field(default=64, metadata={"min": 1})
+    """width of the residual stream"""
+    num_hidden_layers: int = field(default=4, metadata={"min": 1})
+    """blocks of attention and feed-forward"""
+    num_attention_heads: int = field(default=4, metadata={"min": 1})
+    """heads of each attention; divides hidden_size"""
+    intermediate_size: int | None = field(default=None, metadata={"min": 1})
+    """width inside the feed-forward; null: 4 x hidden_size"""
+    layer_norm_eps: float = field(default=1e-6, metadata={"above": 0})
+    """added to the variance inside LayerNorm"""
+    initializer_range: float = field(default=0.02, metadata={"above": 0})
+    """standard deviation of the initial weights"""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for values that don't fit each other."""
+        found = _head_problems(self.hidden_size, self.num_attention_heads)
+        if self.image_size % self.patch_size:
+            message = (
+                f"image_size={self.image_size} is not divisible by it; "
+                f"use {divisors(self.image_size)}"
+            )
+            found.append(("patch_size", message))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomConfig:
+    """A user's own builder, named by where it is imported from."""
+
+    name: str = "custom"
+    """name in the registry of models"""
+    target: str
+    """what builds the module, package.module:build; called with the arguments"""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """keyword arguments of the builder"""
+    layers: str | None = None
+    """path of the nn.ModuleList of repeated blocks inside the module, the unit of sharding and recomputation; null: the module is one unit"""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for values that don't fit each other."""
+        module, _, attribute = (self.target or "").partition(":")
+        if module and attribute:
+            return []
+        return [("target", "is not of the form package.module:build")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeModelConfig:
+    """Configuration of a registered model that brought no dataclass of its own."""
+
+    name: str
+    """name in the registry of models"""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """keyword arguments of the model"""
+
+
+def _head_problems(hidden_size: int, num_attention_heads: int) -> list[tuple[str, str]]:
+    if hidden_size % num_attention_heads == 0:
+        return []
+    message = f"hidden_size={hidden_size} is not divisible by it; use {divisors(hidden_size)}"
+    return [("num_attention_heads", message)]
+
+
+MODEL_CONFIGS: dict[str, type] = {
+    "mlp": MLPConfig,
+    "gpt": GPTConfig,
+    "llama": LlamaConfig,
+    "vit": ViTConfig,
+    "custom": CustomConfig,
+}

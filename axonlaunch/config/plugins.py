@@ -1,0 +1,50 @@
+"""A user's own modules, imported so that what they register has a name.
+
+They come from ``plugins`` and from the entry points of installed packages; nothing else is
+imported on a configuration's word.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Container, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from axonlaunch.config.problem import Problem
+
+ENTRY_POINT_GROUP = "axonlaunch.models"
+
+
+def import_plugins(modules: Sequence[str]) -> list[Problem]:
+    """Import modules by name, the working folder's included; return what went wrong."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    problems = []
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a user's module may fail in any way
+            problems.append(Problem("plugins", _reason(name, error), name))
+    return problems
+
+
+def import_entry_point(model: str, known: Container[str]) -> list[Problem]:
+    """Import the installed package that offers a model of this name, if it is not known yet."""
+    if model in known:
+        return []
+    problems = []
+    for point in entry_points(group=ENTRY_POINT_GROUP, name=model):
+        try:
+            point.load()
+        except Exception as error:  # someone else's package may fail in any way
+            problems.append(Problem("model.name", _reason(point.value, error), model))
+    return problems
+
+
+def _reason(name: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == name.partition(":")[0]:
+        return f"there is no module {name}; looked in {Path.cwd()} and the installed packages"
+    return f"importing {name} failed with {type(error).__name__}: {error}"

@@ -1,0 +1,125 @@
+"""Rules between values of a configuration that can be told without torch.
+
+Each rule yields its problems; none stops another. What needs the model or the data is checked
+by ``preflight``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from axonlaunch.config.layout import layout, replicas
+from axonlaunch.config.optimizer import WSDConfig
+from axonlaunch.config.problem import Problem, divisors
+from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
+
+
+def broken_rules(config: RunConfig) -> list[Problem]:
+    """Return the problems of a typed tree, in the order of its keys."""
+    problems = [
+        *_name(config),
+        *_unused(config),
+        *_schedule(config),
+        *_evaluation(config),
+        *_extras(config),
+        *_resume(config),
+    ]
+    if config.launch.nproc != "auto":
+        problems += broken_world_rules(config, world_size=config.launch.nproc)
+    return problems
+
+
+def broken_world_rules(config: RunConfig, *, world_size: int) -> list[Problem]:
+    """Return the problems of a typed tree on a world of a known size."""
+    return [*_single(config, world_size), *_replicas(config, world_size), *_batch(config, world_size)]
+
+
+def _name(config: RunConfig) -> Iterator[Problem]:
+    if not config.name or Path(config.name).is_absolute() or ".." in Path(config.name).parts:
+        yield Problem("name", "must be a folder's name below runs/; use run_dir for a path", config.name)
+
+
+def _unused(config: RunConfig) -> Iterator[Problem]:
+    """A setting of an engine that is not the chosen one would silently do nothing."""
+    chosen = config.strategy.data_parallel
+    users = {"ddp": ("ddp", DDPConfig()), "fsdp": ("fsdp", FSDPConfig())}
+    for section, (engine, defaults) in users.items():
+        if chosen == engine or (section == "ddp" and chosen is None):
+            continue
+        given = getattr(config.strategy, section)
+        for field in dataclasses.fields(given):
+            value = getattr(given, field.name)
+            if value != getattr(defaults, field.name):
+                message = f"data_parallel is {chosen or 'ddp'}; use strategy={engine} or leave it out"
+                yield Problem(f"strategy.{section}.{field.name}", message, value)
+
+
+def _single(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.strategy.data_parallel == "none" and world_size > 1:
+        message = f"{world_size} ranks would train the same model apart; use strategy=ddp or 1 rank"
+        yield Problem("launch.nproc", message, world_size)
+
+
+def _replicas(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    fsdp = config.strategy.fsdp
+    if config.strategy.data_parallel != "fsdp" or fsdp.replicate == "auto":
+        return
+    key = "strategy.fsdp.replicate"
+    if fsdp.sharding != "hybrid_shard":
+        message = f"sharding is {fsdp.sharding}; only hybrid_shard has replicas: set it or leave this out"
+        yield Problem(key, message, fsdp.replicate)
+    elif world_size % replicas(config, world_size=world_size):
+        message = f"{world_size} ranks are not divisible by it; use {divisors(world_size)}"
+        yield Problem(key, message, fsdp.replicate)
+
+
+def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    train = config.train
+    ranks = layout(config, world_size=world_size).data_ranks
+    if train.global_batch_size % ranks:
+        nearest = max(1, round(train.global_batch_size / ranks)) * ranks
+        message = f"{ranks} ranks share it evenly; use {nearest}, or ranks: {divisors(train.global_batch_size)}"
+        yield Problem("train.global_batch_size", message, train.global_batch_size)
+        return
+    share = train.global_batch_size // ranks
+    micro = train.micro_batch_size
+    if micro != "auto" and share % micro:
+        message = f"a rank's share of the global batch is {share} samples; use {divisors(share)}"
+        yield Problem("train.micro_batch_size", message, micro)
+
+
+def _schedule(config: RunConfig) -> Iterator[Problem]:
+    steps, schedule = config.train.steps, config.scheduler
+    if schedule.warmup_steps >= steps > 0 and schedule.warmup_steps:
+        message = f"train.steps is {steps}; warm up over fewer steps, or train longer"
+        yield Problem("scheduler.warmup_steps", message, schedule.warmup_steps)
+    elif isinstance(schedule, WSDConfig) and schedule.warmup_steps + schedule.decay_steps > steps:
+        message = f"with {schedule.warmup_steps} of warm-up it exceeds train.steps={steps}; use {steps - schedule.warmup_steps} or less"
+        yield Problem("scheduler.decay_steps", message, schedule.decay_steps)
+
+
+def _evaluation(config: RunConfig) -> Iterator[Problem]:
+    if config.train.eval_every and not config.train.eval_batches:
+        message = "eval_batches is 0, so nothing would be evaluated; set one of both"
+        yield Problem("train.eval_every", message, config.train.eval_every)
+
+
+def _extras(config: RunConfig) -> Iterator[Problem]:
+    if config.train.tensorboard and find_spec("tensorboard") is None:
+        message = "TensorBoard is not installed; pip install 'axonlaunch[tensorboard]'"
+        yield Problem("train.tensorboard", message, True)
+    if config.data.name == "digits" and find_spec("sklearn") is None:
+        message = "scikit-learn is not installed; pip install 'axonlaunch[digits]'"
+        yield Problem("data.name", message, "digits")
+
+
+def _resume(config: RunConfig) -> Iterator[Problem]:
+    resume = config.checkpoint.resume
+    if resume in ("auto", "never"):
+        return
+    if not Path(resume).is_dir():
+        message = "there is no such folder; give a run folder, a checkpoint, auto or never"
+        yield Problem("checkpoint.resume", message, resume)

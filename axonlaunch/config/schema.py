@@ -1,0 +1,168 @@
+"""The typed tree of a run's configuration: every key, its type, its default and what it means.
+
+It holds values and what a single value may be; rules between values are in ``rules``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from axonlaunch.config.data import DATA_CONFIGS, PythonSourceConfig
+from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.model import MODEL_CONFIGS, GPTConfig
+from axonlaunch.config.optimizer import (
+    OPTIMIZER_CONFIGS,
+    SCHEDULER_CONFIGS,
+    AdamWConfig,
+    CosineConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
+
+
+class Named(Protocol):
+    """A configuration whose ``name`` says which variant it is."""
+
+    @property
+    def name(self) -> str:
+        """The registry's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig:
+    """How replicas agree on gradients."""
+
+    sync: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
+    """overlapped: buckets are reduced during backward (torch's DDP); synchronous: buckets are reduced at the end of every backward; no_sync: backward sends nothing, gradients are reduced once, right before the update"""
+    bucket_size_mb: float = field(default=25.0, metadata={"above": 0})
+    """MiB of gradients that are reduced together"""
+    broadcast_buffers: bool = True
+    """copy rank 0's buffers (BatchNorm's running statistics) to every rank before each forward"""
+    gradient_as_bucket_view: bool = True
+    """let gradients be views into the buckets, which saves one copy of them (overlapped only)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    """What is sharded, and where it lives between uses."""
+
+    sharding: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = "full_shard"
+    """full_shard: parameters, gradients and optimizer states (ZeRO-3); shard_grad_op: parameters stay whole between forward and backward (ZeRO-2); no_shard: everything whole; hybrid_shard: sharded inside a replica, replicated across"""
+    cpu_offload: Literal["none", "params", "full", "optimizer_states"] = "none"
+    """what lives in host memory between uses. params: parameters and gradients; optimizer_states: AdamW's moments; full: all of them, and the update itself runs on the host"""
+    replicate: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """number of replicas under hybrid_shard; auto: one a node"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """Where the work happens; it never changes what is computed."""
+
+    data_parallel: Literal["none", "ddp", "zero1", "fsdp"] | None = None
+    """none: one device; ddp: replicas; zero1: replicas with sharded optimizer states; fsdp: sharded; null: none on one device, ddp on more"""
+    ddp: DDPConfig = field(default_factory=DDPConfig)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, how much a step, and in which arithmetic."""
+
+    steps: int = field(default=1000, metadata={"min": 1})
+    """optimizer steps"""
+    global_batch_size: int = field(default=32, metadata={"min": 1})
+    """samples per optimizer step over the whole world, so that a layout never changes what is learned"""
+    micro_batch_size: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """samples per forward on one rank; what is left of the global batch is gradient accumulation; auto: the rank's whole share"""
+    grad_clip: float | None = field(default=1.0, metadata={"above": 0})
+    """largest norm of the whole model's gradient; null: no clipping"""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """arithmetic of forward and backward; parameters and optimizer states stay fp32"""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """recompute activations in backward. full: each block keeps its input alone; selective: attention and every second matrix product are kept"""
+    compile: bool = False
+    """torch.compile each block"""
+    deterministic: bool = False
+    """refuse operations that are not deterministic"""
+    log_every: int = field(default=10, metadata={"min": 1})
+    """steps between lines of metrics.jsonl"""
+    eval_every: int = field(default=0, metadata={"min": 0})
+    """steps between evaluations; 0: at the end alone"""
+    eval_batches: int = field(default=16, metadata={"min": 0})
+    """global batches per evaluation, at most what is held out; 0: no evaluation"""
+    tensorboard: bool = False
+    """write TensorBoard events beside metrics.jsonl (pip install 'axonlaunch[tensorboard]')"""
+    sample_tokens: int = field(default=200, metadata={"min": 0})
+    """bytes of text to generate at the end of a run on text; 0: none"""
+    prompt: str = "def "
+    """what the sample at the end of a run continues"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When a run is saved, and what it starts from."""
+
+    every: int = field(default=0, metadata={"min": 0})
+    """steps between checkpoints, the last step included; 0: none"""
+    keep: int = field(default=2, metadata={"min": 1})
+    """newest checkpoints kept"""
+    resume: str = "auto"
+    """auto: go on where this run folder stopped; never: start anew; or the path of a run folder or a checkpoint"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How the ranks are started and find each other."""
+
+    name: Literal["local"] = "local"
+    """local: ranks on this machine"""
+    nproc: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """ranks on this machine; auto: one an accelerator, 2 where there is none"""
+    master_port: int | Literal["auto"] = field(default="auto", metadata={"min": 1, "max": 65535})
+    """port of the rendezvous, on loopback; auto: a free one"""
+    backend: Literal["auto", "gloo", "nccl", "mock"] = "auto"
+    """auto: nccl on accelerators, else gloo; mock: all ranks are threads of one process"""
+    timeout_s: float = field(default=600.0, metadata={"above": 0})
+    """seconds a collective may wait before the run fails"""
+    pin_cores: bool = True
+    """give each rank its own share of this machine's cores"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run; ``config.load`` makes one from overrides."""
+
+    name: str = "auto"
+    """name of the run; auto: model and strategy, numbered where that is taken"""
+    run_dir: str = "auto"
+    """folder of the run; auto: runs/<name>"""
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**63 - 1})
+    """initial weights depend on it and the parameter's name, the order of samples on it and the global sample index"""
+    plugins: list[str] = field(default_factory=list)
+    """modules to import first: they register models"""
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    model: Named = field(default_factory=GPTConfig, metadata={"variants": MODEL_CONFIGS})
+    data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATA_CONFIGS})
+    optimizer: OptimizerConfig = field(
+        default_factory=AdamWConfig, metadata={"variants": OPTIMIZER_CONFIGS}
+    )
+    scheduler: SchedulerConfig = field(
+        default_factory=CosineConfig, metadata={"variants": SCHEDULER_CONFIGS}
+    )
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    hardware: HardwareConfig | None = None
+
+
+GROUPS: dict[str, Any] = {
+    "strategy": None,
+    "model": MODEL_CONFIGS,
+    "data": DATA_CONFIGS,
+    "optimizer": OPTIMIZER_CONFIGS,
+    "scheduler": SCHEDULER_CONFIGS,
+    "launch": None,
+    "hardware": None,
+    "experiment": None,
+}

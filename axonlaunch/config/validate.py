@@ -1,0 +1,264 @@
+"""Turns a plain tree of values into the typed tree, and says everything that is wrong with it.
+
+It refuses what it can't convert without guessing: no text for a number, no fraction for a count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from axonlaunch.config.problem import Problem, one_of, plain
+from axonlaunch.registry import nearest, unknown
+
+T = TypeVar("T")
+
+
+class _Rejected(Exception):  # noqa: N818 - control flow inside this module, never seen outside
+    """A value that does not fit; the text says what would."""
+
+
+@dataclass
+class Validation:
+    """The typed tree as far as it goes (defaults stand in for what is wrong) and the problems."""
+
+    config: Any
+    problems: list[Problem] = field(default_factory=list)
+
+
+def validate(tree: dict[str, Any], schema: type) -> Validation:
+    """Type a plain tree by a dataclass; collect every problem rather than stop at the first."""
+    problems: list[Problem] = []
+    config = _dataclass(tree, schema, "", problems, root=schema)
+    return Validation(config, problems)
+
+
+def _dataclass(
+    tree: Any, schema: type, prefix: str, problems: list[Problem], *, root: type
+) -> Any:
+    if not isinstance(tree, dict):
+        message = f"is a group of keys; set one of them, as in {prefix}.{_first_key(schema)}=..."
+        problems.append(Problem(prefix, message, tree))
+        tree = {}
+    hints = typing.get_type_hints(schema)
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    for key in tree:
+        if key not in fields:
+            problems.append(_unknown_key(prefix, str(key), tree[key], fields, root))
+    values: dict[str, Any] = {}
+    for name, spec in fields.items():
+        key = f"{prefix}.{name}" if prefix else name
+        if name not in tree:
+            if spec.default is MISSING and spec.default_factory is MISSING:
+                problems.append(Problem(key, f"is missing; write {key}=..."))
+            continue
+        value = tree[name]
+        if value == "???":
+            problems.append(Problem(key, f"is missing; write {key}=..."))
+            continue
+        variants = spec.metadata.get("variants")
+        if variants is not None:
+            values[name] = _variant(value, variants, spec, key, problems, root)
+        elif (nested := _nested(hints[name], value)) is not None:
+            values[name] = _dataclass(value, nested, key, problems, root=root)
+        else:
+            try:
+                values[name] = _convert(value, hints[name])
+                _in_range(values[name], spec.metadata)
+            except _Rejected as reason:
+                values.pop(name, None)
+                problems.append(Problem(key, str(reason), value))
+    config = _construct(schema, values, fields)
+    broken = {problem.key for problem in problems}
+    for name, message in getattr(config, "problems", list)():
+        key = f"{prefix}.{name}" if prefix else name
+        if key not in broken:
+            problems.append(Problem(key, message, getattr(config, name, None)))
+    return config
+
+
+def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> Any:
+    """Build the dataclass; a required field that is missing (told already) is None."""
+    for name, spec in fields.items():
+        if name not in values and spec.default is MISSING and spec.default_factory is MISSING:
+            values[name] = None
+    return schema(**values)
+
+
+def _variant(
+    tree: Any, variants: dict[str, type], spec: Any, key: str, problems: list[Problem], root: type
+) -> Any:
+    """Type a subtree by the dataclass that its ``name`` stands for."""
+    if not isinstance(tree, dict):
+        message = f"is a group; choose one with {key}=NAME: {one_of(sorted(variants))}"
+        problems.append(Problem(key, message, tree))
+        return _default(spec)
+    name = tree.get("name", getattr(_default(spec), "name", None))
+    if name not in variants:
+        message = unknown(key, plain(name), sorted(variants))
+        problems.append(Problem(f"{key}.name", message, name))
+        return _default(spec)
+    return _dataclass(tree, variants[name], key, problems, root=root)
+
+
+def _default(spec: Any) -> Any:
+    return spec.default_factory() if spec.default is MISSING else spec.default
+
+
+def _nested(hint: Any, value: Any) -> type | None:
+    """Return the dataclass that a hint names, unless the value is the null that it allows."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    found = [option for option in options if dataclasses.is_dataclass(option)]
+    if not found or (value is None and type(None) in options):
+        return None
+    return typing.cast("type", found[0])
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """Return the value as the hint's type.
+
+    Raises:
+        _Rejected: It can't be one; the text says what was expected.
+    """
+    origin = get_origin(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _union(value, get_args(hint))
+    if origin is Literal:
+        return _literal(value, get_args(hint))
+    if origin is list:
+        return [_convert(item, get_args(hint)[0]) for item in _items(value)]
+    if origin is tuple:
+        return _tuple(value, get_args(hint))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise _Rejected("expected keys with values, as in {key: value}")
+        return {str(key): _convert(item, get_args(hint)[1]) for key, item in value.items()}
+    return _scalar(value, hint)
+
+
+def _scalar(value: Any, hint: Any) -> Any:
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        raise _Rejected("expected true or false")
+    if hint is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if isinstance(value, float) and value.is_integer():
+            raise _Rejected(f"expected a whole number; write {int(value)}")
+        raise _Rejected("expected a whole number")
+    if hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise _Rejected("expected a finite number")
+            return float(value)
+        raise _Rejected("expected a number")
+    if hint is str:
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return str(value)
+        raise _Rejected("expected text")
+    raise AssertionError(f"the schema uses a type that validate does not know: {hint}")
+
+
+def _literal(value: Any, choices: tuple[Any, ...]) -> Any:
+    for choice in choices:
+        if value == choice and type(value) is type(choice):
+            return choice
+    close = nearest(str(value), map(str, choices))
+    meant = f"did you mean {close}? " if close else ""
+    raise _Rejected(f"{meant}use {one_of(choices)}")
+
+
+def _union(value: Any, options: tuple[Any, ...]) -> Any:
+    reasons = []
+    for option in options:
+        if option is type(None):
+            if value is None:
+                return None
+            reasons.append("null")
+            continue
+        try:
+            return _convert(value, option)
+        except _Rejected as reason:
+            reasons.append(str(reason))
+    words = [r.removeprefix("expected ").removeprefix("use ") for r in reasons]
+    raise _Rejected("expected " + " or ".join(words))
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    raise _Rejected("expected a list, as in [a,b]")
+
+
+def _tuple(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:
+    items = _items(value)
+    if len(hints) == 2 and hints[1] is Ellipsis:
+        return tuple(_convert(item, hints[0]) for item in items)
+    if len(items) != len(hints):
+        raise _Rejected(f"expected {len(hints)} values, got {len(items)}")
+    return tuple(_convert(item, hint) for item, hint in zip(items, hints, strict=True))
+
+
+def _in_range(value: Any, limits: typing.Mapping[str, Any]) -> None:
+    for number in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            continue
+        if "min" in limits and number < limits["min"]:
+            raise _Rejected(f"must be at least {limits['min']}")
+        if "above" in limits and number <= limits["above"]:
+            raise _Rejected(f"must be above {limits['above']}")
+        if "max" in limits and number > limits["max"]:
+            raise _Rejected(f"must be at most {limits['max']}")
+        if "below" in limits and number >= limits["below"]:
+            raise _Rejected(f"must be below {limits['below']}")
+
+
+def _unknown_key(
+    prefix: str, name: str, value: Any, fields: dict[str, Any], root: type
+) -> Problem:
+    """Say that a key is unknown, and which one was meant: here, or of that name elsewhere."""
+    key = f"{prefix}.{name}" if prefix else name
+    shown = None if isinstance(value, dict) else value
+    close = nearest(name, fields)
+    if close:
+        meant = f"{prefix}.{close}" if prefix else close
+        return Problem(key, f"there is no such key; did you mean {meant}?", shown)
+    elsewhere = [path for path in _paths(root) if path.rsplit(".", 1)[-1] == name]
+    if key in elsewhere:
+        owners = [other for other, paths in _variants(root, prefix) if name in paths]
+        message = f"there is no such key here, only in {prefix}={one_of(owners)}"
+        return Problem(key, message, shown)
+    if elsewhere:
+        return Problem(key, f"there is no such key; did you mean {elsewhere[0]}?", shown)
+    where = f"keys of {prefix}" if prefix else "top-level keys"
+    return Problem(key, f"there is no such key; {where}: {', '.join(sorted(fields))}", shown)
+
+
+def _paths(schema: type, prefix: str = "") -> list[str]:
+    found: list[str] = []
+    hints = typing.get_type_hints(schema)
+    for spec in dataclasses.fields(schema):
+        key = f"{prefix}{spec.name}"
+        found.append(key)
+        nested = _nested(hints[spec.name], {})
+        for option in [nested] if nested else spec.metadata.get("variants", {}).values():
+            found += _paths(option, f"{key}.")
+    return found
+
+
+def _variants(root: type, key: str) -> list[tuple[str, set[str]]]:
+    """Return ``(name, its keys)`` of each variant of a top-level group."""
+    spec = {f.name: f for f in dataclasses.fields(root)}[key]
+    variants = spec.metadata.get("variants", {})
+    return [(name, {f.name for f in dataclasses.fields(v)}) for name, v in variants.items()]
+
+
+def _first_key(schema: type) -> str:
+    return dataclasses.fields(schema)[0].name
