@@ -57,7 +57,7 @@ class TokensConfig:
     sequence_length: int = field(default=1024, metadata={"min": 1})
     """tokens of a sample"""
     vocab_size: int | None = field(default=None, metadata={"min": 1})
-    """tokens of the vocabulary; null: one more than the largest in the files, which are read through once to find it"""
+    """size of the vocabulary; null: found by reading the files through once"""
     eval_path: str | None = None
     """file of held-out tokens; null: the last part of path"""
     eval_fraction: float = field(default=0.01, metadata={"above": 0, "below": 1})
@@ -105,7 +105,7 @@ class DigitsConfig:
     name: str = "digits"
     """name in the registry of datasets"""
     image_size: int = field(default=28, metadata={"min": 8})
-    """height and width after enlarging the original 8 x 8 pixels, which suits the default mlp and vit"""
+    """height and width to which the 8 x 8 pixels are enlarged; 28 suits the default mlp and vit"""
     eval_fraction: float = field(default=0.2, metadata={"above": 0, "below": 1})
     """share of the images held out for evaluation"""
 

@@ -154,7 +154,7 @@ class CustomConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """keyword arguments of the builder"""
     layers: str | None = None
-    """path of the nn.ModuleList of repeated blocks inside the module, the unit of sharding and recomputation; null: the module is one unit"""
+    """path of the nn.ModuleList of blocks in the module, the unit of sharding; null: one unit"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""

@@ -6,6 +6,7 @@ It holds values; ``axonlaunch.engines.optimizer`` carries them out.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,12 @@ class ConstantConfig:
     """Warm up linearly, then stay at the peak."""
 
     name: str = "constant"
-    warmup_steps: int = field(default=0, metadata={"min": 0})
-    """steps over which the rate rises linearly to its peak"""
+    warmup_steps: int | Literal["auto"] = field(default="auto", metadata={"min": 0})
+    """steps over which the rate rises linearly to its peak; auto: a fifteenth of the run"""
+
+    def warmup(self, steps: int) -> int:
+        """Return the steps of warm-up of a run of so many steps."""
+        return steps // 15 if self.warmup_steps == "auto" else self.warmup_steps
 
 
 @dataclass(frozen=True, kw_only=True)

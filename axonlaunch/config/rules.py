@@ -93,11 +93,15 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:
     steps, schedule = config.train.steps, config.scheduler
-    if schedule.warmup_steps >= steps > 0 and schedule.warmup_steps:
-        message = f"train.steps is {steps}; warm up over fewer steps, or train longer"
-        yield Problem("scheduler.warmup_steps", message, schedule.warmup_steps)
-    elif isinstance(schedule, WSDConfig) and schedule.warmup_steps + schedule.decay_steps > steps:
-        message = f"with {schedule.warmup_steps} of warm-up it exceeds train.steps={steps}; use {steps - schedule.warmup_steps} or less"
+    warmup = schedule.warmup(steps)
+    if schedule.warmup_steps != "auto" and 0 < steps <= warmup:
+        message = f"train.steps is {steps}; use fewer, or auto, or train longer"
+        yield Problem("scheduler.warmup_steps", message, warmup)
+    elif isinstance(schedule, WSDConfig) and warmup + schedule.decay_steps > steps:
+        message = (
+            f"with {warmup} steps of warm-up it exceeds train.steps={steps}; "
+            f"use {steps - warmup} or less"
+        )
         yield Problem("scheduler.decay_steps", message, schedule.decay_steps)
 
 

@@ -139,6 +139,8 @@ def _convert(value: Any, hint: Any) -> Any:
         if not isinstance(value, dict):
             raise _Rejected("expected keys with values, as in {key: value}")
         return {str(key): _convert(item, get_args(hint)[1]) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        raise _Rejected("expected a group's option")
     return _scalar(value, hint)
 
 

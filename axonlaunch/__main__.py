@@ -1,0 +1,6 @@
+"""``python -m axonlaunch``."""
+
+from axonlaunch.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The Typer application: a command a file, and what all of them do with a user's mistake."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from axonlaunch.cli import config, doctor, ls, sample, train
+
+STARTED = time.time()
+
+app = typer.Typer(
+    name="axonlaunch",
+    help="Train PyTorch models on any layout of devices, from one YAML.",
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for name, module in {
+    "train": train,
+    "sample": sample,
+    "config": config,
+    "ls": ls,
+    "doctor": doctor,
+}.items():
+    app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"axonlaunch {version('axonlaunch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    del version
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def run() -> None:
+    """Run the application; what a user got wrong is one line a problem and exit status 2."""
+    try:
+        status = app(standalone_mode=False)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        problems = _problems(error)
+        if problems is None:
+            raise
+        for problem in problems:
+            sys.stderr.write(f"error: {problem}\n")
+        sys.exit(2)
+    sys.exit(status or 0)
+
+
+def _problems(error: Exception) -> list[str] | None:
+    """Return a user's mistakes as lines; None for a bug of ours."""
+    from axonlaunch.config.problem import ConfigError
+
+    if isinstance(error, ConfigError):
+        return [str(problem) for problem in error.problems]
+    # Typer's usage errors: some versions raise click's classes, some a copy of them.
+    told = getattr(error, "format_message", None)
+    return [" ".join(told().split())] if told else None

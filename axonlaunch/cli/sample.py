@@ -1,0 +1,42 @@
+"""``axonlaunch sample``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from axonlaunch.cli.options import Json, print_json
+
+HELP = "Let a trained model of text continue a prompt."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch sample runs/gpt-fsdp --prompt "def "
+  axonlaunch sample runs/gpt-fsdp --prompt "class " --tokens 400 --temperature 0.5 --seed 1
+"""
+
+
+def command(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a run that saved a checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="Bytes to add.")] = 300,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Draw among so many likeliest bytes.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Starts the draws.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Let a trained model of text continue a prompt."""
+    from axonlaunch.sampling import continue_prompt
+
+    text = continue_prompt(
+        run_dir, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
+    if as_json:
+        print_json({"prompt": prompt, "text": text})
+    else:
+        sys.stdout.write(prompt + text + "\n")

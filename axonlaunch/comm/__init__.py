@@ -1,0 +1,69 @@
+"""Ranks and how they talk: the world, its groups, collectives, and a mock of all in one process.
+
+It starts no process and trains nothing; it stands on ``torch.distributed`` and hides none of it.
+"""
+
+from axonlaunch.comm.backend import Backend, ReduceOp
+from axonlaunch.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_max,
+    all_reduce_mean,
+    all_reduce_min,
+    all_reduce_product,
+    all_reduce_sum,
+    barrier,
+    broadcast,
+    broadcast_from,
+    gather_tensor,
+    is_main_process,
+    rank,
+    recv,
+    reduce_scatter_mean,
+    reduce_scatter_sum,
+    scatter_tensor,
+    send,
+    world_size,
+)
+from axonlaunch.comm.errors import (
+    CommError,
+    DeadlockError,
+    MismatchError,
+    PeerFailedError,
+    RankFailedError,
+)
+from axonlaunch.comm.gradients import sync_gradient, sync_gradients
+from axonlaunch.comm.process_group import ProcessGroup, World
+
+__all__ = [
+    "Backend",
+    "CommError",
+    "DeadlockError",
+    "MismatchError",
+    "PeerFailedError",
+    "ProcessGroup",
+    "RankFailedError",
+    "ReduceOp",
+    "World",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_max",
+    "all_reduce_mean",
+    "all_reduce_min",
+    "all_reduce_product",
+    "all_reduce_sum",
+    "barrier",
+    "broadcast",
+    "broadcast_from",
+    "gather_tensor",
+    "is_main_process",
+    "rank",
+    "recv",
+    "reduce_scatter_mean",
+    "reduce_scatter_sum",
+    "scatter_tensor",
+    "send",
+    "sync_gradient",
+    "sync_gradients",
+    "world_size",
+]

@@ -1,0 +1,369 @@
+"""Operations between ranks, the same on gloo, NCCL and mock; a user's calls, not the hot path.
+
+Where a backend lacks an operation or a dtype, it is composed from what it has. On gloo and mock
+every rank first says what it is about to do, so that calls that don't fit are errors on all of
+them; NCCL leaves that to ``TORCH_DISTRIBUTED_DEBUG=DETAIL``. ``src`` and ``dst`` are global
+ranks; ``group=None`` is the whole world; non-contiguous tensors are fine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from axonlaunch.comm.agreement import agree, agree_with
+from axonlaunch.comm.backend import Backend, ReduceOp
+from axonlaunch.comm.checks import (
+    REDUCED_AS,
+    bad_dim_0,
+    bad_op,
+    bad_peer,
+    bad_tensor,
+    device_of,
+    is_me,
+    say,
+)
+from axonlaunch.comm.process_group import ProcessGroup, default_group
+
+_TORCH_OP = {
+    ReduceOp.Sum: dist.ReduceOp.SUM,
+    ReduceOp.Product: dist.ReduceOp.PRODUCT,
+    ReduceOp.Min: dist.ReduceOp.MIN,
+    ReduceOp.Max: dist.ReduceOp.MAX,
+    ReduceOp.Average: dist.ReduceOp.AVG,
+}
+
+# torch 2.13 has renamed these and warns of the old names, which are all that 2.11 has.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+def rank() -> int:
+    """Return this process's rank; 0 without a world."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of ranks; 1 without a world."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def is_main_process() -> bool:
+    """Say whether this is rank 0; True without a world."""
+    return rank() == 0
+
+
+def all_reduce(
+    tensor: Tensor, *, op: ReduceOp = ReduceOp.Sum, group: ProcessGroup | None = None
+) -> Tensor:
+    """Combine the tensors of all ranks, in place on each, and return the tensor.
+
+    The average of float16 and bfloat16 is summed in float32 (by NCCL itself on NCCL). Booleans
+    have a maximum (any), a minimum and a product (all).
+
+    Raises:
+        TypeError: The operation has no meaning for the dtype, such as the mean of integers.
+        ValueError: This rank is not in the group, or the tensor is on a device that it lacks.
+        MismatchError: Ranks bring different shapes, dtypes or operations.
+    """
+    group = group_or_default(group)
+    name = f"all_reduce_{op.value.replace('average', 'mean')}"
+    _begin(name, tensor, group, bad_tensor(tensor, group, written=True) or bad_op(tensor, op))
+    return _from_buffer(reduce_values(tensor, op, group), tensor)
+
+
+def all_reduce_sum(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Sum over ranks, in place; see ``all_reduce``."""
+    return all_reduce(tensor, op=ReduceOp.Sum, group=group)
+
+
+def all_reduce_mean(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Average over ranks, in place; floating-point only; see ``all_reduce``."""
+    return all_reduce(tensor, op=ReduceOp.Average, group=group)
+
+
+def all_reduce_min(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Take the smallest over ranks, elementwise, in place; see ``all_reduce``."""
+    return all_reduce(tensor, op=ReduceOp.Min, group=group)
+
+
+def all_reduce_max(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Take the largest over ranks, elementwise, in place; see ``all_reduce``."""
+    return all_reduce(tensor, op=ReduceOp.Max, group=group)
+
+
+def all_reduce_product(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Multiply over ranks, elementwise, in place; see ``all_reduce``."""
+    return all_reduce(tensor, op=ReduceOp.Product, group=group)
+
+
+def broadcast(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Copy the tensor of the group's first rank to all, in place, and return it."""
+    group = group_or_default(group)
+    return broadcast_from(tensor, src=group.ranks[0], group=group)
+
+
+def broadcast_from(tensor: Tensor, *, src: int, group: ProcessGroup | None = None) -> Tensor:
+    """Copy the tensor of rank ``src`` to all, in place, and return it; any dtype.
+
+    Raises:
+        ValueError: ``src`` or this rank is not in the group, or the device is not the group's.
+        MismatchError: Ranks bring different shapes or dtypes, or name different sources.
+    """
+    group = group_or_default(group)
+    problem = bad_tensor(tensor, group, written=True) or bad_peer("src", src, group)
+    _begin(f"broadcast from rank {src}", tensor, group, problem)
+    buffer = _plain(tensor)
+    if buffer.numel():
+        dist.broadcast(_bytes(buffer), src, group=group.torch_group)
+    return _from_buffer(buffer, tensor)
+
+
+def all_gather(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Return the tensors of all ranks as a new one of shape ``[size, *shape]``, by rank.
+
+    Raises:
+        ValueError: This rank is not in the group, or the device is not the group's.
+        MismatchError: Ranks bring different shapes or dtypes.
+    """
+    group = group_or_default(group)
+    _begin("all_gather", tensor, group, bad_tensor(tensor, group))
+    result = tensor.new_empty((group.size, *tensor.shape), requires_grad=False)
+    if result.numel():
+        source = _bytes(_plain(tensor))
+        _all_gather_single(_bytes(result), source, group=group.torch_group)
+    return result
+
+
+def reduce_scatter_sum(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Sum over ranks and return this rank's part of dim 0: ``[size * n, ...]`` to ``[n, ...]``.
+
+    Raises:
+        TypeError: The sum has no meaning for the dtype.
+        ValueError: Dim 0 is not divisible by the group's size, this rank is not in the group, or
+            the device is not the group's.
+        MismatchError: Ranks bring different shapes or dtypes.
+    """
+    return _reduce_scatter("reduce_scatter_sum", tensor, ReduceOp.Sum, group)
+
+
+def reduce_scatter_mean(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
+    """Average over ranks and return this rank's part of dim 0; see ``reduce_scatter_sum``."""
+    return _reduce_scatter("reduce_scatter_mean", tensor, ReduceOp.Average, group)
+
+
+def gather_tensor(
+    tensor: Tensor, *, dst: int = 0, group: ProcessGroup | None = None
+) -> Tensor | None:
+    """Return the tensors of all ranks as ``[size, *shape]`` on rank ``dst``, None elsewhere.
+
+    Raises:
+        ValueError: ``dst`` or this rank is not in the group, or the device is not the group's.
+        MismatchError: Ranks bring different shapes or dtypes, or name different destinations.
+    """
+    group = group_or_default(group)
+    problem = bad_tensor(tensor, group) or bad_peer("dst", dst, group)
+    _begin(f"gather_tensor to rank {dst}", tensor, group, problem)
+    result = None
+    if is_me(dst, group):
+        result = tensor.new_empty((group.size, *tensor.shape), requires_grad=False)
+    if tensor.numel():
+        parts = None if result is None else [_bytes(part) for part in result]
+        source = _bytes(_plain(tensor))
+        dist.gather(source, parts, dst=dst, group=group.torch_group)
+    return result
+
+
+def scatter_tensor(
+    tensor: Tensor | None, *, src: int = 0, group: ProcessGroup | None = None
+) -> Tensor:
+    """Divide dim 0 of rank ``src``'s tensor among the ranks: ``[size * n, ...]`` to ``[n, ...]``.
+
+    Ranks other than ``src`` pass None; shape and dtype come from ``src``.
+
+    Raises:
+        TypeError: ``src`` brings no tensor.
+        ValueError: Another rank brings one, dim 0 is not divisible by the group's size, ``src``
+            or this rank is not in the group, or the device is not the group's.
+        MismatchError: Ranks name different sources, or ``src`` has one of the problems above.
+    """
+    group = group_or_default(group)
+    problem = bad_peer("src", src, group)
+    line = f"scatter_tensor from rank {src}"
+    if problem is None and is_me(src, group):
+        problem = bad_tensor(tensor, group) or bad_dim_0(tensor, group)
+        if problem is None and tensor is not None:
+            line += f"|{str(tensor.dtype)[6:]}|{','.join(map(str, tensor.shape))}"
+    elif problem is None and tensor is not None:
+        problem = ValueError(f"only rank {src} brings a tensor, rank {rank()} passes None")
+    if problem is not None:
+        problem = type(problem)(f"scatter_tensor: {problem}")
+    lines = agree(group, line, problem=problem)
+    _, dtype, shape = _said_by(src, line, lines, group).split("|")
+    whole = [int(size) for size in shape.split(",")]
+    part = [whole[0] // group.size, *whole[1:]]
+    result = torch.empty(part, dtype=getattr(torch, dtype), device=device_of(group))
+    if result.numel():
+        parts = None
+        if tensor is not None:
+            source = _plain(tensor)
+            parts = [_bytes(chunk) for chunk in source.unflatten(0, (group.size, -1))]
+        dist.scatter(_bytes(result), parts, src=src, group=group.torch_group)
+    return result
+
+
+def send(tensor: Tensor, *, dst: int, group: ProcessGroup | None = None) -> None:
+    """Send a tensor to rank ``dst``, which calls ``recv``; returns when it has been taken.
+
+    Raises:
+        ValueError: ``dst`` is this rank or not in the group, this rank is not in the group, or
+            the device is not the group's.
+        MismatchError: The receiver's buffer has another shape or dtype.
+    """
+    group = group_or_default(group)
+    problem = bad_tensor(tensor, group) or bad_peer("dst", dst, group, other=True)
+    _begin_message("send", tensor, dst, group, problem)
+    if tensor.numel():
+        dist.send(_payload(_plain(tensor), group), dst, group=group.torch_group)
+
+
+def recv(tensor: Tensor, *, src: int, group: ProcessGroup | None = None) -> Tensor:
+    """Receive from rank ``src``, which calls ``send``, into the tensor, and return it.
+
+    Raises:
+        ValueError: ``src`` is this rank or not in the group, this rank is not in the group, or
+            the device is not the group's.
+        MismatchError: What is sent has another shape or dtype.
+    """
+    group = group_or_default(group)
+    problem = bad_tensor(tensor, group, written=True) or bad_peer("src", src, group, other=True)
+    _begin_message("recv", tensor, src, group, problem)
+    buffer = _plain(tensor)
+    if buffer.numel():
+        dist.recv(_payload(buffer, group), src, group=group.torch_group)
+    return _from_buffer(buffer, tensor)
+
+
+def barrier(group: ProcessGroup | None = None) -> None:
+    """Return when every rank of the group has called it."""
+    group = group_or_default(group)
+    agree(group, "barrier")
+    if group.backend is Backend.NCCL:
+        dist.barrier(group=group.torch_group, device_ids=[torch.accelerator.current_device_index()])
+
+
+def group_or_default(group: ProcessGroup | None) -> ProcessGroup:
+    """Return the group meant, of which this rank must be a member."""
+    if group is None:
+        return default_group()
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group={group!r} is no axonlaunch ProcessGroup: wrap a torch group with "
+            "ProcessGroup.from_torch(group)"
+        )
+    _ = group.torch_group
+    return group
+
+
+def _begin(name: str, tensor: Tensor, group: ProcessGroup, problem: Exception | None) -> None:
+    """Let all ranks agree on a call on a tensor, or all raise."""
+    if problem is not None:
+        problem = type(problem)(f"{name}: {problem}")
+        agree(group, name, problem=problem)
+    agree(group, f"{name} of {say(tensor)}")
+
+
+def _begin_message(
+    verb: str, tensor: Tensor, peer: int, group: ProcessGroup, problem: Exception | None
+) -> None:
+    """Let both ends of a message agree; mock checks its messages itself."""
+    if problem is not None:
+        problem = type(problem)(f"{verb}: {problem}")
+    if group.backend is Backend.GLOO and group.contains(peer) and not is_me(peer, group):
+        agree_with(peer, group, verb, "" if problem else say(tensor), problem=problem)
+    elif problem is not None:
+        raise problem
+
+
+def _payload(buffer: Tensor, group: ProcessGroup) -> Tensor:
+    return buffer if group.backend is Backend.MOCK else _bytes(buffer)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the values, contiguous: the tensor's own memory where that is so already."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as bytes, which every backend moves, whatever the dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def reduce_values(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Tensor:
+    """All-reduce without any check; the result is in the tensor's own memory where that serves."""
+    buffer = _to_buffer(tensor, op, group)
+    if buffer.numel() and group.size > 1:
+        dist.all_reduce(_real(buffer), op=_torch_op(op, group), group=group.torch_group)
+        if _is_composed(op, group):
+            buffer.div_(group.size)
+    return buffer
+
+
+def _is_composed(op: ReduceOp, group: ProcessGroup) -> bool:
+    """Say whether the average is a sum that is divided here: only NCCL has one of its own."""
+    return op is ReduceOp.Average and group.backend is not Backend.NCCL
+
+
+def _torch_op(op: ReduceOp, group: ProcessGroup) -> Any:
+    return _TORCH_OP[ReduceOp.Sum if _is_composed(op, group) else op]
+
+
+def _to_buffer(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Tensor:
+    """Return the values in a dtype that the backend can reduce."""
+    dtype = REDUCED_AS[tensor.dtype]
+    if _is_composed(op, group) and dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32  # the sum of many could overflow, or lose what the mean keeps
+    return _plain(tensor).to(dtype)
+
+
+def _from_buffer(buffer: Tensor, tensor: Tensor) -> Tensor:
+    """Write a buffer back into the tensor it was made from, unless it is the same memory."""
+    if buffer.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.detach().copy_(buffer)
+    return tensor
+
+
+def _reduce_scatter(
+    name: str, tensor: Tensor, op: ReduceOp, group: ProcessGroup | None
+) -> Tensor:
+    group = group_or_default(group)
+    problem = bad_tensor(tensor, group) or bad_op(tensor, op) or bad_dim_0(tensor, group)
+    _begin(name, tensor, group, problem)
+    buffer = _to_buffer(tensor, op, group)
+    result = buffer.new_empty((buffer.shape[0] // group.size, *buffer.shape[1:]))
+    if result.numel():
+        _reduce_scatter_single(
+            _real(result), _real(buffer), op=_torch_op(op, group), group=group.torch_group
+        )
+        if _is_composed(op, group):
+            result.div_(group.size)
+    return result.to(tensor.dtype)
+
+
+def _said_by(src: int, line: str, lines: list[str], group: ProcessGroup) -> str:
+    """Return what rank ``src`` said; on NCCL nobody has heard it yet."""
+    if group.backend is Backend.NCCL and group.size > 1:
+        box = [line]
+        dist.broadcast_object_list(box, src=src, group=group.torch_group)
+        return box[0]
+    return lines[group.ranks.index(src)]

@@ -1,0 +1,101 @@
+"""Averaging gradients over ranks, for a model that every rank holds whole.
+
+For a backward pass that overlaps with it, use an engine; sharded gradients are the engine's too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from axonlaunch.comm.agreement import agree
+from axonlaunch.comm.backend import ReduceOp
+from axonlaunch.comm.checks import bad_op, bad_tensor, device_of, say
+from axonlaunch.comm.collectives import group_or_default, reduce_values
+from axonlaunch.comm.process_group import ProcessGroup
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients travel together up to this size; a larger one travels alone."""
+
+
+def sync_gradient(tensor: Tensor, *, group: ProcessGroup | None = None) -> None:
+    """Average ``tensor.grad`` over ranks, in place; see ``sync_gradients``."""
+    sync_gradients([tensor], group=group)
+
+
+def sync_gradients(
+    parameters: nn.Module | Iterable[Tensor], *, group: ProcessGroup | None = None
+) -> None:
+    """Average the gradients of a module's or of given parameters over ranks, in place.
+
+    A parameter with no gradient here, but with one on another rank, counts as zeros and gets
+    the average; one with no gradient anywhere keeps none. So ranks may use different parts of a
+    model and still go on alike.
+
+    Raises:
+        TypeError: A gradient is sparse or a DTensor, or its dtype has no mean.
+        ValueError: This rank is not in the group, or a gradient is on a device that it lacks.
+        MismatchError: Ranks bring different parameters.
+    """
+    group = group_or_default(group)
+    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    tensors = [t for t in dict.fromkeys(given) if t.requires_grad]
+    shapes = "\n".join(map(say, tensors))
+    digest = hashlib.sha256(shapes.encode()).hexdigest()[:8]
+    agree(
+        group,
+        f"sync_gradients of {len(tensors)} parameters with {sum(t.numel() for t in tensors)} "
+        f"elements (their shapes and dtypes: {digest})",
+        problem=_first_problem(tensors, group),
+    )
+    if not tensors or group.size == 1:
+        return
+    has_grad = torch.tensor(
+        [tensor.grad is not None for tensor in tensors], dtype=torch.int32, device=device_of(group)
+    )
+    dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=group.torch_group)
+    used = [t for t, has in zip(tensors, has_grad.tolist(), strict=True) if has]
+    for bucket in _buckets(used):
+        grads = [_grad(tensor) for tensor in bucket]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        flat = reduce_values(flat, ReduceOp.Average, group)
+        sizes = [grad.numel() for grad in grads]
+        for grad, mean in zip(grads, flat.split(sizes), strict=True):
+            grad.copy_(mean.view(grad.shape))
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return tensor.grad.detach()
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Group tensors of one dtype, in their order, into buckets."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in tensors:
+            if tensor.dtype == dtype:
+                if bucket and size + tensor.nbytes > BUCKET_BYTES:
+                    yield bucket
+                    bucket, size = [], 0
+                bucket.append(tensor)
+                size += tensor.nbytes
+        if bucket:
+            yield bucket
+
+
+def _first_problem(tensors: list[Tensor], group: ProcessGroup) -> Exception | None:
+    for index, tensor in enumerate(tensors):
+        value = tensor if tensor.grad is None else tensor.grad
+        problem = bad_tensor(value, group) or bad_op(value, ReduceOp.Average)
+        if problem is not None:
+            return type(problem)(
+                f"sync_gradients: parameter {index} ({say(tensor)}): {problem}"
+            )
+    return None

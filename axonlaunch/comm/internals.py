@@ -1,0 +1,87 @@
+"""The private names of torch that the mock world stands on: all of them, and nothing else.
+
+``tests/comm/test_internals.py`` pins each name. When torch moves one, that test says which, and
+the fix belongs in this file alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _resolve_process_group,
+    _set_thread_isolation_mode,
+    _unregister_process_group,
+)
+from torch.distributed import distributed_c10d
+
+_PROBE = "axonlaunch-isolation-probe"
+
+
+class WorldOfThread(threading.local):
+    """What ``torch.distributed`` knows of its groups, for each thread anew.
+
+    Stands in for ``torch.distributed.distributed_c10d._World`` with the same attributes. (torch
+    has such a class for its own tests; in 2.11 it lacks ``comms``.)
+    """
+
+    def __init__(self) -> None:
+        self.default_pg: Any = None
+        self.group_count = 0
+        self.comms: list[Any] = []
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, Any] = {}
+        self.pg_group_ranks: dict[Any, Any] = {}
+        self.pg_backend_config: dict[Any, Any] = {}
+        self.pg_to_tag: dict[Any, Any] = {}
+        self.tags_to_pg: dict[Any, Any] = {}
+        self.pg_coalesce_state: dict[Any, Any] = {}
+
+
+def threads_are_isolated() -> bool:
+    """Say whether each thread has its own table of process groups.
+
+    torch can set this mode but not tell it: register a group here, look for it from elsewhere.
+    """
+    _register_process_group(_PROBE, dist.ProcessGroup(0, 1))
+    seen: list[bool] = []
+
+    def look() -> None:
+        try:
+            _resolve_process_group(_PROBE)
+        except RuntimeError:
+            seen.append(False)
+        else:
+            seen.append(True)
+
+    thread = threading.Thread(target=look, name="axonlaunch-isolation-probe")
+    thread.start()
+    thread.join()
+    _unregister_process_group(_PROBE)
+    return not seen[0]
+
+
+@contextlib.contextmanager
+def isolated_threads() -> Iterator[None]:
+    """Give each thread started inside its own ``torch.distributed``; put all back at the end.
+
+    What is put back: the default group and all that torch registers beside it, the isolation
+    mode, the rank that torch's C++ log lines carry, and ``sys.excepthook``, which
+    ``init_process_group`` replaces.
+    """
+    world, hook, isolated = distributed_c10d._world, sys.excepthook, threads_are_isolated()
+    distributed_c10d._world = WorldOfThread()
+    _set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        _set_thread_isolation_mode(isolated)
+        distributed_c10d._world = world
+        distributed_c10d._update_default_pg(world.default_pg)
+        sys.excepthook = hook

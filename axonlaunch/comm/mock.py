@@ -1,0 +1,153 @@
+"""A world of rank threads in one process: real collectives, one rank running at a time.
+
+Nothing here needs a network, a second process or an accelerator, and a run gives the same bits
+every time. Ranks share what a process shares: ``os.environ``, the default dtype, module state,
+and the random state of ``random`` and NumPy (that of torch's CPU generator is each rank's own).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from axonlaunch.comm.backend import Backend
+from axonlaunch.comm.baton import Baton
+from axonlaunch.comm.errors import CommError, RankFailedError
+from axonlaunch.comm.internals import isolated_threads
+from axonlaunch.comm.meeting import Board, here
+from axonlaunch.comm.mock_group import MockProcessGroup
+from axonlaunch.comm.mock_store import MockStore
+from axonlaunch.comm.process_group import World
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_one_at_a_time = threading.Lock()
+
+
+class MockWorld:
+    """A world whose ranks are threads; ``run`` calls a function on each of them.
+
+    Attributes:
+        world_size: The number of ranks.
+        timeout_s: How long a rank may compute without communicating before it is given up.
+    """
+
+    def __init__(self, world_size: int, *, timeout_s: float = 60.0) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size}: a world has at least one rank")
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s}: a time limit is more than 0 seconds")
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+
+    def run(
+        self, fn: Callable[Concatenate[World, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Call ``fn(world, *args, **kwargs)`` on every rank and return the results by rank.
+
+        Every rank starts with the random state that torch's CPU generator has here, which is
+        left as it was. An accelerator is not used.
+
+        Raises:
+            RankFailedError: A rank raised, was late by ``timeout_s``, or all ranks waited for
+                each other; ``rank`` is the first, its exception the ``__cause__``.
+            CommError: A mock world is running in this process already.
+        """
+        if not _one_at_a_time.acquire(blocking=False):
+            raise CommError(
+                "a mock world is running in this process already: they share torch's state, so "
+                "run one after another"
+            )
+        random_state = torch.default_generator.get_state()
+        try:
+            with isolated_threads():
+                return self._run(lambda world: fn(world, *args, **kwargs))
+        finally:
+            torch.default_generator.set_state(random_state)
+            _one_at_a_time.release()
+
+    def _run(self, fn: Callable[[World], R]) -> list[R]:
+        baton = Baton(self.world_size, timeout_s=self.timeout_s)
+        board = Board(baton)
+        store = MockStore(board)
+        results: dict[int, R] = {}
+        isolated = True
+
+        def be_rank(rank: int) -> None:
+            baton.enter(rank)
+            error: BaseException | None = None
+            try:
+                here.board, here.rank = board, rank
+                with torch.autograd.set_multithreading_enabled(False):
+                    results[rank] = fn(self._join(rank, store))
+            except BaseException as raised:
+                error = raised
+            try:
+                if isolated and dist.is_initialized():
+                    dist.destroy_process_group()
+            except BaseException as raised:
+                error = error or raised
+            finally:
+                baton.leave(rank, error)
+
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(be_rank, rank),
+                name=f"mock-rank-{rank}",
+                daemon=True,
+            )
+            for rank in range(self.world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            baton.supervise()
+        finally:
+            baton.join()
+            isolated = False
+        if baton.failure is not None:
+            rank, error = baton.failure
+            raise RankFailedError(
+                rank, f"rank {rank} failed: {type(error).__name__}: {error}"
+            ) from error
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _join(self, rank: int, store: dist.Store) -> World:
+        """Make this thread's default process group and its world."""
+        timeout = timedelta(seconds=self.timeout_s)
+        dist.init_process_group(
+            Backend.MOCK.value,
+            store=store,
+            rank=rank,
+            world_size=self.world_size,
+            timeout=timeout,
+        )
+        return World(
+            rank=rank,
+            local_rank=rank,
+            world_size=self.world_size,
+            device=torch.device("cpu"),
+            backend=Backend.MOCK,
+            timeout_s=self.timeout_s,
+        )
+
+
+def _create_group(options: Any, _: Any) -> MockProcessGroup:
+    """Make this rank's end of a group, for ``init_process_group`` and ``new_group``."""
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    return MockProcessGroup(
+        options.group_rank, options.group_size, ranks=ranks, name=options.group_id
+    )
+
+
+dist.Backend.register_backend(
+    Backend.MOCK.value, _create_group, extended_api=True, devices=["cpu"]
+)

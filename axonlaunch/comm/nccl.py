@@ -1,0 +1,46 @@
+"""What NCCL there is on this machine, told without starting it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class NcclStatus:
+    """Whether NCCL can be used here.
+
+    Attributes:
+        available: Ranks of this machine can use ``backend=nccl``.
+        version: NCCL's version (RCCL's on ROCm), or None where this torch has none.
+        devices: The names of the devices that this process sees, by index.
+        reason: Why it is not available; empty where it is.
+    """
+
+    available: bool
+    version: str | None = None
+    devices: list[str] = field(default_factory=list)
+    reason: str = ""
+
+
+def status() -> NcclStatus:
+    """Find out whether NCCL can be used here, and if not, why."""
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return NcclStatus(
+            available=False,
+            reason=f"this torch ({torch.__version__}) is built without NCCL: install a CUDA or "
+            "ROCm build of torch, or use backend=gloo",
+        )
+    found = torch.cuda.nccl.version()
+    version = ".".join(map(str, found))
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if not devices:
+        return NcclStatus(
+            available=False,
+            version=version,
+            reason=f"this torch has NCCL {version}, but sees no device: look at nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES, or use backend=gloo",
+        )
+    return NcclStatus(available=True, version=version, devices=devices)

@@ -1,0 +1,102 @@
+"""What a dataset offers: samples by index, and what space their targets live in.
+
+It holds the form; order, sharing and prefetching are the loader's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from axonlaunch.config.data import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["IGNORE_INDEX", "Batch", "Dataset", "Kind", "NoText", "Split"]
+
+Kind = Literal["tokens", "images"]
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples side by side.
+
+    Attributes:
+        inputs: Tokens [B, T] int64, or images [B, C, H, W] fp32.
+        targets: [B, T] or [B] int64; ``IGNORE_INDEX`` where nothing counts.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+
+    @classmethod
+    def from_numpy(cls, inputs: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Batch:
+        """Wrap arrays without a copy where their type allows it."""
+        import torch  # here, so that datasets can be made and checked without torch
+
+        return cls(torch.from_numpy(inputs), torch.from_numpy(targets.astype(np.int64, copy=False)))
+
+    def pin_memory(self) -> Batch:
+        """Copy to page-locked memory, from which copies to an accelerator overlap with work."""
+        return Batch(self.inputs.pin_memory(), self.targets.pin_memory())
+
+
+class Dataset(Protocol):
+    """Samples addressed by index, the same on every rank.
+
+    A class of this form is called with its typed configuration, imports no torch before the first
+    sample, and raises ``ConfigError`` (a ``ValueError``) for what it can't read.
+    """
+
+    @property
+    def kind(self) -> Kind:
+        """What the inputs are."""
+
+    @property
+    def num_samples(self) -> int:
+        """Training samples."""
+
+    @property
+    def num_eval_samples(self) -> int:
+        """Held-out samples."""
+
+    @property
+    def num_classes(self) -> int:
+        """Size of the target space: classes, or tokens of the vocabulary."""
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one input: [T], or [C, H, W]."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether ``encode`` and ``decode`` have a meaning."""
+
+    def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
+        """Return the samples of these indices, in their order."""
+
+    def encode(self, text: str) -> list[int]:
+        """Turn text into tokens; only where ``is_text``."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text; only where ``is_text``."""
+
+
+class NoText:
+    """The text side of a dataset that has none."""
+
+    is_text = False
+
+    def encode(self, text: str) -> list[int]:
+        """Refuse."""
+        raise NotImplementedError(f"{type(self).__name__} knows no text")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Refuse."""
+        raise NotImplementedError(f"{type(self).__name__} knows no text")

@@ -1,0 +1,133 @@
+"""This shard's rows of every global batch, loaded ahead of the step that needs them.
+
+Which samples a step sees follows from the seed and the step; the number of shards only cuts them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import numpy as np
+
+from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Dataset
+from axonlaunch.data.order import dataset_indices, permute
+
+# Evaluations under different seeds must be of the same samples.
+_EVAL_KEY = (0,)
+
+
+class Loader:
+    """Batches of one shard: a rank, or the ranks that work on the same samples.
+
+    Attributes:
+        dataset: Where samples come from.
+        global_batch_size: Samples of a step over all shards.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seed: int,
+        global_batch_size: int,
+        num_shards: int = 1,
+        shard: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        """Choose a share of the batches.
+
+        Args:
+            dataset: Where samples come from.
+            seed: The run's seed; decides the order.
+            global_batch_size: Samples of a step over all shards.
+            num_shards: How many share it.
+            shard: Which of them this is.
+            prefetch: Batches that ``iterate`` loads ahead.
+            pin_memory: Give batches in page-locked memory, for an accelerator.
+
+        Raises:
+            ValueError: The batch can't be shared evenly, or there is no such shard.
+        """
+        _rows(global_batch_size, num_shards)
+        if not 0 <= shard < num_shards:
+            raise ValueError(f"shard={shard}: there are {num_shards}, counted from 0")
+        self.dataset = dataset
+        self.global_batch_size = global_batch_size
+        self._seed = seed
+        self._num_shards = num_shards
+        self._shard = shard
+        self._prefetch = prefetch
+        self._pin_memory = pin_memory
+
+    def batch(self, step: int) -> Batch:
+        """Return this shard's rows of a step's global batch: a contiguous slice of it."""
+        rows = _rows(self.global_batch_size, self._num_shards)
+        first = step * self.global_batch_size + self._shard * rows
+        indices = dataset_indices(
+            np.arange(first, first + rows), num_samples=self.dataset.num_samples, seed=self._seed
+        )
+        batch = self.dataset.samples(indices, split="train")
+        return batch.pin_memory() if self._pin_memory else batch
+
+    def iterate(self, start_step: int = 0) -> Generator[Batch]:
+        """Yield the batches of this step and all after it, without end, loaded in a thread.
+
+        What loading raises is raised here, at the step that it belongs to. Closing the generator
+        ends the thread.
+        """
+        steps = count(start_step)
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as pool:
+            try:
+                loading = deque(pool.submit(self.batch, next(steps)) for _ in range(self._prefetch))
+                while True:
+                    loading.append(pool.submit(self.batch, next(steps)))
+                    yield loading.popleft().result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def eval_batches(
+        self, num_batches: int | None = None, *, batch_size: int | None = None
+    ) -> Iterator[Batch]:
+        """Yield this shard's rows of the held-out samples, each sample once over all shards.
+
+        Every shard gets as many batches of one shape. Rows that are left over at the end have
+        targets that do not count.
+
+        Args:
+            num_batches: Global batches at most, a fixed random choice of samples; None: all.
+            batch_size: Samples of a batch over all shards; None: ``global_batch_size``.
+
+        Raises:
+            ValueError: The batch can't be shared evenly.
+        """
+        size = batch_size or self.global_batch_size
+        rows, samples = _rows(size, self._num_shards), self.dataset.num_eval_samples
+        available = -(-samples // size)
+        for number in range(available if num_batches is None else min(num_batches, available)):
+            first = number * size + self._shard * rows
+            positions = np.arange(first, first + rows)
+            surplus = positions >= samples
+            positions[surplus] = 0
+            indices = permute(positions, size=samples, key=_EVAL_KEY)
+            batch = self.dataset.samples(indices, split="eval")
+            yield _uncounted(batch, first_surplus=rows - int(surplus.sum()))
+
+
+def _rows(batch_size: int, num_shards: int) -> int:
+    if batch_size < 1 or batch_size % num_shards:
+        raise ValueError(
+            f"global_batch_size={batch_size}: {num_shards} shards can't share it evenly; "
+            f"use a multiple of {num_shards}"
+        )
+    return batch_size // num_shards
+
+
+def _uncounted(batch: Batch, *, first_surplus: int) -> Batch:
+    """Return the batch with nothing to count from a row on."""
+    targets = batch.targets.clone()
+    targets[first_surplus:] = IGNORE_INDEX
+    return Batch(batch.inputs, targets)

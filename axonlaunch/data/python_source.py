@@ -1,0 +1,93 @@
+"""The source of Python's own standard library: real text that every machine has.
+
+It reads the running interpreter's files and refuses one that came without them.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from axonlaunch.config.data import PythonSourceConfig
+from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.data.text import ByteWindows
+
+Bytes = npt.NDArray[np.uint8]
+
+# Not of the library, not on every machine, or tests and demos that repeat themselves.
+_SKIPPED = frozenset(
+    {
+        "__pycache__",
+        "dist-packages",
+        "idle_test",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    }
+)
+
+
+class PythonSource(ByteWindows):
+    """Windows of the standard library's source; whole files are held out."""
+
+    def __init__(self, config: PythonSourceConfig) -> None:
+        """Read the library, once a process.
+
+        Raises:
+            ConfigError: This Python has no source, or too little for one sample.
+        """
+        root = Path(sysconfig.get_path("stdlib"))
+        train, held_out = _read(root, config.eval_fraction)
+        super().__init__(train, held_out, sequence_length=config.sequence_length)
+
+
+@lru_cache(maxsize=2)
+def _read(root: Path, eval_fraction: float) -> tuple[Bytes, Bytes]:
+    train: list[bytes] = []
+    held_out: list[bytes] = []
+    for path in _source_files(root):
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue  # an unreadable file of the library is not this run's problem
+        name = path.relative_to(root).as_posix()
+        (held_out if _share(name) < eval_fraction else train).append(content)
+    if not train and not held_out:
+        message = (
+            f"this Python has no source files under {root} (it may be frozen or zipped); "
+            "use data=text with files of your own"
+        )
+        raise ConfigError([Problem("data.name", message, "python_source")])
+    if not train or not held_out:
+        message = (
+            f"all {len(train) + len(held_out)} files fall on one side; use a share nearer 0.05"
+        )
+        raise ConfigError([Problem("data.eval_fraction", message, eval_fraction)])
+    return _joined(train), _joined(held_out)
+
+
+def _source_files(root: Path) -> list[Path]:
+    """List the library's source files in an order that depends on their names alone."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _share(name: str) -> float:
+    """Place a file in [0, 1) by its name, so that it is on the same side on every machine."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=6).digest()) / 2**48
+
+
+def _joined(contents: list[bytes]) -> Bytes:
+    return np.frombuffer(b"\n".join(contents), dtype=np.uint8)

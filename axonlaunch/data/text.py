@@ -1,0 +1,113 @@
+"""Text as bytes, and the dataset of a user's own files.
+
+It takes files of any kind, one after another; a pattern that names none is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from glob import glob
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from axonlaunch.config.data import TextConfig
+from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.data.windows import TokenWindows
+
+
+def encode(text: str) -> list[int]:
+    """Turn text into bytes, UTF-8."""
+    return list(text.encode())
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Turn bytes into text; what is no UTF-8 becomes the replacement character."""
+    return bytes(tokens).decode(errors="replace")
+
+
+class ByteWindows(TokenWindows):
+    """Windows of text, a token a byte."""
+
+    is_text = True
+
+    def __init__(
+        self,
+        train: npt.NDArray[np.uint8],
+        held_out: npt.NDArray[np.uint8],
+        *,
+        sequence_length: int,
+    ) -> None:
+        super().__init__(train, held_out, sequence_length=sequence_length, num_classes=256)
+
+    @cached_property
+    def unigram_entropy(self) -> float:
+        """Nats a byte that a model costs which knows how often each byte occurs, and no more.
+
+        It is the cross entropy of the held-out bytes under the training bytes' frequencies, each
+        counted once more than seen; a trained model must come out below.
+        """
+        seen = _histogram(self._rows["train"]) + 1
+        asked = _histogram(self._rows["eval"])
+        return float(-(asked / asked.sum() * np.log(seen / seen.sum())).sum())
+
+    def encode(self, text: str) -> list[int]:
+        """Turn text into bytes, UTF-8."""
+        return encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn bytes into text; what is no UTF-8 becomes the replacement character."""
+        return decode(tokens)
+
+
+class Text(ByteWindows):
+    """Windows of the files' bytes; the last bytes are held out."""
+
+    def __init__(self, config: TextConfig) -> None:
+        """Read the files.
+
+        Raises:
+            ConfigError: A pattern names no file, a file can't be read, or there is too little.
+        """
+        contents = []
+        for path in _files(config.files):
+            try:
+                contents.append(path.read_bytes())
+            except OSError as reason:
+                message = f"{path} can't be read: {reason.strerror}"
+                raise ConfigError([Problem("data.files", message, config.files)]) from reason
+        content = np.frombuffer(b"\n".join(contents), dtype=np.uint8)
+        held_out = round(len(content) * config.eval_fraction)
+        train = len(content) - held_out
+        super().__init__(content[:train], content[train:], sequence_length=config.sequence_length)
+
+
+def _files(patterns: list[str]) -> list[Path]:
+    """Expand paths and globs, each file once, in the order of the patterns and then of names."""
+    found: dict[Path, None] = {}
+    problems = []
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        # A path that exists is meant as it stands, even with a bracket in its name.
+        names = [str(path)] if path.is_file() else sorted(glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+        files = [name for name in map(Path, names) if name.is_file()]
+        if not files:
+            message = (
+                f"it is a folder; write {pattern.rstrip('/')}/**/*.txt for what is in it"
+                if path.is_dir()
+                else f"no file is there or matches, seen from {Path.cwd()}"
+            )
+            problems.append(Problem("data.files", message, pattern))
+        found.update(dict.fromkeys(files))
+    if problems:
+        raise ConfigError(problems)
+    return list(found)
+
+
+def _histogram(row: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    counts = np.zeros(256, dtype=np.int64)
+    for start in range(0, len(row), 2**20):  # bincount works on an int64 copy: keep it small
+        counts += np.bincount(row[start : start + 2**20], minlength=256)
+    return counts

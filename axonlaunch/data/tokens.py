@@ -1,0 +1,59 @@
+"""Token numbers from a flat binary file, memory-mapped: no more is read than is used.
+
+It knows no tokenizer and checks the file's size, not its meaning.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from axonlaunch.config.data import TokensConfig
+from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.data.windows import TokenWindows
+
+_SCANNED_AT_ONCE = 2**22
+
+
+class TokenFile(TokenWindows):
+    """Windows of a token file; the last tokens, or a file of their own, are held out."""
+
+    def __init__(self, config: TokensConfig) -> None:
+        """Map the files.
+
+        Raises:
+            ConfigError: A file is missing, of a wrong size, or too short for a sample.
+        """
+        tokens = _mapped("data.path", config.path, config.dtype)
+        if config.eval_path is not None:
+            train, held_out = tokens, _mapped("data.eval_path", config.eval_path, config.dtype)
+        else:
+            split = len(tokens) - round(len(tokens) * config.eval_fraction)
+            train, held_out = tokens[:split], tokens[split:]
+        vocab_size = config.vocab_size or 1 + max(_largest(train), _largest(held_out))
+        super().__init__(
+            train, held_out, sequence_length=config.sequence_length, num_classes=vocab_size
+        )
+
+
+def _mapped(key: str, path: str, dtype: str) -> npt.NDArray[Any]:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        message = f"no such file, seen from {Path.cwd()}"
+        raise ConfigError([Problem(key, message, path)])
+    size, width = file.stat().st_size, np.dtype(dtype).itemsize
+    if size == 0 or size % width:
+        message = (
+            f"its {size} bytes are no whole number of {dtype} tokens of {width} bytes; "
+            "check the file, or set data.dtype to what it was written as"
+        )
+        raise ConfigError([Problem(key, message, path)])
+    return np.memmap(file, dtype=dtype, mode="r")
+
+
+def _largest(tokens: npt.NDArray[Any]) -> int:
+    pieces = range(0, len(tokens), _SCANNED_AT_ONCE)
+    return max((int(tokens[i : i + _SCANNED_AT_ONCE].max()) for i in pieces), default=0)

@@ -1,0 +1,67 @@
+"""Activation checkpointing: what a block keeps for backward and what it computes again.
+
+It changes each block's forward in place and no parameter's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+Mode = Literal["none", "full", "selective"]
+
+_MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_ALWAYS_SAVED = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+class _SaveEverySecondProduct:
+    """Save attention, and every second matrix product, of one run through a block.
+
+    Forward and recomputation are counted apart, for both must decide alike.
+    """
+
+    def __init__(self) -> None:
+        self._products = {False: 0, True: 0}
+
+    def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in _ALWAYS_SAVED:
+            return CheckpointPolicy.MUST_SAVE
+        if operation in _MATRIX_PRODUCTS:
+            self._products[context.is_recompute] += 1
+            if self._products[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_activation_checkpointing(blocks: Iterable[nn.Module], *, mode: Mode) -> None:
+    """Make each block recompute its activations in backward.
+
+    Args:
+        blocks: Repeated blocks of a model.
+        mode: ``none``; ``full`` keeps each block's inputs alone; ``selective`` also keeps
+            attention and every second matrix product (torchtitan's per-op policy).
+    """
+    if mode == "none":
+        return
+    kwargs: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        kwargs["context_fn"] = lambda: create_selective_checkpoint_contexts(
+            _SaveEverySecondProduct()
+        )
+    for block in blocks:
+        # The forward is replaced rather than the module wrapped: parameters keep their names.
+        block.forward = partial(checkpoint, block.forward, **kwargs)

@@ -1,0 +1,54 @@
+"""What every engine offers the trainer, whatever its layout.
+
+It holds the interface and the numbers of a step; no engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from axonlaunch.data.dataset import Batch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The numbers of one optimizer step, the same on every rank.
+
+    Attributes:
+        loss: Mean over the counted targets of the whole world, 0-dim fp32.
+        tokens: Counted targets of the whole world, 0-dim int64.
+        grad_norm: Norm of the whole model's gradient before clipping, 0-dim; None if nobody asked.
+        skipped: fp16 only: gradients overflowed, so the update was left out.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+    grad_norm: Tensor | None
+    skipped: bool
+
+
+class Engine(Protocol):
+    """Carries out a strategy for one model: a step, an evaluation, a state."""
+
+    step: int
+
+    def train_step(self, batch: Batch) -> StepResult:
+        """Run every micro-batch: forward, backward, synchronisation, clipping, update."""
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64."""
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Return the model's outputs; every rank of the world calls it with the same inputs."""
+
+    def learning_rate(self) -> float:
+        """Return the rate that the next step uses."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return parameters, buffers, optimizer states and counters; sharded ones as DTensors."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state that ``state_dict`` of any layout gave."""

@@ -1,0 +1,234 @@
+"""Replicated data parallelism: every rank holds the whole model, gradients are averaged.
+
+It averages gradients and copies parameters and buffers; it updates nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from axonlaunch.comm import ProcessGroup
+
+MIB = 1024**2
+
+# torch 2.13 renamed the argument, and warns of the old name.
+_BUFFERS_KEYWORD = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+class GradSyncStrategy(StrEnum):
+    """When replicas agree on gradients."""
+
+    OVERLAPPED = "overlapped"
+    """buckets are reduced during backward, by torch's DistributedDataParallel"""
+    SYNCHRONOUS = "synchronous"
+    """buckets are reduced at the end of every backward"""
+    NO_SYNC = "no_sync"
+    """backward sends nothing; call ``sync_gradients`` before the update"""
+
+
+class GradientBucket:
+    """Parameters of one dtype and device whose gradients are reduced as one flat tensor."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.num_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        self._flat: Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Copy the gradients together and begin to sum them over the group.
+
+        A missing gradient counts as zero, so that ranks which used different parts agree.
+        """
+        pieces = [
+            p.grad.reshape(-1) if p.grad is not None else p.new_zeros(p.numel())
+            for p in self.parameters
+        ]
+        self._flat = torch.cat(pieces)
+        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+
+    def finish(self, world_size: int) -> None:
+        """Wait for the sum and give each parameter its mean gradient."""
+        assert self._flat is not None
+        assert self._work is not None
+        self._work.wait()
+        self._flat.div_(world_size)
+        sizes = [p.numel() for p in self.parameters]
+        for parameter, piece in zip(self.parameters, self._flat.split(sizes), strict=True):
+            mean = piece.view_as(parameter)
+            if parameter.grad is None:
+                parameter.grad = mean.clone()
+            else:
+                parameter.grad.copy_(mean)
+        self._flat = self._work = None
+
+
+class GradientSynchronizer:
+    """Averages gradients over a group, bucket by bucket, in reverse order of the parameters."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        group: ProcessGroup | None = None,
+        bucket_size_mb: float = 25.0,
+    ) -> None:
+        """Fill buckets.
+
+        Args:
+            parameters: Those that need a gradient are synchronised.
+            group: Replicas; None is the whole world.
+            bucket_size_mb: MiB of gradients reduced together.
+        """
+        self.group = group or _world_group()
+        self.buckets = _fill(parameters, limit=int(bucket_size_mb * MIB))
+
+    def sync(self) -> None:
+        """Replace every gradient by its mean over the group; all its ranks call this."""
+        if self.group.size == 1:
+            return
+        for bucket in self.buckets:
+            bucket.start(self.group.torch_group)
+        for bucket in self.buckets:
+            bucket.finish(self.group.size)
+
+
+def _fill(parameters: Iterable[nn.Parameter], *, limit: int) -> list[GradientBucket]:
+    """Group parameters in reverse order, which is about the order of their gradients."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    full: list[GradientBucket] = []
+    for parameter in reversed([p for p in parameters if p.requires_grad]):
+        pending = open_buckets.setdefault((parameter.dtype, parameter.device), [])
+        pending.append(parameter)
+        if sum(p.numel() * p.element_size() for p in pending) >= limit:
+            full.append(GradientBucket(open_buckets.pop((parameter.dtype, parameter.device))))
+    return full + [GradientBucket(pending) for pending in open_buckets.values()]
+
+
+class DDP(nn.Module):
+    """A module whose replicas' gradients are averaged over a group.
+
+    The module's own parameters keep their names: take them, and its state, from ``module``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: ProcessGroup | None = None,
+        sync: GradSyncStrategy | str = GradSyncStrategy.OVERLAPPED,
+        bucket_size_mb: float = 25.0,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = True,
+    ) -> None:
+        """Copy the first rank's parameters and buffers to every rank, and set up synchronisation.
+
+        Args:
+            module: On its device, the same on every rank.
+            group: Replicas; None is the whole world.
+            sync: When gradients are averaged.
+            bucket_size_mb: MiB of gradients reduced together.
+            broadcast_buffers: Copy the first rank's buffers before each forward in training.
+            gradient_as_bucket_view: Let gradients be views into the buckets (overlapped only).
+        """
+        super().__init__()
+        self.module = module
+        self.sync = GradSyncStrategy(sync)
+        self.group = group or _world_group()
+        self._broadcast_buffers = broadcast_buffers
+        self._enabled = True
+        self._queued = False
+        self._torch: nn.parallel.DistributedDataParallel | None = None
+        self.sync_parameters()
+        if self.sync is GradSyncStrategy.OVERLAPPED and self.group.size > 1:
+            wrapped = nn.parallel.DistributedDataParallel(
+                module,
+                process_group=self.group.torch_group,
+                bucket_cap_mb=bucket_size_mb,  # type: ignore[arg-type]  # torch multiplies by 1 MiB
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                init_sync=False,
+                **{_BUFFERS_KEYWORD: broadcast_buffers},
+            )
+            # Not a submodule: the parameters would appear twice under two names.
+            object.__setattr__(self, "_torch", wrapped)
+        self.synchronizer = GradientSynchronizer(
+            module.parameters(), group=self.group, bucket_size_mb=bucket_size_mb
+        )
+        if self.sync is GradSyncStrategy.SYNCHRONOUS and self.group.size > 1:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._queue_sync)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; in training, backward then synchronises as ``sync`` says."""
+        if self._torch is not None and torch.is_grad_enabled():
+            return self._torch(*inputs, **kwargs)
+        if self._broadcast_buffers and self.training and self._enabled:
+            self._copy_from_first(self.module.buffers())
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside add to gradients without averaging them."""
+        self._enabled = False
+        try:
+            if self._torch is None:
+                yield
+            else:
+                with self._torch.no_sync():
+                    yield
+        finally:
+            self._enabled = True
+
+    def sync_parameters(self) -> None:
+        """Copy the group's first rank's parameters and buffers to all of its ranks."""
+        self._copy_from_first(self.module.parameters())
+        self._copy_from_first(self.module.buffers())
+
+    def sync_gradients(self) -> None:
+        """Average every gradient over the group now."""
+        self.synchronizer.sync()
+
+    def _copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        if self.group.size == 1:
+            return
+        with torch.no_grad():
+            works = [
+                dist.broadcast(
+                    tensor.detach(),
+                    src=self.group.ranks[0],
+                    group=self.group.torch_group,
+                    async_op=True,
+                )
+                for tensor in tensors
+            ]
+        for work in works:
+            work.wait()
+
+    def _queue_sync(self, parameter: Tensor) -> None:
+        """Ask autograd to synchronise when the backward that is running ends."""
+        del parameter
+        if self._enabled and not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._sync_at_end)
+
+    def _sync_at_end(self) -> None:
+        self._queued = False
+        self.synchronizer.sync()
+
+
+def _world_group() -> ProcessGroup:
+    return ProcessGroup.from_torch(dist.group.WORLD)

@@ -1,0 +1,90 @@
+"""Bytes that a sharded module's parameters hold on this rank, read from their storages.
+
+``fully_shard``'s own records are private; they are read here alone, and a test pins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class FSDPMemoryStats:
+    """Bytes of parameters on one rank.
+
+    Attributes:
+        current_bytes: Held now: this rank's shards, and whole parameters that are gathered.
+        peak_bytes: Held at most, sampled whenever a block has gathered its parameters.
+        total_bytes: What the whole parameters take without sharding.
+        savings: Share of ``total_bytes`` that is not held now; negative while both shard and
+            whole are.
+        device_peak_bytes: Everything the device's allocator held at most; None on a CPU, which
+            keeps no such record.
+    """
+
+    current_bytes: int
+    peak_bytes: int
+    total_bytes: int
+    savings: float
+    device_peak_bytes: int | None
+
+
+class MemoryWatch:
+    """Follows the storages of a sharded module's parameters."""
+
+    def __init__(self, module: nn.Module, *, total_bytes: int, device: torch.device) -> None:
+        self._module = module
+        self._total = total_bytes
+        self._device = device
+        self._peak = 0
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
+                # After fully_shard's own hook, which gathers: the block's parameters are whole.
+                child.register_forward_pre_hook(self._sample)
+
+    def stats(self) -> FSDPMemoryStats:
+        """Measure now."""
+        current = self._measure()
+        self._peak = max(self._peak, current)
+        device_peak = None
+        if self._device.type != "cpu":
+            device_peak = torch.accelerator.max_memory_allocated(self._device)
+        savings = 1 - current / self._total if self._total else 0.0
+        return FSDPMemoryStats(current, self._peak, self._total, savings, device_peak)
+
+    def _sample(self, module: nn.Module, inputs: Any) -> None:
+        del module, inputs
+        self._peak = max(self._peak, self._measure())
+
+    def _measure(self) -> int:
+        """Sum distinct live storages, in bytes."""
+        seen: dict[int, int] = {}
+        for tensor in _parameter_storages(self._module):
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                seen[storage.data_ptr()] = storage.nbytes()
+        return sum(seen.values())
+
+
+def _parameter_storages(module: nn.Module) -> Iterator[Tensor]:
+    """Yield local shards and gathered parameters of every ``fully_shard`` unit."""
+    for child in module.modules():
+        if not isinstance(child, FSDPModule):
+            continue
+        group = child._get_fsdp_state()._fsdp_param_group
+        if group is None:
+            continue
+        for parameter in group.fsdp_params:
+            sharded = parameter.sharded_param
+            yield sharded.to_local() if isinstance(sharded, DTensor) else sharded
+            yield from parameter.all_gather_outputs
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None:
+                yield whole.to_local() if isinstance(whole, DTensor) else whole

@@ -1,0 +1,61 @@
+"""The arithmetic of forward and backward, and loss scaling where fp16 needs it.
+
+Parameters, gradients that are reduced, and optimizer states stay fp32 in every mode.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which replicated parameters compute in a lower precision."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[precision])
+
+
+def sharded_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Return fully_shard's policy: gather in the lower precision, reduce gradients in fp32."""
+    if precision == "fp32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al., 2018), with torch.amp.GradScaler's constants.
+
+    The decision to skip is taken on the whole model's gradient norm, which every rank knows, so
+    ranks that hold different shards never disagree.
+
+    Attributes:
+        value: What the loss is multiplied by.
+        good_steps: Steps since the last overflow.
+    """
+
+    value: float = 65536.0
+    good_steps: int = 0
+    growth_interval: int = 2000
+
+    def update(self, *, overflowed: bool) -> None:
+        """Halve after an overflow, double after ``growth_interval`` steps without one."""
+        if overflowed:
+            self.value, self.good_steps = self.value * 0.5, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.value, self.good_steps = self.value * 2.0, 0

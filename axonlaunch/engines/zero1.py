@@ -1,0 +1,114 @@
+"""ZeRO-1: parameters and gradients whole on every rank, optimizer states divided among them.
+
+It divides the update; the gradients come averaged, from ``DDP``.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", 2020, stage 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from axonlaunch.config.optimizer import OptimizerConfig
+from axonlaunch.engines.update import Update
+
+# torch 2.13 renamed it, and warns of the old name.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ShardedUpdate(Update):
+    """Updates each rank's rows of every parameter, then gathers the rows of the others.
+
+    The rows are DTensors over the parameters' own storage, placed as fully_shard places them, so
+    optimizer states are saved and loaded as those of any other layout.
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, parameters: Mapping[str, Tensor], *, mesh: DeviceMesh
+    ) -> None:
+        """Divide parameters by rows.
+
+        Args:
+            config: The optimizer's figures.
+            parameters: Whole parameters by fully-qualified name, the same on every rank.
+            mesh: One axis: the ranks that divide the states.
+        """
+        self._parameters = dict(parameters)
+        self._mesh = mesh
+        super().__init__(
+            config, {name: nn.Parameter(self._rows(p)) for name, p in parameters.items()}
+        )
+
+    def _rows(self, whole: Tensor) -> DTensor:
+        """Return a DTensor whose local part is a view of this rank's rows of ``whole``."""
+        whole = whole.detach()
+        if whole.ndim == 0:
+            return DTensor.from_local(whole, self._mesh, [Replicate()], run_check=False)
+        start, stop = self._range(whole, self._mesh.get_local_rank())
+        return DTensor.from_local(
+            whole[start:stop],
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+    def _range(self, whole: Tensor, rank: int) -> tuple[int, int]:
+        """Return first and last row of a rank: torch.chunk's, which is Shard(0)'s, division."""
+        rows = whole.shape[0]
+        step = -(-rows // self._mesh.size())
+        return min(rank * step, rows), min((rank + 1) * step, rows)
+
+    def collect_gradients(self) -> None:
+        """Give each shard its rows of the parameter's whole gradient."""
+        for name, whole in self._parameters.items():
+            shard = self.tensors[name]
+            shard.grad = None if whole.grad is None else self._rows(whole.grad)
+
+    def apply(self, *, learning_rate: float) -> None:
+        """Update this rank's rows and gather everyone's."""
+        super().apply(learning_rate=learning_rate)
+        self._gather()
+
+    def forget_gradients(self) -> None:
+        """Free every gradient, of shards and of whole parameters."""
+        super().forget_gradients()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        group, size = self._mesh.get_group(), self._mesh.size()
+        rank = self._mesh.get_local_rank()
+        works, ragged = [], []
+        for whole in self._parameters.values():
+            if whole.ndim == 0 or whole.numel() == 0:
+                continue
+            start, stop = self._range(whole, rank)
+            if whole.shape[0] % size == 0 and whole.is_contiguous():
+                works.append(
+                    all_gather_single(
+                        whole.detach(), whole.detach()[start:stop].clone(), group=group, async_op=True
+                    )
+                )
+                continue
+            step = -(-whole.shape[0] // size)
+            mine = whole.new_zeros((step, *whole.shape[1:]))
+            mine[: stop - start] = whole.detach()[start:stop]
+            gathered = whole.new_empty((step * size, *whole.shape[1:]))
+            works.append(all_gather_single(gathered, mine, group=group, async_op=True))
+            ragged.append((whole, gathered))
+        for work in works:
+            work.wait()
+        for whole, gathered in ragged:
+            # Shard(0) leaves the padding at the end of the last ranks' rows, so at the very end.
+            whole.detach().copy_(gathered[: whole.shape[0]])

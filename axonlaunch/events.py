@@ -1,0 +1,85 @@
+"""What a run tells while it goes: plain records, sent by the main rank to whoever shows them.
+
+It holds the records; nothing here shows or writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Started:
+    """Every rank is ready; the next thing is the first step."""
+
+    layout: str
+    device: str
+    parameters: int
+    samples: int
+    step: int
+    steps: int
+    resumed_from: str | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A step that was logged; the fields are those of a line of ``metrics.jsonl``."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    tokens: int
+    tokens_per_s: float
+    step_s: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """A step that was not logged."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Mean loss over the held-out samples, in nats a target."""
+
+    step: int
+    eval_loss: float
+    eval_tokens: int
+    unigram_entropy: float | None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete."""
+
+    step: int
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Text that the model wrote."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run's end, after its last step or an interruption."""
+
+    step: int
+    interrupted: bool
+    loss: float | None
+    eval_loss: float | None
+    tokens_per_s: float | None
+    peak_memory_bytes: int
+
+
+Event = Started | Stepped | Advanced | Evaluated | Saved | Sampled | Finished

@@ -1,0 +1,91 @@
+"""The folder of a run: its name, its frozen configuration, its summary.
+
+Everything a run writes is below it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config import ConfigError, Problem, RunConfig, to_yaml
+from axonlaunch.config.layout import layout
+
+CONFIG = "config.yaml"
+
+
+def create(config: RunConfig) -> RunConfig:
+    """Make the folder, freeze the configuration in it, and return that configuration.
+
+    A name of the run's own choosing is numbered until its folder is new; a name that the user
+    chose is taken as it is, for that is how a run is resumed.
+
+    Raises:
+        ConfigError: The folder can't be made, or holds a run that must not be continued.
+    """
+    try:
+        config = _named(config)
+        folder = Path(config.run_dir)
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        write(folder / CONFIG, to_yaml(config))
+    except OSError as error:
+        message = f"can't make the run folder: {error.strerror}: {error.filename}"
+        raise ConfigError([Problem("run_dir", message)]) from None
+    return config
+
+
+def _named(config: RunConfig) -> RunConfig:
+    if config.run_dir != "auto":
+        folder = Path(config.run_dir)
+        name = config.name if config.name != "auto" else folder.name
+        config = dataclasses.replace(config, name=name, run_dir=str(folder.absolute()))
+        _refuse_overwriting(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        return config
+    if config.name != "auto":
+        folder = Path("runs", config.name).absolute()
+        config = dataclasses.replace(config, run_dir=str(folder))
+        _refuse_overwriting(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        return config
+    base = default_name(config)
+    for number in range(1, 100_000):
+        name = base if number == 1 else f"{base}-{number}"
+        folder = Path("runs", name).absolute()
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return dataclasses.replace(config, name=name, run_dir=str(folder))
+    raise AssertionError("a hundred thousand runs of one name")
+
+
+def default_name(config: RunConfig) -> str:
+    """Name a run after its model and strategy."""
+    nproc = config.launch.nproc
+    kind = layout(config, world_size=nproc if nproc != "auto" else 2).data_parallel
+    return f"{config.model.name}-{'single' if kind == 'none' else kind}"
+
+
+def _refuse_overwriting(config: RunConfig) -> None:
+    if config.checkpoint.resume == "never" and (Path(config.run_dir) / CONFIG).exists():
+        message = (
+            f"{config.run_dir} holds a run already; choose another name, "
+            "or continue it with checkpoint.resume=auto"
+        )
+        raise ConfigError([Problem("checkpoint.resume", message, "never")])
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new one, never half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write one JSON object."""
+    write(path, json.dumps(content, indent=1) + "\n")

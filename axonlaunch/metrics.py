@@ -1,0 +1,64 @@
+"""Files that a run's numbers are written to: ``metrics.jsonl`` and TensorBoard's events.
+
+They take events and refuse none; what is not theirs they leave.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from axonlaunch.events import Evaluated, Event, Finished, Stepped
+
+
+class MetricsFile:
+    """A line of JSON a logged step, and one an evaluation."""
+
+    def __init__(self, path: Path, *, after_step: int) -> None:
+        """Open the file; lines after the step that a run resumes from are dropped.
+
+        Args:
+            path: The file.
+            after_step: Steps done before the next line.
+        """
+        kept = [line for line in _lines(path) if json.loads(line)["step"] <= after_step]
+        path.write_text("".join(kept))
+        self._path = path
+
+    def __call__(self, event: Event) -> None:
+        """Append an event that has numbers."""
+        if isinstance(event, Stepped):
+            line = asdict(event)
+        elif isinstance(event, Evaluated):
+            line = {"step": event.step, "eval_loss": event.eval_loss}
+        else:
+            return
+        with self._path.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+def _lines(path: Path) -> list[str]:
+    """Return whole lines; a run that was killed while writing leaves half a one."""
+    if not path.is_file():
+        return []
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+
+
+class TensorBoard:
+    """Scalars under the names of ``metrics.jsonl``."""
+
+    def __init__(self, folder: Path, *, after_step: int) -> None:
+        """Open a writer; events after the step that a run resumes from are hidden."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=after_step + 1)
+
+    def __call__(self, event: Event) -> None:
+        """Write an event's numbers, and close with the last one."""
+        if isinstance(event, Stepped | Evaluated):
+            for name, value in asdict(event).items():
+                if name != "step" and value is not None:
+                    self._writer.add_scalar(name, value, event.step)
+        elif isinstance(event, Finished):
+            self._writer.close()

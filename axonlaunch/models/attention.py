@@ -1,0 +1,111 @@
+"""Self-attention and the rotary positions that it may use.
+
+It holds what the transformers here share; it knows neither batches of padding nor caches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and sines of a sequence's positions, each [T, 1, head_dim / 2].
+
+    A class and no tuple, because FSDP's mixed precision casts the tensors in a block's tuples:
+    in bf16 the angles of far positions would blur.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Turn [B, T, heads, head_dim] by its positions; halves pair up as in Hugging Face."""
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat(
+            (first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1
+        )
+        return turned.to(x.dtype)  # the fp32 tables have lifted bf16 to fp32
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of rotary positions (Su et al., RoFormer, 2021).
+
+    The tables follow from the configuration, so they are not saved; ``reset_buffers`` fills them.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, *, max_positions: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+        for name in ("cos", "sin"):
+            table = torch.empty(max_positions, head_dim // 2)
+            self.register_buffer(name, table, persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Fill the tables where they are, after ``to_empty`` has left them without values."""
+        # float64, because at position 100000 an fp32 angle is off by 0.004.
+        arange = partial(torch.arange, device=self.cos.device, dtype=torch.float64)
+        frequencies = self.theta ** (-arange(0, self.head_dim, 2) / self.head_dim)
+        angles = torch.outer(arange(len(self.cos)), frequencies)
+        with torch.no_grad():
+            self.cos.copy_(angles.cos())
+            self.sin.copy_(angles.sin())
+
+    def forward(self, length: int) -> Rotary:
+        """Return what turns positions 0 to ``length``."""
+        return Rotary(self.cos[:length, None], self.sin[:length, None])
+
+
+class Attention(nn.Module):
+    """Multi-head attention with separate projections and, at will, fewer key-value heads.
+
+    The number of heads is read from what the projections return, so a tensor-parallel rank that
+    holds some of the heads runs this code unchanged.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_key_value_heads: int | None = None,
+        bias: bool = False,
+        causal: bool = True,
+    ) -> None:
+        super().__init__()
+        self.head_dim: Final = hidden_size // num_heads
+        self.causal: Final = causal
+        key_value_size = (num_key_value_heads or num_heads) * self.head_dim
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+        """Attend: [B, T, hidden] to [B, T, hidden]."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if rotary is not None:
+            q, k = rotary.turn(q), rotary.turn(k)
+        # enable_gqa rather than repeated keys: on a CPU as fast or faster, and no copies of them.
+        attended = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=self.causal,
+            enable_gqa=k.shape[2] != q.shape[2],
+        )
+        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return output

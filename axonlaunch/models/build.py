@@ -1,0 +1,77 @@
+"""From a typed configuration to a module, in the steps that engines put their own between.
+
+It shards nothing: ``construct``, whatever an engine does, then ``start``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from axonlaunch.config.model import CustomConfig
+from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.models.initialization import initialize, materialize
+from axonlaunch.models.registration import MODELS
+from axonlaunch.models.spec import ModelSpec
+
+
+def spec_for(config: Any) -> ModelSpec:
+    """Return what engines must know of the model that a configuration describes.
+
+    Raises:
+        UnknownNameError: No model of that name is registered.
+    """
+    spec = MODELS.get(config.name)
+    return replace(spec, layers=config.layers) if isinstance(config, CustomConfig) else spec
+
+
+def construct(config: Any, *, seed: int) -> nn.Module:
+    """Build the module: on the meta device, or on the CPU where it starts itself.
+
+    A module that starts itself draws from torch's global generator, which is seeded for it and
+    put back afterwards, so every rank gets the same one.
+
+    Raises:
+        ConfigError: The configuration's figures don't fit each other.
+    """
+    refuse_problems(config)
+    spec = spec_for(config)
+    if spec.initializers is not None:
+        with torch.device("meta"):
+            return spec.build(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return spec.build(config)
+
+
+def start(module: nn.Module, config: Any, *, seed: int, device: torch.device | str) -> None:
+    """Move what ``construct`` built, sharded by now or not, to its device with initial weights."""
+    spec = spec_for(config)
+    if spec.initializers is None:
+        module.to(device)
+        return
+    materialize(module, device=device)
+    initialize(module, seed=seed, initializers=spec.initializers(module))
+
+
+def build(config: Any, *, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
+    """Build a whole module on one device, with the weights that any layout would start from."""
+    module = construct(config, seed=seed)
+    start(module, config, seed=seed, device=device)
+    return module
+
+
+def refuse_problems(config: Any) -> None:
+    """Raise for figures that don't fit each other.
+
+    Raises:
+        ConfigError: It says which.
+    """
+    found: list[tuple[str, str]] = getattr(config, "problems", list)()
+    if found:
+        raise ConfigError(
+            [Problem(f"model.{name}", message, getattr(config, name)) for name, message in found]
+        )

@@ -1,0 +1,38 @@
+"""A user's own builder, named by where it is imported from.
+
+It refuses what can't be imported or is no module; what the builder itself raises passes through.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from axonlaunch.config.model import CustomConfig
+from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
+from axonlaunch.registry import load
+
+
+def build_custom(config: CustomConfig) -> nn.Module:
+    """Import ``target`` and call it with the arguments.
+
+    Raises:
+        ConfigError: It can't be imported, can't be called, or does not return a module.
+    """
+    try:
+        builder = load(config.target)
+    except ImportError as reason:
+        message = f"{reason}; write package.module:build, importable from where you start"
+        raise ConfigError([Problem("model.target", message, config.target)]) from reason
+    if not callable(builder):
+        message = f"is {type(builder).__name__}, not a class or function that builds a module"
+        raise ConfigError([Problem("model.target", message, config.target)])
+    module = builder(**config.arguments)
+    if not isinstance(module, nn.Module):
+        message = f"returned {type(module).__name__}; return a torch.nn.Module"
+        raise ConfigError([Problem("model.target", message, config.target)])
+    return module
+
+
+SPEC = ModelSpec(build=build_custom, loss=cross_entropy_sum, inputs="any")

@@ -1,0 +1,121 @@
+"""GPT: a decoder with learned positions, LayerNorm, GELU and tied embeddings.
+
+Plain code for one device; ``None`` in place of a part makes it a pipeline stage without it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axonlaunch.config.model import GPTConfig
+from axonlaunch.models.attention import Attention
+from axonlaunch.models.initialization import Initializer, transformer_initializers
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
+
+
+class FeedForward(nn.Module):
+    """Widen, GELU, narrow."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(hidden_size, intermediate_size)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., hidden] to [..., hidden]."""
+        # The exact GELU: on a CPU the tanh form takes twice as long.
+        output: Tensor = self.down_proj(F.gelu(self.up_proj(x)))
+        return output
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a LayerNorm and beside a residual."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        intermediate_size: int,
+        layer_norm_eps: float,
+        causal: bool,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(hidden_size, eps=layer_norm_eps)
+        self.self_attn = Attention(hidden_size, num_heads=num_heads, bias=True, causal=causal)
+        self.post_attention_layernorm = nn.LayerNorm(hidden_size, eps=layer_norm_eps)
+        self.mlp = FeedForward(hidden_size, intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, T, hidden] to [B, T, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x))
+        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return output
+
+
+class GPT(nn.Module):
+    """Logits of the next token at every position.
+
+    A pipeline stage sets what it leaves to others to None: the embeddings, entries of ``layers``
+    (the others keep their numbers and so their names), ``norm`` and ``lm_head`` together.
+    """
+
+    embed_tokens: nn.Embedding | None
+    embed_positions: nn.Embedding | None
+    norm: nn.LayerNorm | None
+    lm_head: nn.Linear | None
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, size)
+        self.layers = nn.ModuleList(
+            Block(
+                size,
+                num_heads=config.num_attention_heads,
+                intermediate_size=config.intermediate_size or 4 * size,
+                layer_norm_eps=config.layer_norm_eps,
+                causal=True,
+            )
+            for _ in range(config.num_hidden_layers)
+        )
+        self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens [B, T] (a later stage: hidden states) to logits [B, T, vocab]."""
+        if self.embed_tokens is not None and self.embed_positions is not None:
+            positions = torch.arange(x.shape[1], device=x.device)
+            x = self.embed_tokens(x) + self.embed_positions(positions)
+        for layer in self.layers:
+            if layer is not None:
+                x = layer(x)
+        if self.norm is not None and self.lm_head is not None:
+            x = self.lm_head(self.norm(x))
+        return x
+
+
+def _initializers(module: nn.Module) -> dict[str, Initializer]:
+    config: GPTConfig = module.config  # type: ignore[assignment]
+    return transformer_initializers(
+        module,
+        std=config.initializer_range,
+        num_layers=config.num_hidden_layers,
+        tied=config.tie_word_embeddings,
+    )
+
+
+SPEC = ModelSpec(
+    build=GPT,
+    loss=cross_entropy_sum,
+    layers="layers",
+    inputs="tokens",
+    initializers=_initializers,
+)

@@ -1,0 +1,202 @@
+"""Initial weights that depend on the seed and the parameter's name alone, never on the layout.
+
+A parameter is drawn in blocks of rows, each from its own generator, so a rank that holds a shard
+draws the blocks that touch it and gets the bits that the whole would have there. Equal bits are
+promised on CPUs with the same vector instructions; torch's kernels promise no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from axonlaunch.models.placement import local_region
+
+# Small enough that torch draws a block on one thread (its grain is as large), large enough that
+# seeding a generator costs little beside it.
+_BLOCK_NUMEL = 2**15
+
+
+class Initializer(Protocol):
+    """How a parameter starts.
+
+    Attributes:
+        key: The name to draw under instead of the parameter's own. The two ends of tied weights
+            on different pipeline stages start alike through it.
+    """
+
+    @property
+    def key(self) -> str | None:
+        """Name to draw under; None: the parameter's own."""
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Return fp32 values of the shape."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A normal distribution."""
+
+    std: float
+    mean: float = 0.0
+    key: str | None = None
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Return fp32 values of the shape."""
+        return torch.empty(*shape).normal_(self.mean, self.std, generator=generator)
+
+
+@dataclass(frozen=True)
+class TruncatedNormal:
+    """A normal distribution without what lies further than ``cutoff`` deviations out."""
+
+    std: float
+    mean: float = 0.0
+    cutoff: float = 3.0
+    key: str | None = None
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Return fp32 values of the shape."""
+        reach = self.cutoff * self.std
+        return nn.init.trunc_normal_(
+            torch.empty(*shape),
+            self.mean,
+            self.std,
+            a=self.mean - reach,
+            b=self.mean + reach,
+            generator=generator,
+        )
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Evenly between minus and plus ``bound``."""
+
+    bound: float
+    key: str | None = None
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Return fp32 values of the shape."""
+        return torch.empty(*shape).uniform_(-self.bound, self.bound, generator=generator)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+    key: str | None = None
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:  # noqa: ARG002
+        """Return fp32 values of the shape."""
+        return torch.full(tuple(shape), self.value)
+
+
+@torch.no_grad()
+def initialize(module: nn.Module, *, seed: int, initializers: Mapping[str, Initializer]) -> None:
+    """Fill every parameter, plain or DTensor, in place; tied ones once.
+
+    Args:
+        module: A module with storage (see ``materialize``), sharded in any way.
+        seed: The run's seed.
+        initializers: How each parameter starts, by its full name. Names that the module lacks
+            are passed over, so a mapping for the whole model serves a pipeline stage.
+
+    Raises:
+        ValueError: A parameter has no initializer, or no storage.
+    """
+    for name, parameter in module.named_parameters():
+        if name not in initializers:
+            raise ValueError(f"parameter {name} has no initializer; give it one by that name")
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device; call materialize first")
+        fill(parameter, initializers[name], seed=seed, name=name)
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, initializer: Initializer, *, seed: int, name: str) -> None:
+    """Fill what this rank holds of one parameter, in place."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if local.numel() == 0:
+        return
+    shape = tuple(parameter.shape) or (1,)
+    (first, count), *columns = local_region(parameter) or [(0, 1)]
+    local = local.view(1) if local.ndim == 0 else local
+    block_rows = max(1, _BLOCK_NUMEL // math.prod(shape[1:]))
+    generator = torch.Generator()
+    for block in range(first // block_rows, -(-(first + count) // block_rows)):
+        start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
+        generator.manual_seed(_block_seed(seed, initializer.key or name, block))
+        values = initializer.draw((stop - start, *shape[1:]), generator)
+        low, high = max(start, first), min(stop, first + count)
+        values = values[low - start : high - start]
+        for dim, (offset, length) in enumerate(columns, start=1):
+            values = values.narrow(dim, offset, length)
+        local[low - first : high - first].copy_(values)
+
+
+def materialize(module: nn.Module, *, device: torch.device | str) -> None:
+    """Give a module built on the meta device storage on a real one, and fill its buffers.
+
+    Parameters are left without values: ``initialize`` or a checkpoint fills them. Tied parameters
+    stay tied, which ``to_empty`` alone does not see to.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((owner, key))
+    module.to_empty(device=device)
+    for (first_owner, first_key), *others in places.values():
+        for owner, key in others:
+            setattr(owner, key, getattr(first_owner, first_key))
+    reset_buffers(module)
+
+
+def reset_buffers(module: nn.Module) -> None:
+    """Call ``reset_buffers()`` of every submodule that has one.
+
+    A module whose buffers follow from its configuration implements it; ``to_empty`` leaves
+    buffers without values, and those that are not persistent are in no checkpoint.
+    """
+    for submodule in module.modules():
+        reset = getattr(submodule, "reset_buffers", None)
+        if callable(reset):
+            reset()
+
+
+def transformer_initializers(
+    module: nn.Module, *, std: float, num_layers: int, tied: bool = False
+) -> dict[str, Initializer]:
+    """Return GPT-2's scheme (Radford et al., 2019) for a module named as the ones here are.
+
+    Matrices are normal; those that end a residual branch are divided by the root of the number
+    of branches; norms start at one, biases at zero.
+    """
+    found: dict[str, Initializer] = {}
+    for name, _ in module.named_parameters():
+        owner, _, kind = name.rpartition(".")
+        owner = owner.rpartition(".")[2]
+        if kind == "bias":
+            found[name] = Constant(0.0)
+        elif owner.endswith("norm"):
+            found[name] = Constant(1.0)
+        elif owner in ("o_proj", "down_proj"):
+            found[name] = Normal(std / math.sqrt(2 * num_layers))
+        elif owner == "lm_head" and tied:
+            found[name] = Normal(std, key="embed_tokens.weight")
+        else:
+            found[name] = Normal(std)
+    return found
+
+
+def _block_seed(seed: int, name: str, block: int) -> int:
+    # torch's CPU generator uses 32 bits of it. Among the millions of blocks of the largest models
+    # some pairs will start alike, too few and too far apart to matter.
+    return int.from_bytes(blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest())

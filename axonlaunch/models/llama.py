@@ -1,0 +1,112 @@
+"""Llama: a decoder with rotary positions, RMSNorm, SwiGLU and grouped-query attention.
+
+Plain code for one device, its parts named as in Hugging Face's ``LlamaForCausalLM`` without the
+leading ``model.``; ``None`` in place of a part makes it a pipeline stage without it.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axonlaunch.config.model import LlamaConfig
+from axonlaunch.models.attention import Attention, Rotary, RotaryTable
+from axonlaunch.models.initialization import Initializer, transformer_initializers
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
+
+
+class GatedFeedForward(nn.Module):
+    """SwiGLU (Shazeer, GLU Variants Improve Transformer, 2020)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., hidden] to [..., hidden]."""
+        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind an RMSNorm and beside a residual."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.self_attn = Attention(
+            size,
+            num_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+        )
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.mlp = GatedFeedForward(size, config.intermediate_size)
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Map [B, T, hidden] to [B, T, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), rotary)
+        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return output
+
+
+class Llama(nn.Module):
+    """Logits of the next token at every position.
+
+    A pipeline stage sets what it leaves to others to None: ``embed_tokens``, entries of
+    ``layers`` (the others keep their numbers and so their names), ``norm`` and ``lm_head``.
+    """
+
+    embed_tokens: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    lm_head: nn.Linear | None
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.rotary = RotaryTable(
+            size // config.num_attention_heads,
+            max_positions=config.max_position_embeddings,
+            theta=config.rope_theta,
+        )
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens [B, T] (a later stage: hidden states) to logits [B, T, vocab]."""
+        rotary = self.rotary(x.shape[1])
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        for layer in self.layers:
+            if layer is not None:
+                x = layer(x, rotary)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.lm_head is None else self.lm_head(x)
+
+
+def _initializers(module: nn.Module) -> dict[str, Initializer]:
+    config: LlamaConfig = module.config  # type: ignore[assignment]
+    return transformer_initializers(
+        module,
+        std=config.initializer_range,
+        num_layers=config.num_hidden_layers,
+        tied=config.tie_word_embeddings,
+    )
+
+
+SPEC = ModelSpec(
+    build=Llama,
+    loss=cross_entropy_sum,
+    layers="layers",
+    inputs="tokens",
+    initializers=_initializers,
+)

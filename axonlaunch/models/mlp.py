@@ -1,0 +1,56 @@
+"""MLP: linear layers with ReLU between them, on flattened inputs.
+
+Plain code for one device; ``None`` in place of a part makes it a pipeline stage without it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axonlaunch.config.model import MLPConfig
+from axonlaunch.models.initialization import Initializer, Uniform
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
+
+
+class MLP(nn.Module):
+    """Logits of an image's class."""
+
+    head: nn.Linear | None
+
+    def __init__(self, config: MLPConfig) -> None:
+        super().__init__()
+        sizes = [config.input_size] + [config.hidden_size] * config.num_hidden_layers
+        self.layers = nn.ModuleList(nn.Linear(width, config.hidden_size) for width in sizes[:-1])
+        self.head = nn.Linear(config.hidden_size, config.num_classes)
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images [B, ...] (a later stage: hidden states) to logits [B, classes]."""
+        x = x.flatten(1)
+        for layer in self.layers:
+            if layer is not None:
+                x = F.relu(layer(x))
+        return x if self.head is None else self.head(x)
+
+
+def _initializers(module: nn.Module) -> dict[str, Initializer]:
+    # What nn.Linear starts from by itself: even within one over the root of its inputs.
+    return {
+        f"{name}.{kind}": Uniform(1 / math.sqrt(linear.in_features))
+        for name, linear in module.named_modules()
+        if isinstance(linear, nn.Linear)
+        for kind in ("weight", "bias")
+    }
+
+
+SPEC = ModelSpec(
+    build=MLP,
+    loss=cross_entropy_sum,
+    layers="layers",
+    inputs="images",
+    initializers=_initializers,
+)

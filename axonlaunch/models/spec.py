@@ -1,0 +1,61 @@
+"""What an engine must know of a model beside the module itself.
+
+It holds plain values and imports no torch, so that listing models stays fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from axonlaunch.config.data import IGNORE_INDEX
+from axonlaunch.config.problem import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from axonlaunch.models.initialization import Initializer
+
+__all__ = ["IGNORE_INDEX", "Inputs", "ModelSpec"]
+
+Inputs = Literal["tokens", "images", "any"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """How a model is built, started, split and judged.
+
+    Attributes:
+        build: Typed configuration to module. Called under ``torch.device("meta")`` when
+            ``initializers`` is given, on the CPU under the seed otherwise.
+        loss: ``(outputs, targets)`` to the *sum* over counted targets, an fp32 scalar; a target of
+            ``IGNORE_INDEX`` does not count.
+        layers: Path of the ``nn.ModuleList`` of repeated blocks, the unit of sharding,
+            recomputation and compilation; None where the module is one unit.
+        inputs: What the module is fed.
+        initializers: Module to ``{parameter name: how it starts}``; None where the module starts
+            itself. The module may be a pipeline stage that lacks some parts.
+    """
+
+    build: Callable[[Any], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    layers: str | None = None
+    inputs: Inputs = "tokens"
+    initializers: Callable[[nn.Module], Mapping[str, Initializer]] | None = None
+
+    def blocks(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Return the repeated blocks that a module holds, by their full names, in order.
+
+        Raises:
+            ConfigError: The module has nothing at ``layers``.
+        """
+        if self.layers is None:
+            return {}
+        try:
+            container = module.get_submodule(self.layers)
+        except AttributeError:
+            held = ", ".join(name for name, _ in module.named_children()) or "nothing"
+            message = f"{type(module).__name__} has no such module; at its top it has {held}"
+            raise ConfigError([Problem("model.layers", message, self.layers)]) from None
+        return {f"{self.layers}.{name}": block for name, block in container.named_children()}

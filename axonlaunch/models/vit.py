@@ -1,0 +1,72 @@
+"""ViT: a transformer over an image's patches, with learned positions and mean pooling.
+
+Plain code for one device; ``None`` in place of a part makes it a pipeline stage without it. Mean
+pooling in place of a class token follows Beyer et al., Better plain ViT baselines (2022).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.config.model import ViTConfig
+from axonlaunch.models.gpt import Block
+from axonlaunch.models.initialization import Initializer, transformer_initializers
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
+
+
+class ViT(nn.Module):
+    """Logits of an image's class."""
+
+    embed_patches: nn.Conv2d | None
+    embed_positions: nn.Embedding | None
+    norm: nn.LayerNorm | None
+    head: nn.Linear | None
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        size, patch = config.hidden_size, config.patch_size
+        self.embed_patches = nn.Conv2d(config.num_channels, size, kernel_size=patch, stride=patch)
+        self.embed_positions = nn.Embedding((config.image_size // patch) ** 2, size)
+        self.layers = nn.ModuleList(
+            Block(
+                size,
+                num_heads=config.num_attention_heads,
+                intermediate_size=config.intermediate_size or 4 * size,
+                layer_norm_eps=config.layer_norm_eps,
+                causal=False,
+            )
+            for _ in range(config.num_hidden_layers)
+        )
+        self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.head = nn.Linear(size, config.num_classes)
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images [B, C, H, W] (a later stage: hidden states) to logits [B, classes]."""
+        if self.embed_patches is not None and self.embed_positions is not None:
+            x = self.embed_patches(x).flatten(2).transpose(1, 2)
+            x = x + self.embed_positions(torch.arange(x.shape[1], device=x.device))
+        for layer in self.layers:
+            if layer is not None:
+                x = layer(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.head is None else self.head(x.mean(1))
+
+
+def _initializers(module: nn.Module) -> dict[str, Initializer]:
+    config: ViTConfig = module.config  # type: ignore[assignment]
+    return transformer_initializers(
+        module, std=config.initializer_range, num_layers=config.num_hidden_layers
+    )
+
+
+SPEC = ModelSpec(
+    build=ViT,
+    loss=cross_entropy_sum,
+    layers="layers",
+    inputs="images",
+    initializers=_initializers,
+)

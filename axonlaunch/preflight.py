@@ -1,0 +1,239 @@
+"""Every check of a configuration that needs torch, the model or the data, but no rank.
+
+It gathers problems; each room knows its own. It runs in a process of its own, before any rank.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from axonlaunch import checkpoint, data
+from axonlaunch.comm import nccl
+from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config.layout import Layout, layout, with_nproc
+from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.rules import broken_world_rules
+from axonlaunch.data.dataset import Dataset
+from axonlaunch.models.build import construct, spec_for
+from axonlaunch.models.spec import ModelSpec
+
+GIB = 1024**3
+STATE_BYTES = {"adamw": 16, "sgd": 12}
+"""fp32 parameter, gradient and optimizer states of one parameter, in bytes."""
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Resolve ``launch.nproc`` and check everything that can be checked without a rank.
+
+    Raises:
+        ConfigError: Every problem, all at once.
+    """
+    import_plugins(config.plugins)  # the parent did, but this is another process
+    config = with_nproc(config, accelerators=accelerators())
+    problems = check(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def check(config: RunConfig) -> list[Problem]:
+    """Return what is wrong with a configuration whose ``launch.nproc`` is known."""
+    assert config.launch.nproc != "auto"
+    world_size = config.launch.nproc
+    shares = layout(config, world_size=world_size)
+    problems = broken_world_rules(config, world_size=world_size)
+    problems += _backend(config, world_size)
+    dataset, found = _dataset(config)
+    problems += found
+    spec, model, found = _model(config)
+    problems += found
+    if dataset is not None:
+        problems += _samples(config, dataset)
+    if spec is not None and dataset is not None:
+        problems += _fit_each_other(config, spec, dataset)
+    if model is not None:
+        problems += _memory(config, model, shares)
+        problems += _disk(config, model)
+        problems += _resume(config, model)
+    return problems
+
+
+def accelerators() -> int:
+    """Return the number of accelerators that NCCL can serve."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "cuda" or not nccl.status().available:
+        return 0
+    return torch.accelerator.device_count()
+
+
+def _backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    backend, found = config.launch.backend, accelerators()
+    if backend == "nccl" and found < world_size:
+        have = f"this machine has {found} for it" if found else "this machine has none for it"
+        yield Problem("launch.backend", f"{world_size} ranks need an accelerator each; {have}; use gloo", backend)
+    if backend == "mock" and config.train.compile:
+        message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
+        yield Problem("launch.backend", message, backend)
+
+
+def _dataset(config: RunConfig) -> tuple[Dataset | None, list[Problem]]:
+    try:
+        return data.build(config.data), []
+    except ConfigError as error:
+        return None, error.problems
+    except (ValueError, OSError, ImportError) as error:
+        return None, [Problem("data", str(error), config.data.name)]
+
+
+def _model(
+    config: RunConfig,
+) -> tuple[ModelSpec | None, nn.Module | None, list[Problem]]:
+    """Build the model on ``meta``, or as it builds itself."""
+    spec = None
+    try:
+        spec = spec_for(config.model)
+        model = construct(config.model, seed=config.seed)
+        spec.blocks(model)
+    except ConfigError as error:
+        return spec, None, error.problems
+    except Exception as error:  # a user's own builder may fail in any way
+        message = f"building it failed with {type(error).__name__}: {error}"
+        return spec, None, [Problem("model", message, config.model.name)]
+    return spec, model, []
+
+
+def _samples(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+    if dataset.num_samples < config.train.global_batch_size:
+        message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
+        yield Problem("train.global_batch_size", message, config.train.global_batch_size)
+    if config.train.eval_batches and not dataset.num_eval_samples:
+        message = "the data holds no samples out; use 0, or hold some out"
+        yield Problem("train.eval_batches", message, config.train.eval_batches)
+
+
+def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Iterator[Problem]:
+    model, name = config.model, config.data.name
+    if spec.inputs not in ("any", dataset.kind):
+        message = f"is fed {spec.inputs}, but data={name} gives {dataset.kind}"
+        yield Problem("model.name", message, model.name)
+        return
+    size = getattr(model, "vocab_size", None)
+    if dataset.kind == "tokens" and size is not None and size < dataset.num_classes:
+        message = f"data={name} has {dataset.num_classes} tokens; use {dataset.num_classes} or more"
+        yield Problem("model.vocab_size", message, size)
+    longest, length = getattr(model, "max_position_embeddings", None), _length(config)
+    if longest is not None and length is not None and length > longest:
+        message = f"longer than model.max_position_embeddings={longest}; shorten it or raise that"
+        yield Problem("data.sequence_length", message, length)
+    classes = getattr(model, "num_classes", None)
+    if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:
+        message = f"data={name} has {dataset.num_classes} classes; use {dataset.num_classes}"
+        yield Problem("model.num_classes", message, classes)
+    yield from _image_shape(config, dataset)
+
+
+def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+    """Compare the figures of a model of images with those of the images."""
+    if dataset.kind != "images":
+        return
+    shape = dataset.sample_shape
+    numel = torch.Size(shape).numel()
+    given = getattr(config.model, "input_size", None)
+    if given is not None and given != numel:
+        yield Problem("model.input_size", f"the images are {_by(shape)}; use {numel}", given)
+    for field, seen in (("num_channels", shape[0]), ("image_size", shape[-1])):
+        given = getattr(config.model, field, None)
+        if given is not None and given != seen:
+            yield Problem(f"model.{field}", f"the images are {_by(shape)}; use {seen}", given)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _length(config: RunConfig) -> int | None:
+    length = getattr(config.data, "sequence_length", None)
+    return length if isinstance(length, int) else None
+
+
+def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Problem]:
+    """Refuse what cannot fit: the states alone, without activations, against what a device has."""
+    count = sum(p.numel() for p in model.parameters())
+    whole = STATE_BYTES[config.optimizer.name]
+    share = {"fsdp": whole / shares.dp_shard, "zero1": 8 + (whole - 8) / shares.data_ranks}
+    per_rank = int(count * share.get(shares.data_parallel, whole))
+    assert config.launch.nproc != "auto"
+    hardware, memory = config.hardware, None
+    if hardware is not None and hardware.memory_gib is not None:
+        memory, where = int(hardware.memory_gib * GIB), f"hardware={hardware.name}"
+    elif accelerators() and config.launch.backend in ("auto", "nccl"):
+        memory, where = torch.accelerator.get_memory_info(0)[1], "a device here"
+    else:
+        memory, where = _host_memory() // config.launch.nproc, "a rank's share of this machine"
+    offload = config.strategy.fsdp.cpu_offload
+    if memory is not None and per_rank > memory and offload == "none":
+        message = (
+            f"{count / 1e9:.3g}B parameters take {per_rank / GIB:.1f} GiB a rank with gradients and "
+            f"optimizer states, before any activation; {where} has {memory / GIB:.1f} GiB: "
+            "use a smaller model, more ranks with strategy=fsdp, or other hardware"
+        )
+        yield Problem("model", message, config.model.name)
+
+
+def _host_memory() -> int:
+    """Return bytes of this machine's memory."""
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
+    """Refuse a run whose checkpoints can't fit the disk."""
+    if not config.checkpoint.every:
+        return
+    count = sum(p.numel() for p in model.parameters())
+    needed = count * (STATE_BYTES[config.optimizer.name] - 4) * (config.checkpoint.keep + 1)
+    folder = Path(config.run_dir if config.run_dir != "auto" else "runs").absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        message = (
+            f"checkpoints take up to {needed / GIB:.1f} GiB, {folder} has {free / GIB:.1f} GiB "
+            "free; keep fewer, use another run_dir, or checkpoint.every=0"
+        )
+        yield Problem("checkpoint.keep", message, config.checkpoint.keep)
+
+
+def _resume(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
+    resume = config.checkpoint.resume
+    if resume == "never" or (resume == "auto" and config.run_dir == config.name == "auto"):
+        return
+    folder = Path(resume)
+    if resume == "auto":
+        folder = Path(config.run_dir if config.run_dir != "auto" else f"runs/{config.name}")
+    found = checkpoint.resolve(folder)
+    if found is None:
+        if resume != "auto":
+            yield Problem("checkpoint.resume", "there is no complete checkpoint in it", resume)
+        return
+    if found.step >= config.train.steps:
+        message = f"{found.path} has done {found.step} already; use more to train on"
+        yield Problem("train.steps", message, config.train.steps)
+    if found.samples != found.step * config.train.global_batch_size:
+        message = (
+            f"{found.path} saw {found.samples // found.step} samples a step; keep that, "
+            "so that no sample is skipped or repeated"
+        )
+        yield Problem("train.global_batch_size", message, config.train.global_batch_size)
+    differences = checkpoint.differences(found, model)
+    if differences:
+        shown = "; ".join(differences[:10])
+        more = f"; {len(differences) - 10} more" if len(differences) > 10 else ""
+        message = f"{found.path} is of another model: {shown}{more}"
+        yield Problem("checkpoint.resume", message, resume)

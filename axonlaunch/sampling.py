@@ -1,0 +1,56 @@
+"""Text from a saved run, in this process alone, whatever layout trained it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from axonlaunch import checkpoint, config, data
+from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config.plugins import import_plugins
+
+
+def continue_prompt(
+    run_dir: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+) -> str:
+    """Load a run's newest checkpoint and continue a prompt.
+
+    Raises:
+        ConfigError: The folder holds no checkpoint, or the run was not on text.
+    """
+    saved = config.read(run_dir)
+    found = checkpoint.latest(run_dir)
+    if found is None:
+        message = f"{run_dir}: the run has no checkpoint; train with checkpoint.every=N"
+        raise ConfigError([Problem("", message)])
+    if not prompt:
+        raise ConfigError([Problem("", "--prompt: it is empty; give at least one character")])
+    import_plugins(saved.plugins)
+    from axonlaunch.data.text import decode, encode
+
+    if saved.data.name not in data.TEXT_DATASETS:
+        message = f"{run_dir}: the run was on data={saved.data.name}, which is not text"
+        raise ConfigError([Problem("", message)])
+    sys.stderr.flush()
+    from axonlaunch.engines.data_parallel import model_state
+    from axonlaunch.models.build import build
+    from axonlaunch.models.generation import generate
+
+    model = build(saved.model, seed=saved.seed).eval()
+    checkpoint.load_model(found, model_state(model))
+    written = generate(
+        model,
+        encode(prompt),
+        max_new_tokens=tokens,
+        context_length=saved.data.sequence_length,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
+    return decode(written)

@@ -1,0 +1,156 @@
+"""The training loop.
+
+It decides when to step, log, evaluate and save; how is the engine's, the data's and the
+checkpoint's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from axonlaunch.comm import World
+from axonlaunch.config.schema import TrainConfig
+from axonlaunch.data.loader import Loader
+from axonlaunch.engines.base import Engine, StepResult
+from axonlaunch.events import Advanced, Evaluated, Event, Finished, Saved, Stepped
+from axonlaunch.memory import peak_memory_bytes
+
+Report = Callable[[Event], None]
+Save = Callable[[int, float | None], str]
+
+
+@dataclass
+class _Progress:
+    """Numbers since the last logged step, and of the whole run."""
+
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    since: float = field(default_factory=time.perf_counter)
+    steps_since: int = 0
+
+
+def fit(
+    engine: Engine,
+    data: Loader,
+    config: TrainConfig,
+    *,
+    world: World,
+    report: Report,
+    save: Save | None = None,
+    save_every: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> Finished:
+    """Train until ``config.steps`` or until a rank asks to stop; every rank calls this.
+
+    Args:
+        engine: Does a step; it may have done some already.
+        data: This rank's share of each global batch.
+        config: How long, and how often what.
+        world: Who takes part.
+        report: Takes every event, on this rank.
+        save: ``(step, loss) -> path`` of a complete checkpoint; None saves nothing.
+        save_every: Steps between checkpoints.
+        stop: Whether this rank was asked to stop; all then stop after the same step.
+    """
+    progress = _Progress()
+    interrupted = False
+    with closing(data.iterate(engine.step)) as batches:
+        while engine.step < config.steps and not interrupted:
+            vote = _Vote(world, stop())
+            rate = engine.learning_rate()
+            result = engine.train_step(next(batches))
+            step, progress.steps_since = engine.step, progress.steps_since + 1
+            last = step == config.steps
+            if step % config.log_every == 0 or last or step == 1:
+                report(_measured(progress, result, step, rate, world))
+            else:
+                report(Advanced(step))
+            interrupted = vote.anyone()
+            if _due(step, config.eval_every, last=last) and config.eval_batches:
+                report(_evaluate(engine, data, config, progress, world))
+            if save and (interrupted or _due(step, save_every, last=last)):
+                started = time.perf_counter()
+                path = save(step, progress.loss)
+                report(Saved(step, path, time.perf_counter() - started))
+                _forget_time(progress, started)
+    speed = progress.tokens / progress.seconds if progress.seconds else None
+    done = Finished(
+        step=engine.step,
+        interrupted=interrupted and engine.step < config.steps,
+        loss=progress.loss,
+        eval_loss=progress.eval_loss,
+        tokens_per_s=speed,
+        peak_memory_bytes=peak_memory_bytes(world.device),
+    )
+    report(done)
+    return done
+
+
+def _measured(
+    progress: _Progress, result: StepResult, step: int, rate: float, world: World
+) -> Stepped:
+    """Read the step's numbers; this waits for the device, which unlogged steps never do."""
+    loss, tokens = float(result.loss), int(result.tokens)
+    norm = None if result.grad_norm is None else float(result.grad_norm)
+    now = time.perf_counter()
+    seconds = (now - progress.since) / progress.steps_since
+    if step > 1:  # the first step also pays for what is done once
+        progress.tokens += tokens * progress.steps_since
+        progress.seconds += seconds * progress.steps_since
+    progress.loss, progress.since, progress.steps_since = loss, now, 0
+    return Stepped(
+        step=step,
+        loss=loss,
+        lr=rate,
+        grad_norm=norm,
+        tokens=tokens,
+        tokens_per_s=tokens / seconds,
+        step_s=seconds,
+        peak_memory_bytes=peak_memory_bytes(world.device),
+    )
+
+
+def _evaluate(
+    engine: Engine, data: Loader, config: TrainConfig, progress: _Progress, world: World
+) -> Evaluated:
+    started = time.perf_counter()
+    sums = torch.zeros(2, dtype=torch.float64)
+    for batch in data.eval_batches(config.eval_batches):
+        sums += engine.evaluate(batch)
+    if world.world_size > 1:
+        dist.all_reduce(sums)
+    progress.eval_loss = float(sums[0] / sums[1].clamp(min=1))
+    _forget_time(progress, started)
+    entropy = getattr(data.dataset, "unigram_entropy", None)
+    return Evaluated(engine.step, progress.eval_loss, int(sums[1]), entropy)
+
+
+def _forget_time(progress: _Progress, started: float) -> None:
+    """Leave what was not a step out of the time a step takes."""
+    progress.since += time.perf_counter() - started
+
+
+def _due(step: int, every: int, *, last: bool) -> bool:
+    return last or (every > 0 and step % every == 0)
+
+
+class _Vote:
+    """Whether any rank was asked to stop, summed while the step runs."""
+
+    def __init__(self, world: World, stop: bool) -> None:
+        self._asked = torch.tensor(int(stop))
+        self._work = dist.all_reduce(self._asked, async_op=True) if world.world_size > 1 else None
+
+    def anyone(self) -> bool:
+        """Return the same answer on every rank."""
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._asked)

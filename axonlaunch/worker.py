@@ -1,0 +1,165 @@
+"""What each rank runs: one frozen configuration in, a trained run out.
+
+It connects the rooms; how ranks were started, and who reads the events, is not its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from axonlaunch import checkpoint, data
+from axonlaunch.comm import World
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import layout
+from axonlaunch.data.dataset import Dataset
+from axonlaunch.data.loader import Loader
+from axonlaunch.engines.base import Engine
+from axonlaunch.engines.build import build
+from axonlaunch.engines.data_parallel import DataParallelEngine
+from axonlaunch.events import Event, Finished, Sampled, Started
+from axonlaunch.metrics import MetricsFile, TensorBoard
+from axonlaunch.models.generation import generate
+from axonlaunch.trainer import fit
+
+Report = Callable[[Event], None]
+
+
+def run(
+    config: RunConfig,
+    world: World,
+    *,
+    report: Report = lambda event: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Finished:
+    """Train as a frozen configuration says; every rank of the world calls this.
+
+    Args:
+        config: Checked, with ``run_dir`` resolved.
+        world: Its ranks.
+        report: Takes the main rank's events.
+        stop: Whether this rank was asked to stop.
+    """
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    run_dir = Path(config.run_dir)
+    shares = layout(config, world_size=world.world_size)
+    dataset = data.build(config.data)
+    loader = Loader(
+        dataset,
+        seed=config.seed,
+        global_batch_size=config.train.global_batch_size,
+        num_shards=shares.data_ranks,
+        shard=world.rank,
+        pin_memory=world.device.type != "cpu",
+    )
+    engine = build(config, world)
+    resumed = _restore(config, engine)
+    report = _on_main(report, run_dir, engine.step, config, world)
+    report(
+        Started(
+            layout=str(shares),
+            device=str(world.device),
+            parameters=_count(engine),
+            samples=dataset.num_samples,
+            step=engine.step,
+            steps=config.train.steps,
+            resumed_from=resumed,
+            notes=_notes(config, world),
+        )
+    )
+
+    def save(step: int, loss: float | None) -> str:
+        path = checkpoint.save(
+            run_dir,
+            engine.state_dict(),
+            world=world,
+            step=step,
+            samples=step * config.train.global_batch_size,
+            loss=loss,
+            keep=config.checkpoint.keep,
+        )
+        return str(path)
+
+    finished = fit(
+        engine,
+        loader,
+        config.train,
+        world=world,
+        report=report,
+        save=save if config.checkpoint.every else None,
+        save_every=config.checkpoint.every,
+        stop=stop,
+    )
+    if not finished.interrupted:
+        _sample(config, engine, dataset, report)
+    return finished
+
+
+def _restore(config: RunConfig, engine: Engine) -> str | None:
+    """Load the checkpoint that the configuration names; return its path."""
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return None
+    found = checkpoint.resolve(Path(config.run_dir if resume == "auto" else resume))
+    if found is None:
+        return None
+    engine.load_state_dict(checkpoint.load(found, engine.state_dict()))
+    return str(found.path)
+
+
+def _on_main(
+    report: Report, run_dir: Path, step: int, config: RunConfig, world: World
+) -> Report:
+    """Return what takes events on this rank: files and the given listener, on the main one."""
+    if not world.is_main:
+        return lambda event: None
+    writers: list[Report] = [MetricsFile(run_dir / "metrics.jsonl", after_step=step), report]
+    if config.train.tensorboard:
+        writers.append(TensorBoard(run_dir / "tensorboard", after_step=step))
+
+    def write(event: Event) -> None:
+        for writer in writers:
+            writer(event)
+
+    return write
+
+
+def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report) -> None:
+    """Let a model of text continue the prompt; every rank calls this."""
+    if not config.train.sample_tokens or dataset.kind != "tokens" or not dataset.is_text:
+        return
+    prompt = config.train.prompt
+    tokens = generate(
+        engine.predict,
+        dataset.encode(prompt),
+        max_new_tokens=config.train.sample_tokens,
+        context_length=config.data.sequence_length,
+        seed=config.seed,
+    )
+    report(Sampled(prompt, dataset.decode(tokens)))
+
+
+def _count(engine: Engine) -> int:
+    assert isinstance(engine, DataParallelEngine)
+    return sum(p.numel() for p in engine.model.parameters())
+
+
+def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
+    """Say what a setting can't do on this device."""
+    notes = []
+    offload = config.strategy.fsdp.cpu_offload
+    if offload != "none" and world.device.type == "cpu":
+        notes.append(
+            f"strategy.fsdp.cpu_offload={offload}: the device is the CPU, "
+            "so what is offloaded is in host memory already"
+        )
+    if config.train.precision != "fp32" and world.device.type == "cpu":
+        notes.append(
+            f"train.precision={config.train.precision}: many CPUs have no arithmetic for it, "
+            "so it may be slower than fp32"
+        )
+    return tuple(notes)
+
+
