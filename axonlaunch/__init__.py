@@ -1,0 +1,207 @@
+"""Config-driven launcher for distributed PyTorch training.
+
+Every public name is listed in ``__all__`` and imported when it is first used, so that importing
+the package imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from axonlaunch.comm import (
+        Backend as Backend,
+    )
+    from axonlaunch.comm import (
+        CommError as CommError,
+    )
+    from axonlaunch.comm import (
+        DeadlockError as DeadlockError,
+    )
+    from axonlaunch.comm import (
+        MismatchError as MismatchError,
+    )
+    from axonlaunch.comm import (
+        PeerFailedError as PeerFailedError,
+    )
+    from axonlaunch.comm import (
+        ProcessGroup as ProcessGroup,
+    )
+    from axonlaunch.comm import (
+        RankFailedError as RankFailedError,
+    )
+    from axonlaunch.comm import (
+        ReduceOp as ReduceOp,
+    )
+    from axonlaunch.comm import (
+        World as World,
+    )
+    from axonlaunch.comm import (
+        all_gather as all_gather,
+    )
+    from axonlaunch.comm import (
+        all_reduce as all_reduce,
+    )
+    from axonlaunch.comm import (
+        all_reduce_max as all_reduce_max,
+    )
+    from axonlaunch.comm import (
+        all_reduce_mean as all_reduce_mean,
+    )
+    from axonlaunch.comm import (
+        all_reduce_min as all_reduce_min,
+    )
+    from axonlaunch.comm import (
+        all_reduce_product as all_reduce_product,
+    )
+    from axonlaunch.comm import (
+        all_reduce_sum as all_reduce_sum,
+    )
+    from axonlaunch.comm import (
+        barrier as barrier,
+    )
+    from axonlaunch.comm import (
+        broadcast as broadcast,
+    )
+    from axonlaunch.comm import (
+        broadcast_from as broadcast_from,
+    )
+    from axonlaunch.comm import (
+        gather_tensor as gather_tensor,
+    )
+    from axonlaunch.comm import (
+        is_main_process as is_main_process,
+    )
+    from axonlaunch.comm import (
+        rank as rank,
+    )
+    from axonlaunch.comm import (
+        recv as recv,
+    )
+    from axonlaunch.comm import (
+        reduce_scatter_mean as reduce_scatter_mean,
+    )
+    from axonlaunch.comm import (
+        reduce_scatter_sum as reduce_scatter_sum,
+    )
+    from axonlaunch.comm import (
+        scatter_tensor as scatter_tensor,
+    )
+    from axonlaunch.comm import (
+        send as send,
+    )
+    from axonlaunch.comm import (
+        sync_gradient as sync_gradient,
+    )
+    from axonlaunch.comm import (
+        sync_gradients as sync_gradients,
+    )
+    from axonlaunch.comm import (
+        world_size as world_size,
+    )
+    from axonlaunch.config import (
+        ConfigError as ConfigError,
+    )
+    from axonlaunch.config import (
+        RunConfig as RunConfig,
+    )
+    from axonlaunch.engines.ddp import (
+        DDP as DDP,
+    )
+    from axonlaunch.engines.ddp import (
+        GradientBucket as GradientBucket,
+    )
+    from axonlaunch.engines.ddp import (
+        GradientSynchronizer as GradientSynchronizer,
+    )
+    from axonlaunch.engines.ddp import (
+        GradSyncStrategy as GradSyncStrategy,
+    )
+    from axonlaunch.engines.fsdp import (
+        FSDP as FSDP,
+    )
+    from axonlaunch.engines.fsdp import (
+        CPUOffload as CPUOffload,
+    )
+    from axonlaunch.engines.fsdp import (
+        ShardingStrategy as ShardingStrategy,
+    )
+    from axonlaunch.engines.fsdp_memory import FSDPMemoryStats as FSDPMemoryStats
+    from axonlaunch.models import (
+        ModelSpec as ModelSpec,
+    )
+    from axonlaunch.models import (
+        register_model as register_model,
+    )
+
+__all__ = [
+    "DDP",
+    "FSDP",
+    "Backend",
+    "CPUOffload",
+    "CommError",
+    "ConfigError",
+    "DeadlockError",
+    "FSDPMemoryStats",
+    "GradSyncStrategy",
+    "GradientBucket",
+    "GradientSynchronizer",
+    "MismatchError",
+    "ModelSpec",
+    "PeerFailedError",
+    "ProcessGroup",
+    "RankFailedError",
+    "ReduceOp",
+    "RunConfig",
+    "ShardingStrategy",
+    "World",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_max",
+    "all_reduce_mean",
+    "all_reduce_min",
+    "all_reduce_product",
+    "all_reduce_sum",
+    "barrier",
+    "broadcast",
+    "broadcast_from",
+    "gather_tensor",
+    "is_main_process",
+    "rank",
+    "recv",
+    "reduce_scatter_mean",
+    "reduce_scatter_sum",
+    "register_model",
+    "scatter_tensor",
+    "send",
+    "sync_gradient",
+    "sync_gradients",
+    "world_size",
+]
+
+_ROOMS = {
+    "axonlaunch.config": ("ConfigError", "RunConfig"),
+    "axonlaunch.engines.ddp": (
+        "DDP",
+        "GradSyncStrategy",
+        "GradientBucket",
+        "GradientSynchronizer",
+    ),
+    "axonlaunch.engines.fsdp": ("CPUOffload", "FSDP", "ShardingStrategy"),
+    "axonlaunch.engines.fsdp_memory": ("FSDPMemoryStats",),
+    "axonlaunch.models": ("ModelSpec", "register_model"),
+}
+_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'axonlaunch' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES.get(name, "axonlaunch.comm")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -75,5 +75,3 @@ def try_rank(backend: str, rank: int, world_size: int, store: str) -> float:
 def try_mock(world_size: int) -> float:
     """Run an all-reduce between threads; return the sum of 1 over the ranks."""
     return World.mock(world_size).run(lambda world: float(all_reduce_sum(torch.ones(8))[0]))[0]
-
-

@@ -75,7 +75,11 @@ def _backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
     backend, found = config.launch.backend, accelerators()
     if backend == "nccl" and found < world_size:
         have = f"this machine has {found} for it" if found else "this machine has none for it"
-        yield Problem("launch.backend", f"{world_size} ranks need an accelerator each; {have}; use gloo", backend)
+        yield Problem(
+            "launch.backend",
+            f"{world_size} ranks need an accelerator each; {have}; use gloo",
+            backend,
+        )
     if backend == "mock" and config.train.compile:
         message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
         yield Problem("launch.backend", message, backend)
@@ -178,8 +182,8 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Pro
     offload = config.strategy.fsdp.cpu_offload
     if memory is not None and per_rank > memory and offload == "none":
         message = (
-            f"{count / 1e9:.3g}B parameters take {per_rank / GIB:.1f} GiB a rank with gradients and "
-            f"optimizer states, before any activation; {where} has {memory / GIB:.1f} GiB: "
+            f"{count / 1e9:.3g}B parameters with gradients and optimizer states take "
+            f"{per_rank / GIB:.1f} GiB a rank; {where} has {memory / GIB:.1f} GiB: "
             "use a smaller model, more ranks with strategy=fsdp, or other hardware"
         )
         yield Problem("model", message, config.model.name)

@@ -58,7 +58,7 @@ class Registry(Generic[T]):
         if name not in self._entries:
             raise UnknownNameError(unknown(self.kind, name, self.names()))
         target = self._entries[name].target
-        return cast(T, load(target) if isinstance(target, str) else target)
+        return cast("T", load(target) if isinstance(target, str) else target)
 
     def names(self) -> list[str]:
         """Return the listed names, sorted."""

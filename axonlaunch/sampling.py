@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from axonlaunch import checkpoint, config, data
+from axonlaunch import checkpoint, config
 from axonlaunch.config import ConfigError, Problem
-from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.data import PythonSourceConfig, TextConfig
 
 
 def continue_prompt(
@@ -31,13 +30,10 @@ def continue_prompt(
         raise ConfigError([Problem("", message)])
     if not prompt:
         raise ConfigError([Problem("", "--prompt: it is empty; give at least one character")])
-    import_plugins(saved.plugins)
-    from axonlaunch.data.text import decode, encode
-
-    if saved.data.name not in data.TEXT_DATASETS:
+    if not isinstance(saved.data, PythonSourceConfig | TextConfig):
         message = f"{run_dir}: the run was on data={saved.data.name}, which is not text"
         raise ConfigError([Problem("", message)])
-    sys.stderr.flush()
+    from axonlaunch.data.text import decode, encode
     from axonlaunch.engines.data_parallel import model_state
     from axonlaunch.models.build import build
     from axonlaunch.models.generation import generate

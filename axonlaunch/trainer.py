@@ -35,6 +35,7 @@ class _Progress:
     seconds: float = 0.0
     since: float = field(default_factory=time.perf_counter)
     steps_since: int = 0
+    started: bool = False
 
 
 def fit(
@@ -69,7 +70,7 @@ def fit(
             result = engine.train_step(next(batches))
             step, progress.steps_since = engine.step, progress.steps_since + 1
             last = step == config.steps
-            if step % config.log_every == 0 or last or step == 1:
+            if _due(step, config.log_every, last=last) or not progress.started:
                 report(_measured(progress, result, step, rate, world))
             else:
                 report(Advanced(step))
@@ -102,9 +103,10 @@ def _measured(
     norm = None if result.grad_norm is None else float(result.grad_norm)
     now = time.perf_counter()
     seconds = (now - progress.since) / progress.steps_since
-    if step > 1:  # the first step also pays for what is done once
+    if progress.started:  # the first step also pays for what is done once
         progress.tokens += tokens * progress.steps_since
         progress.seconds += seconds * progress.steps_since
+    progress.started = True
     progress.loss, progress.since, progress.steps_since = loss, now, 0
     return Stepped(
         step=step,

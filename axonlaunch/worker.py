@@ -109,9 +109,7 @@ def _restore(config: RunConfig, engine: Engine) -> str | None:
     return str(found.path)
 
 
-def _on_main(
-    report: Report, run_dir: Path, step: int, config: RunConfig, world: World
-) -> Report:
+def _on_main(report: Report, run_dir: Path, step: int, config: RunConfig, world: World) -> Report:
     """Return what takes events on this rank: files and the given listener, on the main one."""
     if not world.is_main:
         return lambda event: None
@@ -135,7 +133,7 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report)
         engine.predict,
         dataset.encode(prompt),
         max_new_tokens=config.train.sample_tokens,
-        context_length=config.data.sequence_length,
+        context_length=dataset.sample_shape[0],
         seed=config.seed,
     )
     report(Sampled(prompt, dataset.decode(tokens)))
@@ -161,5 +159,3 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "so it may be slower than fp32"
         )
     return tuple(notes)
-
-

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,10 @@ def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
     """Read parameters and buffers alone, in one process, in place."""
     import torch.distributed.checkpoint as dcp
 
-    dcp.load({"model": model}, storage_reader=dcp.FileSystemReader(checkpoint.path), no_dist=True)
+    with warnings.catch_warnings():
+        # torch warns that it reads in one process, which is what this is for.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load({"model": model}, storage_reader=dcp.FileSystemReader(checkpoint.path))
 
 
 def latest(run_dir: Path) -> Checkpoint | None:
@@ -187,7 +191,7 @@ def differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     buffers = {name for name, _ in model.named_buffers()}
     found = [f"{name} is missing" for name in wanted if name not in saved]
-    found += [f"{name} is unexpected" for name in saved if name not in wanted and name not in buffers]
+    found += [f"{name} is unexpected" for name in saved if name not in wanted.keys() | buffers]
     found += [
         f"{name} has shape {list(saved[name])}, not {list(shape)}"
         for name, shape in wanted.items()

@@ -44,9 +44,7 @@ def command(
     values = configuration.leaves(config)
     origins = {key: composed.origins.get(key, configuration.DEFAULT_ORIGIN) for key in values}
     if as_json:
-        print_json(
-            {key: {"value": value, "origin": origins[key]} for key, value in values.items()}
-        )
+        print_json({key: {"value": value, "origin": origins[key]} for key, value in values.items()})
         return
     width = max(len(f"{key}={plain(value)}") for key, value in values.items())
     for key, value in values.items():

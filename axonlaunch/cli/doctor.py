@@ -19,9 +19,9 @@ EXAMPLES = """Examples:
 
 
 def command(
-    run_dir: Annotated[
-        Path, typer.Option("--run-dir", help="Where runs are written.")
-    ] = Path("runs"),
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Where runs are written.")] = Path(
+        "runs"
+    ),
     as_json: Json = False,
 ) -> None:
     """Tell what this machine has and which backends work."""
@@ -47,10 +47,10 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory", f"{report['memory_gib']} GiB"),
     ]
     devices = report["devices"]
-    for device in devices:
-        rows.append(
-            ("accelerator", f"{device['index']}: {device['name']}, {device['memory_gib']} GiB")
-        )
+    rows += [
+        ("accelerator", f"{device['index']}: {device['name']}, {device['memory_gib']} GiB")
+        for device in devices
+    ]
     if not devices:
         rows.append(("accelerator", report["accelerator"] or "none; ranks compute on the CPU"))
     if report["driver"]:
@@ -59,7 +59,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("nccl", nccl["version"] if nccl["available"] else nccl["reason"]))
     for name, verdict in report["backends"].items():
         if verdict["works"]:
-            text = f"[green]works[/green]: {verdict['ranks']} ranks all-reduced in {verdict['seconds']} s"
+            took = f"{verdict['ranks']} ranks all-reduced in {verdict['seconds']} s"
+            text = f"[green]works[/green]: {took}"
         else:
             text = f"[yellow]does not work[/yellow]: {verdict['reason']}"
         rows.append((f"  {name}", text))

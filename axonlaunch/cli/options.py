@@ -15,7 +15,9 @@ Overrides = Annotated[
 ]
 ConfigDir = Annotated[
     list[Path] | None,
-    typer.Option("--config-dir", help="Folder of your own YAML, searched before ours.", show_default=False),
+    typer.Option(
+        "--config-dir", help="Folder of your own YAML, searched before ours.", show_default=False
+    ),
 ]
 ConfigName = Annotated[str, typer.Option("--config-name", help="Primary config.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

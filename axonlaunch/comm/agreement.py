@@ -51,7 +51,7 @@ def agree(group: ProcessGroup, line: str, *, problem: Exception | None = None) -
 def agree_with(
     peer: int, group: ProcessGroup, verb: str, what: str, *, problem: Exception | None = None
 ) -> None:
-    """Go on if one other rank of a gloo group means the other end of the same message.
+    """Go on if one other rank of the group means the other end of the same message.
 
     Args:
         peer: The other rank, a global one.
@@ -63,21 +63,18 @@ def agree_with(
     Raises:
         MismatchError: The other rank means something else, or has a problem.
     """
-    me, theirs = group.ranks[group.rank], torch.empty(LINE_BYTES, dtype=torch.uint8)
-    mine = f"{verb}|{what}" if problem is None else f"{_REFUSED}{problem}"
-    works = [
-        dist.isend(pack(mine), peer, group=group.torch_group, tag=_TAG),
-        dist.irecv(theirs, peer, group=group.torch_group, tag=_TAG),
-    ]
-    for work in works:
-        assert work is not None
-        work.wait()
+    if group.backend is Backend.NCCL:
+        if problem is not None:
+            raise problem
+        return
+    line = f"{verb} {'to' if verb == 'send' else 'from'} rank {peer} of {what}|{verb}|{what}"
+    said = exchange_with(peer, group, line if problem is None else f"{_REFUSED}{problem}")
     if problem is not None:
         raise problem
-    said = unpack(theirs)
+    me = group.ranks[group.rank]
     if said.startswith(_REFUSED):
         raise MismatchError(f"rank {peer} refused its call: {said.removeprefix(_REFUSED)}")
-    their_verb, _, their_what = said.partition("|")
+    _, their_verb, their_what = said.split("|")
     if their_verb == verb:
         raise MismatchError(f"ranks {me} and {peer} both {verb}: one must send, the other recv")
     if their_what != what:
@@ -106,6 +103,23 @@ def exchange(group: ProcessGroup, line: str) -> list[str]:
     received = [torch.empty(LINE_BYTES, dtype=torch.uint8) for _ in group.ranks]
     dist.all_gather(received, pack(line), group=torch_group)
     return [unpack(tensor) for tensor in received]
+
+
+def exchange_with(peer: int, group: ProcessGroup, line: str) -> str:
+    """Give one other rank of a gloo or mock group this rank's line, and return its line."""
+    torch_group = group.torch_group
+    if group.backend is Backend.MOCK:
+        theirs: str = torch_group.exchange_with(peer, line)  # type: ignore[attr-defined]
+        return theirs
+    received = torch.empty(LINE_BYTES, dtype=torch.uint8)
+    works = [
+        dist.isend(pack(line), peer, group=torch_group, tag=_TAG),
+        dist.irecv(received, peer, group=torch_group, tag=_TAG),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return unpack(received)
 
 
 def pack(line: str) -> torch.Tensor:

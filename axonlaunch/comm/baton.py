@@ -20,7 +20,6 @@ import torch
 
 from axonlaunch.comm.errors import CommError, DeadlockError, PeerFailedError
 
-
 _UNWIND_S = 2.0
 """How long a rank that was given up may take to leave, before it is left behind."""
 

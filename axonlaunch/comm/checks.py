@@ -43,11 +43,6 @@ def device_of(group: ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def say(tensor: Tensor) -> str:
-    """Write dtype and shape, as ``float32 [2, 3]``."""
-    return f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
-
-
 def bad_tensor(
     tensor: object, group: ProcessGroup, *, written: bool = False
 ) -> TypeError | ValueError | None:
@@ -65,8 +60,7 @@ def bad_tensor(
             f"{expected}: move it with tensor.to(world.device)"
         )
     if written and any(
-        stride == 0 and size > 1
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
         return ValueError("the tensor is expanded, its elements share memory: clone it first")
     return None
@@ -92,9 +86,7 @@ def bad_op(tensor: Tensor, op: ReduceOp) -> TypeError | None:
     return None
 
 
-def bad_peer(
-    key: str, peer: int, group: ProcessGroup, *, other: bool = False
-) -> ValueError | None:
+def bad_peer(key: str, peer: int, group: ProcessGroup, *, other: bool = False) -> ValueError | None:
     """Say why a rank can't be the source or the destination."""
     if not group.contains(peer):
         return ValueError(f"{key}={peer} is not in the group {list(group.ranks)} (global ranks)")

@@ -24,8 +24,8 @@ from axonlaunch.comm.checks import (
     bad_tensor,
     device_of,
     is_me,
-    say,
 )
+from axonlaunch.comm.errors import say_tensor
 from axonlaunch.comm.process_group import ProcessGroup, default_group
 
 _TORCH_OP = {
@@ -193,7 +193,7 @@ def scatter_tensor(
         MismatchError: Ranks name different sources, or ``src`` has one of the problems above.
     """
     group = group_or_default(group)
-    problem = bad_peer("src", src, group)
+    problem: Exception | None = bad_peer("src", src, group)
     line = f"scatter_tensor from rank {src}"
     if problem is None and is_me(src, group):
         problem = bad_tensor(tensor, group) or bad_dim_0(tensor, group)
@@ -229,7 +229,7 @@ def send(tensor: Tensor, *, dst: int, group: ProcessGroup | None = None) -> None
     problem = bad_tensor(tensor, group) or bad_peer("dst", dst, group, other=True)
     _begin_message("send", tensor, dst, group, problem)
     if tensor.numel():
-        dist.send(_payload(_plain(tensor), group), dst, group=group.torch_group)
+        dist.send(_bytes(_plain(tensor)), dst, group=group.torch_group)
 
 
 def recv(tensor: Tensor, *, src: int, group: ProcessGroup | None = None) -> Tensor:
@@ -245,7 +245,7 @@ def recv(tensor: Tensor, *, src: int, group: ProcessGroup | None = None) -> Tens
     _begin_message("recv", tensor, src, group, problem)
     buffer = _plain(tensor)
     if buffer.numel():
-        dist.recv(_payload(buffer, group), src, group=group.torch_group)
+        dist.recv(_bytes(buffer), src, group=group.torch_group)
     return _from_buffer(buffer, tensor)
 
 
@@ -275,23 +275,19 @@ def _begin(name: str, tensor: Tensor, group: ProcessGroup, problem: Exception | 
     if problem is not None:
         problem = type(problem)(f"{name}: {problem}")
         agree(group, name, problem=problem)
-    agree(group, f"{name} of {say(tensor)}")
+    agree(group, f"{name} of {say_tensor(tensor)}")
 
 
 def _begin_message(
     verb: str, tensor: Tensor, peer: int, group: ProcessGroup, problem: Exception | None
 ) -> None:
-    """Let both ends of a message agree; mock checks its messages itself."""
+    """Let both ends of a message agree, or both raise."""
     if problem is not None:
         problem = type(problem)(f"{verb}: {problem}")
-    if group.backend is Backend.GLOO and group.contains(peer) and not is_me(peer, group):
-        agree_with(peer, group, verb, "" if problem else say(tensor), problem=problem)
+    if group.contains(peer) and not is_me(peer, group):
+        agree_with(peer, group, verb, "" if problem else say_tensor(tensor), problem=problem)
     elif problem is not None:
         raise problem
-
-
-def _payload(buffer: Tensor, group: ProcessGroup) -> Tensor:
-    return buffer if group.backend is Backend.MOCK else _bytes(buffer)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -343,9 +339,7 @@ def _from_buffer(buffer: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _reduce_scatter(
-    name: str, tensor: Tensor, op: ReduceOp, group: ProcessGroup | None
-) -> Tensor:
+def _reduce_scatter(name: str, tensor: Tensor, op: ReduceOp, group: ProcessGroup | None) -> Tensor:
     group = group_or_default(group)
     problem = bad_tensor(tensor, group) or bad_op(tensor, op) or bad_dim_0(tensor, group)
     _begin(name, tensor, group, problem)

@@ -6,6 +6,10 @@ A wrong argument on one rank is a plain ``ValueError`` or ``TypeError`` there, n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CommError(RuntimeError):
@@ -37,6 +41,11 @@ class RankFailedError(CommError):
 
     def __reduce__(self) -> tuple[type[RankFailedError], tuple[int, str]]:
         return RankFailedError, (self.rank, str(self))
+
+
+def say_tensor(tensor: Tensor) -> str:
+    """Write ``float32 [2, 3]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def say_ranks(ranks: Sequence[int]) -> str:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from axonlaunch.comm.agreement import agree
 from axonlaunch.comm.backend import ReduceOp
-from axonlaunch.comm.checks import bad_op, bad_tensor, device_of, say
+from axonlaunch.comm.checks import bad_op, bad_tensor, device_of
 from axonlaunch.comm.collectives import group_or_default, reduce_values
+from axonlaunch.comm.errors import say_tensor
 from axonlaunch.comm.process_group import ProcessGroup
 
 BUCKET_BYTES = 25 * 2**20
@@ -44,7 +45,7 @@ def sync_gradients(
     group = group_or_default(group)
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     tensors = [t for t in dict.fromkeys(given) if t.requires_grad]
-    shapes = "\n".join(map(say, tensors))
+    shapes = "\n".join(map(say_tensor, tensors))
     digest = hashlib.sha256(shapes.encode()).hexdigest()[:8]
     agree(
         group,
@@ -96,6 +97,6 @@ def _first_problem(tensors: list[Tensor], group: ProcessGroup) -> Exception | No
         problem = bad_tensor(value, group) or bad_op(value, ReduceOp.Average)
         if problem is not None:
             return type(problem)(
-                f"sync_gradients: parameter {index} ({say(tensor)}): {problem}"
+                f"sync_gradients: parameter {index} ({say_tensor(tensor)}): {problem}"
             )
     return None

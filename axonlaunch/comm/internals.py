@@ -12,15 +12,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    _register_process_group,
-    _resolve_process_group,
-    _set_thread_isolation_mode,
-    _unregister_process_group,
-)
+import torch
 from torch.distributed import distributed_c10d
 
+_python: Any = distributed_c10d
+_cpp: Any = torch._C._distributed_c10d
 _PROBE = "axonlaunch-isolation-probe"
 
 
@@ -49,12 +45,12 @@ def threads_are_isolated() -> bool:
 
     torch can set this mode but not tell it: register a group here, look for it from elsewhere.
     """
-    _register_process_group(_PROBE, dist.ProcessGroup(0, 1))
+    _cpp._register_process_group(_PROBE, _cpp.ProcessGroup(0, 1))
     seen: list[bool] = []
 
     def look() -> None:
         try:
-            _resolve_process_group(_PROBE)
+            _cpp._resolve_process_group(_PROBE)
         except RuntimeError:
             seen.append(False)
         else:
@@ -63,8 +59,19 @@ def threads_are_isolated() -> bool:
     thread = threading.Thread(target=look, name="axonlaunch-isolation-probe")
     thread.start()
     thread.join()
-    _unregister_process_group(_PROBE)
+    _cpp._unregister_process_group(_PROBE)
     return not seen[0]
+
+
+def outlive_cuda_guard() -> None:
+    """Make torch set up its stand-in for a missing CUDA device in this thread.
+
+    A CUDA build of torch that sees no device makes it when the first FakeTensorMode is entered
+    (DTensor enters one), and loses it with the thread that did: later ones crash the process.
+    So the thread that runs a world, which outlives the rank threads, makes it first.
+    """
+    if not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
 
 
 @contextlib.contextmanager
@@ -75,13 +82,14 @@ def isolated_threads() -> Iterator[None]:
     mode, the rank that torch's C++ log lines carry, and ``sys.excepthook``, which
     ``init_process_group`` replaces.
     """
-    world, hook, isolated = distributed_c10d._world, sys.excepthook, threads_are_isolated()
-    distributed_c10d._world = WorldOfThread()
-    _set_thread_isolation_mode(True)
+    outlive_cuda_guard()
+    world, hook, isolated = _python._world, sys.excepthook, threads_are_isolated()
+    _python._world = WorldOfThread()
+    _cpp._set_thread_isolation_mode(True)
     try:
         yield
     finally:
-        _set_thread_isolation_mode(isolated)
-        distributed_c10d._world = world
-        distributed_c10d._update_default_pg(world.default_pg)
+        _cpp._set_thread_isolation_mode(isolated)
+        _python._world = world
+        _python._update_default_pg(world.default_pg)
         sys.excepthook = hook

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from axonlaunch.comm.baton import Baton
-from axonlaunch.comm.errors import CommError, MismatchError, say_mismatch, say_ranks
+from axonlaunch.comm.errors import CommError, MismatchError, say_mismatch, say_ranks, say_tensor
 
 here = threading.local()
 """``board`` and ``rank`` of the mock world whose rank this thread is."""
@@ -32,7 +32,10 @@ class Call(NamedTuple):
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
 
     def __str__(self) -> str:
-        shapes = [f"{str(dtype)[6:]} {list(shape)}" for dtype, shape in self.tensors[:3]]
+        shapes = [
+            f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+            for dtype, shape in self.tensors[:3]
+        ]
         if len(self.tensors) > 3:
             shapes.append(f"{len(self.tensors) - 3} more")
         of = f" of {', '.join(shapes)}" if shapes else ""
@@ -118,8 +121,7 @@ class Letter(Errand):
         peer = "any rank" if self.peer is None else f"rank {self.peer}"
         tag = f" with tag {self.tag}" if self.tag else ""
         gone = " (it has finished)" if self.peer in finished else ""
-        what = str(call("", [self.tensor]))
-        return f"{self.verb} {way} {peer}{gone}{what}{tag}"
+        return f"{self.verb} {way} {peer}{gone} of {say_tensor(self.tensor)}{tag}"
 
 
 class Board:
@@ -166,9 +168,7 @@ class Board:
         sending = letter.verb == "send"
         receiver = letter.peer if sending else letter.rank
         address = (group, receiver, letter.tag)
-        mine, theirs = (
-            (self._sends, self._receives) if sending else (self._receives, self._sends)
-        )
+        mine, theirs = (self._sends, self._receives) if sending else (self._receives, self._sends)
         for other in theirs[address]:
             send, receive = (letter, other) if sending else (other, letter)
             if receive.peer in (None, send.rank):
@@ -180,17 +180,21 @@ class Board:
 
 
 def deliver(send: Letter, receive: Letter) -> None:
-    """Copy a message from one end to the other, or fail both where they don't fit."""
+    """Copy a message from one end to the other, or fail both where they don't fit.
+
+    As on real backends the number of elements counts, not the shape: torch's own pipelining
+    sends ``[]`` and receives ``[1]``.
+    """
     source, target = send.tensor, receive.tensor
-    if source.dtype != target.dtype or source.shape != target.shape:
+    if source.dtype != target.dtype or source.numel() != target.numel():
         text = (
-            f"rank {send.rank} sends{call('', [source])} to rank {receive.rank}, "
-            f"which receives{call('', [target])}"
+            f"rank {send.rank} sends {say_tensor(source)} to rank {receive.rank}, which receives "
+            f"{say_tensor(target)}: give both the same shape and dtype"
         )
         send.fail(MismatchError, text)
         receive.fail(MismatchError, text)
         return
     with torch.inference_mode():
-        target.copy_(source)
+        target.copy_(source.reshape(target.shape))
     receive.source = send.rank
     send.done = receive.done = True

@@ -148,6 +148,4 @@ def _create_group(options: Any, _: Any) -> MockProcessGroup:
     )
 
 
-dist.Backend.register_backend(
-    Backend.MOCK.value, _create_group, extended_api=True, devices=["cpu"]
-)
+dist.Backend.register_backend(Backend.MOCK.value, _create_group, extended_api=True, devices=["cpu"])

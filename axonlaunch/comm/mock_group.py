@@ -4,20 +4,22 @@ It answers to the wire names of torch's ``ProcessGroup``, old and new, so that e
 runs unchanged; who meets whom, and whose turn it is, is decided elsewhere.
 """
 
-# ruff: noqa: A002, ARG002, D102 (the methods and their arguments are torch's, and documented there)
+# The methods and their arguments are torch's, and documented there.
+# ruff: noqa: A002, ARG002, D102
+# mypy: disable-error-code="override,assignment"
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from axonlaunch.comm.meeting import Board, Call, Errand, Letter, call, here
+from axonlaunch.comm.mock_work import MockWork
 
 _COMBINE: dict[Any, Callable[[Tensor, Tensor], Any]] = {
     dist.ReduceOp.SUM: Tensor.add_,
@@ -44,73 +46,51 @@ def reduce_in_rank_order(tensors: Sequence[Tensor], op: Any) -> Tensor:
     return total.div_(len(tensors)) if op == dist.ReduceOp.AVG else total
 
 
-class MockWork(dist.Work):
-    """What a rank gets for an asynchronous operation."""
-
-    def __init__(self, errands: Sequence[Errand], result: Any, ranks: Sequence[int]) -> None:
-        super().__init__()
-        self._errands, self._result, self._ranks = errands, result, ranks
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let other ranks run until the operation is done; the world's own time limit holds."""
-        for errand in self._errands:
-            here.board.baton.wait(here.rank, errand)
-            errand.raise_if_failed()
-        return True
-
-    def is_completed(self) -> bool:
-        """Say whether it is done, after a turn for each rank that could bring it about."""
-        if not all(errand.done for errand in self._errands):
-            here.board.baton.pause(here.rank)
-        return all(errand.done for errand in self._errands)
-
-    def get_future(self) -> Future[Any]:
-        """Wait, then return a completed future: C++ waits for it while it holds the baton."""
-        self.wait()
-        future: Future[Any] = Future()
-        future.set_result(self._result)
-        return future
-
-    def result(self) -> Any:
-        """Return the tensors that the operation fills."""
-        return self._result
-
-    def synchronize(self) -> None:
-        """Wait."""
-        self.wait()
-
-    def _source_rank(self) -> int:
-        letter = self._errands[0]
-        assert isinstance(letter, Letter) and letter.source is not None
-        return self._ranks.index(letter.source)
-
-    source_rank = _source_rank
-
-
 class MockProcessGroup(dist.ProcessGroup):
     """One rank's end of a group of a mock world."""
 
     def __init__(self, rank: int, size: int, *, ranks: Sequence[int], name: str) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._board: Board = here.board
         self._global_rank: int = here.rank
         self._ranks = tuple(ranks)
         self._name = name
         self._key = self._board.join_group(name, self._ranks, self._global_rank)
         self._num_calls = 0
+        self._num_exchanges: Counter[int] = Counter()
         self._coalesced: list[MockWork] | None = None
 
     def exchange(self, line: str) -> list[str]:
         """Give each rank the line of every rank, by rank in the group."""
+        key = (self._key, self._num_calls)
+        self._num_calls += 1
+        return self._exchange(key, self._ranks, line)
+
+    def exchange_with(self, peer: int, line: str) -> str:
+        """Give a global rank this rank's line, and return its line."""
+        pair = (min(self._global_rank, peer), max(self._global_rank, peer))
+        key = ((self._key, pair), self._num_exchanges[peer])
+        self._num_exchanges[peer] += 1
+        return self._exchange(key, pair, line)[pair.index(peer)]
+
+    def _exchange(self, key: Any, ranks: tuple[int, ...], line: str) -> list[str]:
         lines: list[str] = []
 
-        def work(payloads: list[Any]) -> None:
-            said = [line for line, _ in payloads]
+        def work(payloads: list[tuple[str, list[str]]]) -> None:
             for _, target in payloads:
-                target.extend(said)
+                target.extend(said for said, _ in payloads)
 
         label = line.partition("|")[0]
-        self._collective(Call("exchange", "", ()), (line, lines), work, lines, label).wait()
+        meeting = self._board.meet(
+            key,
+            ranks,
+            self._global_rank,
+            Call("exchange", "", ()),
+            (line, lines),
+            work,
+            label=label,
+        )
+        MockWork([meeting], lines, ranks).wait()
         return lines
 
     # Collectives, by their names on the wire.
@@ -343,9 +323,11 @@ class MockProcessGroup(dist.ProcessGroup):
         """View a tensor as one part of dim 0 for each rank."""
         if tensor.shape[0] % self.size():
             raise ValueError(f"dim 0 of {list(tensor.shape)} is not divisible by {self.size()}")
-        return tensor.unflatten(0, (self.size(), -1)).unbind() if tensor.numel() else (
-            tensor,
-        ) * self.size()
+        return (
+            tensor.unflatten(0, (self.size(), -1)).unbind()
+            if tensor.numel()
+            else (tensor,) * self.size()
+        )
 
 
 def _op(opts: Any) -> Any:

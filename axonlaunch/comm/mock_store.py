@@ -7,9 +7,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from axonlaunch.comm.meeting import Board, here, say_ranks
+from axonlaunch.comm.errors import say_ranks
+from axonlaunch.comm.meeting import Board, here
 
-# ruff: noqa: D102 (the methods are torch's, and documented there)
+# The methods are torch's, and documented there.
+# ruff: noqa: D102
 
 
 class _Keys:

@@ -39,6 +39,7 @@ class ProcessGroup:
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self._torch_group = torch_group
+        self._is_closed = False
         self.rank = -1 if torch_group is None else torch_group.rank()
 
     @classmethod
@@ -55,8 +56,11 @@ class ProcessGroup:
         """The group as torch knows it.
 
         Raises:
-            ValueError: This process is not a member, so it has no such group.
+            ValueError: This process is not a member, so it has no such group, or the world that
+                the group belongs to is closed.
         """
+        if self._is_closed:
+            raise ValueError(f"the world of the group {list(self.ranks)} is closed")
         if self._torch_group is None:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the group {list(self.ranks)}: only members "
@@ -68,12 +72,16 @@ class ProcessGroup:
     def backend(self) -> Backend:
         """What carries this group's bytes."""
         name = dist.get_backend(self.torch_group)
-        if name not in list(Backend):
+        if name not in [known.value for known in Backend]:
             raise ValueError(
                 f"the group {list(self.ranks)} has the torch backend {name!r}; expected one of "
                 f"{', '.join(Backend)}: pass it to init_process_group"
             )
         return Backend(name)
+
+    def close(self) -> None:
+        """Let go of torch's group: it holds the store, and rank 0's listening port with it."""
+        self._torch_group, self._is_closed = None, True
 
     def __repr__(self) -> str:
         return f"ProcessGroup(ranks={list(self.ranks)}, rank={self.rank})"
@@ -112,7 +120,8 @@ class World:
         self.backend = backend
         self.is_main = rank == 0
         self.timeout_s = timeout_s
-        self.default_group = ProcessGroup.from_torch(_default_torch_group())
+        self.default_group = default_group()
+        self._groups = [self.default_group]
         self._at_close = contextlib.ExitStack()
 
     @classmethod
@@ -201,14 +210,19 @@ class World:
             f"new_group of ranks {members}",
             problem=ValueError(f"new_group of ranks {members}: {problem}") if problem else None,
         )
-        group = dist.new_group(members, timeout=timedelta(seconds=self.timeout_s))
-        return ProcessGroup(members, group if self.rank in members else None)
+        made = dist.new_group(members, timeout=timedelta(seconds=self.timeout_s))
+        group = ProcessGroup(members, made if self.rank in members else None)
+        self._groups.append(group)
+        return group
 
     def close(self) -> None:
         """Leave the world: destroy its groups. A second call does nothing."""
         with self._at_close:
-            if dist.is_initialized() and self.default_group.torch_group is dist.group.WORLD:
+            groups, self._groups = self._groups, []
+            if groups and dist.is_initialized() and groups[0].torch_group is dist.group.WORLD:
                 dist.destroy_process_group()
+            for group in groups:
+                group.close()
 
     def __enter__(self) -> Self:
         return self
@@ -235,17 +249,13 @@ def default_group() -> ProcessGroup:
     Raises:
         ValueError: There is no world.
     """
-    return ProcessGroup.from_torch(_default_torch_group())
-
-
-def _default_torch_group() -> dist.ProcessGroup:
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
         raise ValueError(
             "there is no world: call World.init() first (without a launcher's environment it is "
             "a world of one)"
         )
-    return group
+    return ProcessGroup.from_torch(group)
 
 
 def _choose_backend(name: str, place: Place) -> Backend:
@@ -255,7 +265,7 @@ def _choose_backend(name: str, place: Place) -> Backend:
         raise ValueError(
             "backend=mock: its ranks are threads that only World.mock(world_size).run(fn) starts"
         )
-    if name not in list(Backend):
+    if name not in [known.value for known in Backend]:
         raise ValueError(f"backend={name}: there is no such backend; use auto, gloo or nccl")
     return Backend(name)
 

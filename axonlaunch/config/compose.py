@@ -108,18 +108,21 @@ class Composer:
         parsed, problems = [], []
         for text in overrides:
             try:
-                parsed += parser.parse_overrides([text])
+                override = parser.parse_overrides([text])[0]
             except OverrideParseException as error:
                 reason = str(error).splitlines()[0]
                 message = f"{text}: not an override ({reason}); write key=value"
                 problems.append(Problem("", message))
+                continue
+            if override.key_or_group:
+                parsed.append(override)
+            else:
+                problems.append(Problem("", f"{text}: has no key; write key=value"))
         return parsed, problems
 
     def _check_primary(self, config_name: str) -> None:
         if not self._loader.repository.config_exists(config_name):
-            known = sorted(
-                path.stem for folder in self.folders for path in folder.glob("*.yaml")
-            )
+            known = sorted(path.stem for folder in self.folders for path in folder.glob("*.yaml"))
             message = unknown("config", config_name, dict.fromkeys(known))
             raise ConfigError([Problem("", f"--config-name {config_name}: {message}")])
 
@@ -260,4 +263,3 @@ def _hydra_problem(error: Exception) -> Problem | None:
     if error.__cause__ is not None:
         lines.append(str(error.__cause__).splitlines()[0])
     return Problem("", "; ".join(lines))
-

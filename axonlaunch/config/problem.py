@@ -16,17 +16,17 @@ class Problem:
     Attributes:
         key: The dotted key at fault, ``strategy.fsdp.sharding``; empty where no key is.
         message: What was seen and what to write instead.
-        value: The value as the user gave it; None leaves it out.
+        value: The value as the user gave it; ``...`` where none is to be shown.
     """
 
     key: str
     message: str
-    value: Any = None
+    value: Any = ...
 
     def __str__(self) -> str:
         if not self.key:
             return self.message
-        shown = "" if self.value is None else f"={plain(self.value)}"
+        shown = "" if self.value is ... else f"={plain(self.value)}"
         return f"{self.key}{shown}: {self.message}"
 
 

@@ -22,8 +22,8 @@ def broken_rules(config: RunConfig) -> list[Problem]:
     problems = [
         *_name(config),
         *_unused(config),
+        *_no_replicas(config),
         *_schedule(config),
-        *_evaluation(config),
         *_extras(config),
         *_resume(config),
     ]
@@ -34,26 +34,32 @@ def broken_rules(config: RunConfig) -> list[Problem]:
 
 def broken_world_rules(config: RunConfig, *, world_size: int) -> list[Problem]:
     """Return the problems of a typed tree on a world of a known size."""
-    return [*_single(config, world_size), *_replicas(config, world_size), *_batch(config, world_size)]
+    return [
+        *_single(config, world_size),
+        *_replicas(config, world_size),
+        *_batch(config, world_size),
+    ]
 
 
 def _name(config: RunConfig) -> Iterator[Problem]:
     if not config.name or Path(config.name).is_absolute() or ".." in Path(config.name).parts:
-        yield Problem("name", "must be a folder's name below runs/; use run_dir for a path", config.name)
+        yield Problem(
+            "name", "must be a folder's name below runs/; use run_dir for a path", config.name
+        )
 
 
 def _unused(config: RunConfig) -> Iterator[Problem]:
     """A setting of an engine that is not the chosen one would silently do nothing."""
-    chosen = config.strategy.data_parallel
+    chosen = config.strategy.data_parallel or "ddp"
     users = {"ddp": ("ddp", DDPConfig()), "fsdp": ("fsdp", FSDPConfig())}
     for section, (engine, defaults) in users.items():
-        if chosen == engine or (section == "ddp" and chosen is None):
+        if chosen == engine:
             continue
         given = getattr(config.strategy, section)
         for field in dataclasses.fields(given):
             value = getattr(given, field.name)
             if value != getattr(defaults, field.name):
-                message = f"data_parallel is {chosen or 'ddp'}; use strategy={engine} or leave it out"
+                message = f"data_parallel is {chosen}; use strategy={engine} or leave it out"
                 yield Problem(f"strategy.{section}.{field.name}", message, value)
 
 
@@ -63,25 +69,30 @@ def _single(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("launch.nproc", message, world_size)
 
 
-def _replicas(config: RunConfig, world_size: int) -> Iterator[Problem]:
+def _no_replicas(config: RunConfig) -> Iterator[Problem]:
     fsdp = config.strategy.fsdp
-    if config.strategy.data_parallel != "fsdp" or fsdp.replicate == "auto":
+    if config.strategy.data_parallel != "fsdp" or fsdp.sharding == "hybrid_shard":
         return
-    key = "strategy.fsdp.replicate"
-    if fsdp.sharding != "hybrid_shard":
-        message = f"sharding is {fsdp.sharding}; only hybrid_shard has replicas: set it or leave this out"
-        yield Problem(key, message, fsdp.replicate)
-    elif world_size % replicas(config, world_size=world_size):
+    if fsdp.replicate != "auto":
+        message = f"sharding is {fsdp.sharding}; use hybrid_shard, or leave this out"
+        yield Problem("strategy.fsdp.replicate", message, fsdp.replicate)
+
+
+def _replicas(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if world_size % replicas(config, world_size=world_size):
         message = f"{world_size} ranks are not divisible by it; use {divisors(world_size)}"
-        yield Problem(key, message, fsdp.replicate)
+        yield Problem("strategy.fsdp.replicate", message, config.strategy.fsdp.replicate)
 
 
 def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     train = config.train
+    if world_size % replicas(config, world_size=world_size):
+        return  # told already
     ranks = layout(config, world_size=world_size).data_ranks
     if train.global_batch_size % ranks:
         nearest = max(1, round(train.global_batch_size / ranks)) * ranks
-        message = f"{ranks} ranks share it evenly; use {nearest}, or ranks: {divisors(train.global_batch_size)}"
+        counts = divisors(train.global_batch_size)
+        message = f"{ranks} ranks can't share it evenly; use {nearest}, or {counts} ranks"
         yield Problem("train.global_batch_size", message, train.global_batch_size)
         return
     share = train.global_batch_size // ranks
@@ -103,12 +114,6 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
             f"use {steps - warmup} or less"
         )
         yield Problem("scheduler.decay_steps", message, schedule.decay_steps)
-
-
-def _evaluation(config: RunConfig) -> Iterator[Problem]:
-    if config.train.eval_every and not config.train.eval_batches:
-        message = "eval_batches is 0, so nothing would be evaluated; set one of both"
-        yield Problem("train.eval_every", message, config.train.eval_every)
 
 
 def _extras(config: RunConfig) -> Iterator[Problem]:

@@ -34,7 +34,10 @@ class DDPConfig:
     """How replicas agree on gradients."""
 
     sync: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
-    """overlapped: buckets are reduced during backward (torch's DDP); synchronous: buckets are reduced at the end of every backward; no_sync: backward sends nothing, gradients are reduced once, right before the update"""
+    """overlapped: buckets are reduced during backward (torch's DDP); synchronous: buckets are
+    reduced at the end of every backward; no_sync: backward sends nothing, gradients are reduced
+    once, right before the update
+    """
     bucket_size_mb: float = field(default=25.0, metadata={"above": 0})
     """MiB of gradients that are reduced together"""
     broadcast_buffers: bool = True
@@ -48,9 +51,14 @@ class FSDPConfig:
     """What is sharded, and where it lives between uses."""
 
     sharding: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = "full_shard"
-    """full_shard: parameters, gradients and optimizer states (ZeRO-3); shard_grad_op: parameters stay whole between forward and backward (ZeRO-2); no_shard: everything whole; hybrid_shard: sharded inside a replica, replicated across"""
+    """full_shard: parameters, gradients and optimizer states (ZeRO-3); shard_grad_op: parameters
+    stay whole between forward and backward (ZeRO-2); no_shard: everything whole; hybrid_shard:
+    sharded inside a replica, replicated across
+    """
     cpu_offload: Literal["none", "params", "full", "optimizer_states"] = "none"
-    """what lives in host memory between uses. params: parameters and gradients; optimizer_states: AdamW's moments; full: all of them, and the update itself runs on the host"""
+    """what lives in host memory between uses. params: parameters and gradients; optimizer_states:
+    AdamW's moments; full: all of them, and the update itself runs on the host
+    """
     replicate: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of replicas under hybrid_shard; auto: one a node"""
 
@@ -60,7 +68,9 @@ class StrategyConfig:
     """Where the work happens; it never changes what is computed."""
 
     data_parallel: Literal["none", "ddp", "zero1", "fsdp"] | None = None
-    """none: one device; ddp: replicas; zero1: replicas with sharded optimizer states; fsdp: sharded; null: none on one device, ddp on more"""
+    """none: one device; ddp: replicas; zero1: replicas with sharded optimizer states; fsdp:
+    sharded; null: none on one device, ddp on more
+    """
     ddp: DDPConfig = field(default_factory=DDPConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
 
@@ -72,15 +82,21 @@ class TrainConfig:
     steps: int = field(default=1000, metadata={"min": 1})
     """optimizer steps"""
     global_batch_size: int = field(default=32, metadata={"min": 1})
-    """samples per optimizer step over the whole world, so that a layout never changes what is learned"""
+    """samples per optimizer step over the whole world, so that a layout never changes what is
+    learned
+    """
     micro_batch_size: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """samples per forward on one rank; what is left of the global batch is gradient accumulation; auto: the rank's whole share"""
+    """samples per forward on one rank; what is left of the global batch is gradient accumulation;
+    auto: the rank's whole share
+    """
     grad_clip: float | None = field(default=1.0, metadata={"above": 0})
     """largest norm of the whole model's gradient; null: no clipping"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """arithmetic of forward and backward; parameters and optimizer states stay fp32"""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """recompute activations in backward. full: each block keeps its input alone; selective: attention and every second matrix product are kept"""
+    """recompute activations in backward. full: each block keeps its input alone; selective:
+    attention and every second matrix product are kept
+    """
     compile: bool = False
     """torch.compile each block"""
     deterministic: bool = False
@@ -108,7 +124,9 @@ class CheckpointConfig:
     keep: int = field(default=2, metadata={"min": 1})
     """newest checkpoints kept"""
     resume: str = "auto"
-    """auto: go on where this run folder stopped; never: start anew; or the path of a run folder or a checkpoint"""
+    """auto: go on where this run folder stopped; never: start anew; or the path of a run folder or
+    a checkpoint
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +156,9 @@ class RunConfig:
     run_dir: str = "auto"
     """folder of the run; auto: runs/<name>"""
     seed: int = field(default=0, metadata={"min": 0, "max": 2**63 - 1})
-    """initial weights depend on it and the parameter's name, the order of samples on it and the global sample index"""
+    """initial weights depend on it and the parameter's name, the order of samples on it and the
+    global sample index
+    """
     plugins: list[str] = field(default_factory=list)
     """modules to import first: they register models"""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)

@@ -10,12 +10,27 @@ import math
 import types
 import typing
 from dataclasses import MISSING, dataclass, field
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from axonlaunch.config.problem import Problem, one_of, plain
 from axonlaunch.registry import nearest, unknown
 
-T = TypeVar("T")
+FOREIGN_NAMES = {
+    "batch_size": "train.global_batch_size",
+    "devices": "launch.nproc",
+    "gpus": "launch.nproc",
+    "gradient_accumulation_steps": "train.micro_batch_size",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "learning_rate": "optimizer.lr",
+    "max_grad_norm": "train.grad_clip",
+    "max_steps": "train.steps",
+    "mixed_precision": "train.precision",
+    "nproc_per_node": "launch.nproc",
+    "num_gpus": "launch.nproc",
+    "num_processes": "launch.nproc",
+    "output_dir": "run_dir",
+}
+"""What other tools call a key, to the key that it is here."""
 
 
 class _Rejected(Exception):  # noqa: N818 - control flow inside this module, never seen outside
@@ -37,18 +52,18 @@ def validate(tree: dict[str, Any], schema: type) -> Validation:
     return Validation(config, problems)
 
 
-def _dataclass(
-    tree: Any, schema: type, prefix: str, problems: list[Problem], *, root: type
-) -> Any:
+def _dataclass(tree: Any, schema: type, prefix: str, problems: list[Problem], *, root: type) -> Any:
     if not isinstance(tree, dict):
         message = f"is a group of keys; set one of them, as in {prefix}.{_first_key(schema)}=..."
         problems.append(Problem(prefix, message, tree))
         tree = {}
     hints = typing.get_type_hints(schema)
     fields = {f.name: f for f in dataclasses.fields(schema)}
-    for key in tree:
-        if key not in fields:
-            problems.append(_unknown_key(prefix, str(key), tree[key], fields, root))
+    problems += [
+        _unknown_key(prefix, str(key), value, fields, root)
+        for key, value in tree.items()
+        if key not in fields
+    ]
     values: dict[str, Any] = {}
     for name, spec in fields.items():
         key = f"{prefix}.{name}" if prefix else name
@@ -68,7 +83,7 @@ def _dataclass(
         else:
             try:
                 values[name] = _convert(value, hints[name])
-                _in_range(values[name], spec.metadata)
+                _in_range(values[name], spec.metadata, or_null=type(None) in get_args(hints[name]))
             except _Rejected as reason:
                 values.pop(name, None)
                 problems.append(Problem(key, str(reason), value))
@@ -189,6 +204,8 @@ def _union(value: Any, options: tuple[Any, ...]) -> Any:
             return _convert(value, option)
         except _Rejected as reason:
             reasons.append(str(reason))
+            if get_origin(option) is Literal and len(get_args(option)) > 1:
+                raise _Rejected(f"{reason}; or null") from None
     words = [r.removeprefix("expected ").removeprefix("use ") for r in reasons]
     raise _Rejected("expected " + " or ".join(words))
 
@@ -208,37 +225,38 @@ def _tuple(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(_convert(item, hint) for item, hint in zip(items, hints, strict=True))
 
 
-def _in_range(value: Any, limits: typing.Mapping[str, Any]) -> None:
+def _in_range(value: Any, limits: typing.Mapping[str, Any], *, or_null: bool) -> None:
+    tail = ", or null" if or_null else ""
     for number in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(number, int | float) or isinstance(number, bool):
             continue
         if "min" in limits and number < limits["min"]:
-            raise _Rejected(f"must be at least {limits['min']}")
+            raise _Rejected(f"must be at least {limits['min']}{tail}")
         if "above" in limits and number <= limits["above"]:
-            raise _Rejected(f"must be above {limits['above']}")
+            raise _Rejected(f"must be above {limits['above']}{tail}")
         if "max" in limits and number > limits["max"]:
-            raise _Rejected(f"must be at most {limits['max']}")
+            raise _Rejected(f"must be at most {limits['max']}{tail}")
         if "below" in limits and number >= limits["below"]:
-            raise _Rejected(f"must be below {limits['below']}")
+            raise _Rejected(f"must be below {limits['below']}{tail}")
 
 
-def _unknown_key(
-    prefix: str, name: str, value: Any, fields: dict[str, Any], root: type
-) -> Problem:
+def _unknown_key(prefix: str, name: str, value: Any, fields: dict[str, Any], root: type) -> Problem:
     """Say that a key is unknown, and which one was meant: here, or of that name elsewhere."""
     key = f"{prefix}.{name}" if prefix else name
-    shown = None if isinstance(value, dict) else value
-    close = nearest(name, fields)
-    if close:
-        meant = f"{prefix}.{close}" if prefix else close
-        return Problem(key, f"there is no such key; did you mean {meant}?", shown)
-    elsewhere = [path for path in _paths(root) if path.rsplit(".", 1)[-1] == name]
+    shown = ... if isinstance(value, dict) else value
+    paths = _paths(root)
+    elsewhere = [path for path in paths if path.rsplit(".", 1)[-1] == name]
     if key in elsewhere:
-        owners = [other for other, paths in _variants(root, prefix) if name in paths]
-        message = f"there is no such key here, only in {prefix}={one_of(owners)}"
-        return Problem(key, message, shown)
-    if elsewhere:
-        return Problem(key, f"there is no such key; did you mean {elsewhere[0]}?", shown)
+        owners = [other for other, keys in _variants(root, prefix) if name in keys]
+        return Problem(key, f"there is no such key here, only in {prefix}={one_of(owners)}", shown)
+    if close := nearest(name, fields):
+        meant: str | None = f"{prefix}.{close}" if prefix else close
+    else:
+        last = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
+        found = nearest(name, last)
+        meant = FOREIGN_NAMES.get(name) or (last[found] if found else None)
+    if meant:
+        return Problem(key, f"there is no such key; did you mean {meant}?", shown)
     where = f"keys of {prefix}" if prefix else "top-level keys"
     return Problem(key, f"there is no such key; {where}: {', '.join(sorted(fields))}", shown)
 
@@ -250,7 +268,8 @@ def _paths(schema: type, prefix: str = "") -> list[str]:
         key = f"{prefix}{spec.name}"
         found.append(key)
         nested = _nested(hints[spec.name], {})
-        for option in [nested] if nested else spec.metadata.get("variants", {}).values():
+        variants = spec.metadata.get("variants", {}).values()
+        for option in variants or ([nested] if nested else []):
             found += _paths(option, f"{key}.")
     return found
 

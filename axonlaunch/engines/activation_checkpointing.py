@@ -37,7 +37,7 @@ class _SaveEverySecondProduct:
     def __init__(self) -> None:
         self._products = {False: 0, True: 0}
 
-    def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         if operation in _ALWAYS_SAVED:
             return CheckpointPolicy.MUST_SAVE
         if operation in _MATRIX_PRODUCTS:

@@ -192,7 +192,8 @@ class DataParallelEngine:
     def _sum_async(self, tensor: Tensor) -> dist.Work | None:
         if self._world.world_size == 1:
             return None
-        return dist.all_reduce(tensor, async_op=True)
+        work: dist.Work = dist.all_reduce(tensor, async_op=True)
+        return work
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:

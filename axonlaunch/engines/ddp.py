@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.process_group import default_group
 
 MIB = 1024**2
 
@@ -93,7 +94,7 @@ class GradientSynchronizer:
             group: Replicas; None is the whole world.
             bucket_size_mb: MiB of gradients reduced together.
         """
-        self.group = group or _world_group()
+        self.group = group or default_group()
         self.buckets = _fill(parameters, limit=int(bucket_size_mb * MIB))
 
     def sync(self) -> None:
@@ -147,20 +148,20 @@ class DDP(nn.Module):
         super().__init__()
         self.module = module
         self.sync = GradSyncStrategy(sync)
-        self.group = group or _world_group()
+        self.group = group or default_group()
         self._broadcast_buffers = broadcast_buffers
         self._enabled = True
         self._queued = False
         self._torch: nn.parallel.DistributedDataParallel | None = None
         self.sync_parameters()
         if self.sync is GradSyncStrategy.OVERLAPPED and self.group.size > 1:
+            options: dict[str, Any] = {
+                "bucket_cap_mb": bucket_size_mb,
+                "gradient_as_bucket_view": gradient_as_bucket_view,
+                _BUFFERS_KEYWORD: broadcast_buffers,
+            }
             wrapped = nn.parallel.DistributedDataParallel(
-                module,
-                process_group=self.group.torch_group,
-                bucket_cap_mb=bucket_size_mb,  # type: ignore[arg-type]  # torch multiplies by 1 MiB
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                init_sync=False,
-                **{_BUFFERS_KEYWORD: broadcast_buffers},
+                module, process_group=self.group.torch_group, init_sync=False, **options
             )
             # Not a submodule: the parameters would appear twice under two names.
             object.__setattr__(self, "_torch", wrapped)
@@ -228,7 +229,3 @@ class DDP(nn.Module):
     def _sync_at_end(self) -> None:
         self._queued = False
         self.synchronizer.sync()
-
-
-def _world_group() -> ProcessGroup:
-    return ProcessGroup.from_torch(dist.group.WORLD)

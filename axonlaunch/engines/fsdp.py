@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -163,5 +162,3 @@ def _mesh(world: World, sharding: ShardingStrategy, replicate: int) -> DeviceMes
     if world.world_size % replicate:
         raise ValueError(f"replicate={replicate} does not divide {world.world_size} ranks")
     return data_mesh(world, replicate=replicate, shard=world.world_size // replicate)
-
-

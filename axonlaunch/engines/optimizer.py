@@ -36,9 +36,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Tensor]) -> Op
             groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
     assert isinstance(config, SGDConfig)
-    return torch.optim.SGD(
-        groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
-    )
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
 
 
 def learning_rate(schedule: SchedulerConfig, *, peak: float, step: int, steps: int) -> float:

@@ -97,7 +97,10 @@ class ShardedUpdate(Update):
             if whole.shape[0] % size == 0 and whole.is_contiguous():
                 works.append(
                     all_gather_single(
-                        whole.detach(), whole.detach()[start:stop].clone(), group=group, async_op=True
+                        whole.detach(),
+                        whole.detach()[start:stop].clone(),
+                        group=group,
+                        async_op=True,
                     )
                 )
                 continue

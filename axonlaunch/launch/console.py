@@ -11,7 +11,14 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from axonlaunch.events import (
@@ -40,7 +47,7 @@ class RunConsole:
         self._run_dir = shortened(run_dir)
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=False)
         self._progress: Progress | None = None
-        self._task = None
+        self._task: TaskID | None = None
 
     def __call__(self, event: Event) -> None:
         """Show an event."""

@@ -39,7 +39,7 @@ def warm() -> Iterator[ForkServerContext]:
 
 def stop() -> None:
     """End the server at once, even in the middle of its imports."""
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     pid = server._forkserver_pid
     if pid is None:
         return

@@ -29,10 +29,10 @@ LOOPBACK = "127.0.0.1"
 def train(
     config: RunConfig, context: ForkServerContext, *, started: float, as_json: bool = False
 ) -> tuple[int, dict[str, Any]]:
-    """Check a configuration with torch, run its ranks, and tell how it went.
+    """Run a configuration's ranks and tell how it went.
 
     Args:
-        config: Typed and checked without torch.
+        config: Checked and resolved by ``preflight``.
         context: Of the warm fork server.
         started: ``time.time()`` when the user's command began.
         as_json: Keep standard output free; the console goes to standard error.
@@ -41,14 +41,11 @@ def train(
         The exit status and what was written to ``summary.json``.
 
     Raises:
-        ConfigError: The configuration can't be run; nothing was started or written.
+        ConfigError: The port is taken or the folder can't be made; nothing was started.
     """
-    config = forkserver.call(context, "axonlaunch.preflight:resolve", config)
     with _listener(config) as listener:
         config = run_folder.create(config)
-        console = RunConsole(
-            run_dir=config.run_dir, stream=sys.stderr if as_json else sys.stdout
-        )
+        console = RunConsole(run_dir=config.run_dir, stream=sys.stderr if as_json else sys.stdout)
         record = _Record(started, console)
         try:
             supervisor = Supervisor(

@@ -5,12 +5,6 @@ Torch imports some of it only when first used, which would cost every rank a sec
 
 import gc
 
-import torch._dynamo
-import torch.distributed._functional_collectives
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
-
 import axonlaunch.launch.rank
 import axonlaunch.models.gpt
 import axonlaunch.models.llama

@@ -134,7 +134,13 @@ def _failure(rank: int, error: BaseException) -> Failure:
 
 def _is_connection(error: BaseException) -> bool:
     """Tell an error that a lost peer causes from one of this rank's own."""
-    words = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out")
-    network = isinstance(error, dist.DistBackendError | dist.DistNetworkError | ConnectionError)
-    message = str(error).lower()
-    return network or (isinstance(error, RuntimeError) and any(word in message for word in words))
+    words = (
+        "connection closed",
+        "connection reset",
+        "connection refused",
+        "broken pipe",
+        "timed out",
+    )
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | ConnectionError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

@@ -6,8 +6,8 @@ Everything a run writes is below it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -38,35 +38,34 @@ def create(config: RunConfig) -> RunConfig:
 
 
 def _named(config: RunConfig) -> RunConfig:
-    if config.run_dir != "auto":
-        folder = Path(config.run_dir)
-        name = config.name if config.name != "auto" else folder.name
-        config = dataclasses.replace(config, name=name, run_dir=str(folder.absolute()))
-        _refuse_overwriting(config)
-        folder.mkdir(parents=True, exist_ok=True)
-        return config
-    if config.name != "auto":
-        folder = Path("runs", config.name).absolute()
-        config = dataclasses.replace(config, run_dir=str(folder))
-        _refuse_overwriting(config)
-        folder.mkdir(parents=True, exist_ok=True)
-        return config
-    base = default_name(config)
-    for number in range(1, 100_000):
-        name = base if number == 1 else f"{base}-{number}"
-        folder = Path("runs", name).absolute()
+    """Resolve ``name`` and ``run_dir``, and make the folder."""
+    if config.name == config.run_dir == "auto":
+        folder = claim(default_name(config))
+        return dataclasses.replace(config, name=folder.name, run_dir=str(folder))
+    folder = Path("runs", config.name) if config.run_dir == "auto" else Path(config.run_dir)
+    name = folder.name if config.name == "auto" else config.name
+    config = dataclasses.replace(config, name=name, run_dir=str(folder.absolute()))
+    _refuse_overwriting(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    return config
+
+
+def claim(name: str) -> Path:
+    """Make a new folder below ``runs``: of that name, or numbered where the name is taken."""
+    for number in itertools.count(1):
+        folder = Path("runs", name if number == 1 else f"{name}-{number}").absolute()
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
-        return dataclasses.replace(config, name=name, run_dir=str(folder))
-    raise AssertionError("a hundred thousand runs of one name")
+        return folder
+    raise AssertionError("count ended")
 
 
 def default_name(config: RunConfig) -> str:
-    """Name a run after its model and strategy."""
-    nproc = config.launch.nproc
-    kind = layout(config, world_size=nproc if nproc != "auto" else 2).data_parallel
+    """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
+    assert config.launch.nproc != "auto"
+    kind = layout(config, world_size=config.launch.nproc).data_parallel
     return f"{config.model.name}-{'single' if kind == 'none' else kind}"
 
 
@@ -83,7 +82,7 @@ def write(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old or the new one, never half of it."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

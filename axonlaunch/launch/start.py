@@ -6,14 +6,15 @@ It chooses the launcher; the launcher does the work.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composer, ConfigError, Problem, RunConfig
-from axonlaunch.launch import forkserver, local
-from axonlaunch.launch.run_folder import default_name
+from axonlaunch.launch import forkserver, local, run_folder
 
 
 def start(
@@ -39,31 +40,49 @@ def start(
     with forkserver.warm() as context:
         composer = Composer(config_dirs=config_dirs)
         batches = composer.sweep(overrides) if multirun else [list(overrides)]
-        configs = [_load(composer, batch, config_name, multirun) for batch in batches]
-        if multirun:
-            configs = [_numbered(config, index) for index, config in enumerate(configs)]
+        told = multirun and len(batches) > 1
+        configs = [_checked(partial(_load, composer, b, config_name), b, told) for b in batches]
+        resolve = partial(forkserver.call, context, "axonlaunch.preflight:resolve")
+        configs = [
+            _checked(partial(resolve, config), batch, told)
+            for config, batch in zip(configs, batches, strict=True)
+        ]
         summaries = []
-        for config in configs:
+        for config in _numbered(configs) if multirun else configs:
             status, summary = local.train(config, context, started=started, as_json=as_json)
             summaries.append(summary)
             if status:
                 break
+            started = time.time()
         return status, summaries
 
 
-def _load(composer: Composer, overrides: list[str], config_name: str, multirun: bool) -> RunConfig:
+def _load(composer: Composer, overrides: list[str], config_name: str) -> RunConfig:
+    return configuration.typed(composer.compose(overrides, config_name=config_name))
+
+
+def _checked(
+    make: Callable[[], RunConfig], overrides: list[str], is_one_of_several: bool
+) -> RunConfig:
+    """Make a configuration; of several, say which one is wrong."""
     try:
-        return configuration.typed(composer.compose(overrides, config_name=config_name))
+        return make()
     except ConfigError as error:
-        if not multirun:
+        if not is_one_of_several:
             raise
         where = " ".join(overrides)
         raise ConfigError([Problem("", f"{where}: {p}") for p in error.problems]) from None
 
 
-def _numbered(config: RunConfig, index: int) -> RunConfig:
-    """Give a run of a sweep a folder of its own below the sweep's."""
-    if config.run_dir != "auto":
-        return dataclasses.replace(config, run_dir=str(Path(config.run_dir) / str(index)))
-    name = config.name if config.name != "auto" else f"{default_name(config)}-sweep"
-    return dataclasses.replace(config, name=f"{name}/{index}")
+def _numbered(configs: list[RunConfig]) -> list[RunConfig]:
+    """Give each run of a sweep a folder of its own, numbered below the sweep's."""
+    first = configs[0]
+    name, parent = first.name, first.run_dir
+    if name == parent == "auto":
+        parent = str(run_folder.claim(f"{first.model.name}-sweep"))
+    name = Path(parent).name if name == "auto" else name
+    parent = str(Path("runs", name)) if parent == "auto" else parent
+    return [
+        dataclasses.replace(config, name=f"{name}/{index}", run_dir=str(Path(parent, str(index))))
+        for index, config in enumerate(configs)
+    ]

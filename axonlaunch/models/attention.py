@@ -5,7 +5,6 @@ It holds what the transformers here share; it knows neither batches of padding n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -14,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
 class Rotary:
     """Cosines and sines of a sequence's positions, each [T, 1, head_dim / 2].
 
-    A class and no tuple, because FSDP's mixed precision casts the tensors in a block's tuples:
-    in bf16 the angles of far positions would blur.
+    A plain class, because FSDP's mixed precision casts the tensors in a block's tuples and
+    dataclasses, and in bf16 the angles of far positions blur.
     """
 
-    cos: Tensor
-    sin: Tensor
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos = cos
+        self.sin = sin
 
     def turn(self, x: Tensor) -> Tensor:
         """Turn [B, T, heads, head_dim] by its positions; halves pair up as in Hugging Face."""

@@ -1,0 +1,56 @@
+"""What a rank thread holds of an operation that is not done yet: torch's ``Work``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.futures import Future
+
+from axonlaunch.comm.meeting import Errand, Letter, here
+
+
+class MockWork(dist.Work):
+    """What a rank gets for an asynchronous operation."""
+
+    def __init__(self, errands: Sequence[Errand], result: Any, ranks: Sequence[int]) -> None:
+        super().__init__()
+        self._errands, self._result, self._ranks = errands, result, ranks
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        """Let other ranks run until the operation is done; the world's own time limit holds."""
+        for errand in self._errands:
+            here.board.baton.wait(here.rank, errand)
+            errand.raise_if_failed()
+        return True
+
+    def is_completed(self) -> bool:
+        """Say whether it is done, after a turn for each rank that could bring it about."""
+        if not all(errand.done for errand in self._errands):
+            here.board.baton.pause(here.rank)
+        return all(errand.done for errand in self._errands)
+
+    def get_future(self) -> Future[Any]:
+        """Wait, then return a completed future: C++ waits for it while it holds the baton."""
+        self.wait()
+        future: Future[Any] = Future()
+        future.set_result(self._result)
+        return future
+
+    def result(self) -> Any:
+        """Return the tensors that the operation fills."""
+        return self._result
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def _source_rank(self) -> int:
+        letter = self._errands[0]
+        assert isinstance(letter, Letter)
+        assert letter.source is not None
+        return self._ranks.index(letter.source)
+
+    source_rank = _source_rank

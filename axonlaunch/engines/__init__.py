@@ -1,0 +1,1 @@
+"""Engines: a strategy carried out for one model, behind one interface (``base``)."""

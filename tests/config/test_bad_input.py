@@ -1,0 +1,785 @@
+"""Every wrong configuration is refused with its own message, at once and without torch."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from axonlaunch import config
+from axonlaunch.config import ConfigError
+
+# (overrides as typed in a shell, the problems in order)
+WRONG: list[tuple[str, list[str]]] = [
+    (
+        "train.stepz=3",
+        [
+            "train.stepz=3: there is no such key; did you mean train.steps?",
+        ],
+    ),
+    (
+        "stepz=3",
+        [
+            "stepz=3: there is no such key; did you mean train.steps?",
+        ],
+    ),
+    (
+        "+stepz=3",
+        [
+            "stepz=3: there is no such key; did you mean train.steps?",
+        ],
+    ),
+    (
+        "steps=3",
+        [
+            "steps=3: there is no such key; did you mean train.steps?",
+        ],
+    ),
+    (
+        "strat=fsdp",
+        [
+            "strat=fsdp: there is no such key; did you mean strategy?",
+        ],
+    ),
+    (
+        "learning_rate=0.1",
+        [
+            "learning_rate=0.1: there is no such key; did you mean optimizer.lr?",
+        ],
+    ),
+    (
+        "optimizer.learning_rate=0.1",
+        [
+            "optimizer.learning_rate=0.1: there is no such key; did you mean optimizer.lr?",
+        ],
+    ),
+    (
+        "optimizer.beta=0.9",
+        [
+            "optimizer.beta=0.9: there is no such key; did you mean optimizer.betas?",
+        ],
+    ),
+    (
+        "strategy.fsdp.shard=full_shard",
+        [
+            "strategy.fsdp.shard=full_shard: there is no such key; did you mean strategy.fsdp.sharding?",
+        ],
+    ),
+    (
+        "strategy.sharding=full_shard",
+        [
+            "strategy.sharding=full_shard: there is no such key; did you mean strategy.fsdp.sharding?",
+        ],
+    ),
+    (
+        "model.hidden=3",
+        [
+            "model.hidden=3: there is no such key; did you mean model.hidden_size?",
+        ],
+    ),
+    (
+        "model.num_key_value_heads=2",
+        [
+            "model.num_key_value_heads=2: there is no such key here, only in model=llama",
+        ],
+    ),
+    (
+        "data.files=[x]",
+        [
+            "data.files=[x]: there is no such key here, only in data=text",
+        ],
+    ),
+    (
+        "optimizer.momentum=0.5",
+        [
+            "optimizer.momentum=0.5: there is no such key here, only in optimizer=sgd",
+        ],
+    ),
+    (
+        "optimizer=sgd optimizer.betas=[0.9,0.9]",
+        [
+            "optimizer.betas=[0.9,0.9]: there is no such key here, only in optimizer=adamw",
+        ],
+    ),
+    (
+        "scheduler.decay_steps=3",
+        [
+            "scheduler.decay_steps=3: there is no such key here, only in scheduler=wsd",
+        ],
+    ),
+    (
+        "launch.procs=2",
+        [
+            "launch.procs=2: there is no such key; did you mean launch.nproc?",
+        ],
+    ),
+    (
+        "checkpoint.interval=3",
+        [
+            "checkpoint.interval=3: there is no such key; did you mean optimizer.nesterov?",
+        ],
+    ),
+    (
+        "train.steps=abc",
+        [
+            "train.steps=abc: expected a whole number",
+        ],
+    ),
+    (
+        "train.steps=1.5",
+        [
+            "train.steps=1.5: expected a whole number",
+        ],
+    ),
+    (
+        "train.steps=1e3",
+        [
+            "train.steps=1000.0: expected a whole number; write 1000",
+        ],
+    ),
+    (
+        "train.steps=true",
+        [
+            "train.steps=true: expected a whole number",
+        ],
+    ),
+    (
+        "train.steps=null",
+        [
+            "train.steps=null: expected a whole number",
+        ],
+    ),
+    (
+        "train.steps=[1]",
+        [
+            "train.steps=[1]: expected a whole number",
+        ],
+    ),
+    (
+        "train.steps={a:1}",
+        [
+            "train.steps={a:1}: expected a whole number",
+        ],
+    ),
+    (
+        "train.steps=0",
+        [
+            "train.steps=0: must be at least 1",
+        ],
+    ),
+    (
+        "train.steps=-5",
+        [
+            "train.steps=-5: must be at least 1",
+        ],
+    ),
+    (
+        "train.global_batch_size=0",
+        [
+            "train.global_batch_size=0: must be at least 1",
+        ],
+    ),
+    (
+        "train.micro_batch_size=0",
+        [
+            "train.micro_batch_size=0: must be at least 1",
+        ],
+    ),
+    (
+        "train.micro_batch_size=some",
+        [
+            "train.micro_batch_size=some: expected a whole number or auto",
+        ],
+    ),
+    (
+        "train.grad_clip=0",
+        [
+            "train.grad_clip=0: must be above 0, or null",
+        ],
+    ),
+    (
+        "train.grad_clip=-1",
+        [
+            "train.grad_clip=-1: must be above 0, or null",
+        ],
+    ),
+    (
+        "train.grad_clip=abc",
+        [
+            "train.grad_clip=abc: expected a number or null",
+        ],
+    ),
+    (
+        "train.precision=bf32",
+        [
+            "train.precision=bf32: did you mean fp32? use fp32, bf16 or fp16",
+        ],
+    ),
+    (
+        "train.precision=16",
+        [
+            "train.precision=16: did you mean fp16? use fp32, bf16 or fp16",
+        ],
+    ),
+    (
+        "train.activation_checkpointing=true",
+        [
+            "train.activation_checkpointing=true: use none, full or selective",
+        ],
+    ),
+    (
+        "train.compile=yes",
+        [
+            "train.compile=yes: expected true or false",
+        ],
+    ),
+    (
+        "train.compile=1",
+        [
+            "train.compile=1: expected true or false",
+        ],
+    ),
+    (
+        "train.deterministic=on",
+        [
+            "train.deterministic=on: expected true or false",
+        ],
+    ),
+    (
+        "train.log_every=0",
+        [
+            "train.log_every=0: must be at least 1",
+        ],
+    ),
+    (
+        "train.eval_every=-1",
+        [
+            "train.eval_every=-1: must be at least 0",
+        ],
+    ),
+    (
+        "optimizer.lr=fast",
+        [
+            "optimizer.lr=fast: expected a number",
+        ],
+    ),
+    (
+        "optimizer.lr=-1",
+        [
+            "optimizer.lr=-1: must be at least 0",
+        ],
+    ),
+    (
+        "optimizer.lr=nan",
+        [
+            "optimizer.lr=nan: expected a finite number",
+        ],
+    ),
+    (
+        "optimizer.lr=inf",
+        [
+            "optimizer.lr=inf: expected a finite number",
+        ],
+    ),
+    (
+        "optimizer.betas=[0.9]",
+        [
+            "optimizer.betas=[0.9]: expected 2 values, got 1",
+        ],
+    ),
+    (
+        "optimizer.betas=0.9",
+        [
+            "optimizer.betas=0.9: expected a list, as in [a,b]",
+        ],
+    ),
+    (
+        "optimizer.betas=[0.9,1.0]",
+        [
+            "optimizer.betas=[0.9,1.0]: must be below 1",
+        ],
+    ),
+    (
+        "optimizer.betas=[0.9,x]",
+        [
+            "optimizer.betas=[0.9,x]: expected a number",
+        ],
+    ),
+    (
+        "optimizer.eps=0",
+        [
+            "optimizer.eps=0: must be above 0",
+        ],
+    ),
+    (
+        "optimizer=sgd optimizer.momentum=1",
+        [
+            "optimizer.momentum=1: must be below 1",
+        ],
+    ),
+    (
+        "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0",
+        [
+            "optimizer.nesterov=true: needs momentum above 0; set optimizer.momentum=0.9 or leave it",
+        ],
+    ),
+    (
+        "scheduler.final_lr_ratio=2",
+        [
+            "scheduler.final_lr_ratio=2: must be at most 1",
+        ],
+    ),
+    (
+        "scheduler.warmup_steps=-1",
+        [
+            "scheduler.warmup_steps=-1: must be at least 0",
+        ],
+    ),
+    (
+        "scheduler.warmup_steps=1000",
+        [
+            "scheduler.warmup_steps=1000: train.steps is 300; use fewer, or auto, or train longer",
+        ],
+    ),
+    (
+        "scheduler=wsd scheduler.decay_steps=400",
+        [
+            "scheduler.decay_steps=400: with 20 steps of warm-up it exceeds train.steps=300; use 280 or less",
+        ],
+    ),
+    (
+        "checkpoint.keep=0",
+        [
+            "checkpoint.keep=0: must be at least 1",
+        ],
+    ),
+    (
+        "checkpoint.every=-1",
+        [
+            "checkpoint.every=-1: must be at least 0",
+        ],
+    ),
+    (
+        "checkpoint.resume=nowhere",
+        [
+            "checkpoint.resume=nowhere: there is no such folder; give a run folder, a checkpoint, auto or never",
+        ],
+    ),
+    (
+        "launch.nproc=0",
+        [
+            "launch.nproc=0: must be at least 1",
+        ],
+    ),
+    (
+        "launch.nproc=many",
+        [
+            "launch.nproc=many: expected a whole number or auto",
+        ],
+    ),
+    (
+        "launch.nproc=3",
+        [
+            "train.global_batch_size=32: 3 ranks can't share it evenly; use 33, or 1, 2, 4, 8, 16 or 32 ranks",
+        ],
+    ),
+    (
+        "launch.nproc=64 train.global_batch_size=32",
+        [
+            "train.global_batch_size=32: 64 ranks can't share it evenly; use 64, or 1, 2, 4, 8, 16 or 32 ranks",
+        ],
+    ),
+    (
+        "launch.nproc=4 train.micro_batch_size=3",
+        [
+            "train.micro_batch_size=3: a rank's share of the global batch is 8 samples; use 1, 2, 4 or 8",
+        ],
+    ),
+    (
+        "launch.master_port=70000",
+        [
+            "launch.master_port=70000: must be at most 65535",
+        ],
+    ),
+    (
+        "launch.master_port=0",
+        [
+            "launch.master_port=0: must be at least 1",
+        ],
+    ),
+    (
+        "launch.backend=mpi",
+        [
+            "launch.backend=mpi: use auto, gloo, nccl or mock",
+        ],
+    ),
+    (
+        "launch.timeout_s=0",
+        [
+            "launch.timeout_s=0: must be above 0",
+        ],
+    ),
+    (
+        "strategy=fsdq",
+        [
+            "strategy=fsdq: there is no such option; did you mean fsdp? known: ddp, fsdp, hsdp, single, zero1, zero2",
+        ],
+    ),
+    (
+        "strategy=FSDP3",
+        [
+            "strategy=FSDP3: there is no such option; did you mean fsdp? known: ddp, fsdp, hsdp, single, zero1, zero2",
+        ],
+    ),
+    (
+        "+strategy=dpd",
+        [
+            "strategy=dpd: there is no such option; did you mean ddp? known: ddp, fsdp, hsdp, single, zero1, zero2",
+        ],
+    ),
+    (
+        "model=gpt2",
+        [
+            "model=gpt2: there is no such option; did you mean gpt? known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit",
+        ],
+    ),
+    (
+        "model=llama",
+        [
+            "model=llama: there is no such option; did you mean llama3_8b? known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit",
+        ],
+    ),
+    (
+        "data=texts",
+        [
+            "data=texts: there is no such option; did you mean text? known: digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
+        ],
+    ),
+    (
+        "optimizer=adam",
+        [
+            "optimizer=adam: there is no such option; did you mean adamw? known: adamw, sgd",
+        ],
+    ),
+    (
+        "scheduler=cosin",
+        [
+            "scheduler=cosin: there is no such option; did you mean cosine? known: constant, cosine, linear, wsd",
+        ],
+    ),
+    (
+        "hardware=h100",
+        [
+            "hardware=h100: there is no such option; did you mean h200? known: a100_40gb, a100_80gb, b200, cpu, h100_80gb, h200, mi300x, rtx4090",
+        ],
+    ),
+    (
+        "launch=slurmm",
+        [
+            "launch=slurmm: there is no such option; known: local",
+        ],
+    ),
+    (
+        "experiment=nothing",
+        [
+            "experiment=nothing: there is no such option; known: digits_mlp, llama3_8b, tiny_llama",
+        ],
+    ),
+    (
+        "strategy=single launch.nproc=2",
+        [
+            "launch.nproc=2: 2 ranks would train the same model apart; use strategy=ddp or 1 rank",
+        ],
+    ),
+    (
+        "strategy=ddp strategy.fsdp.cpu_offload=params",
+        [
+            "strategy.fsdp.cpu_offload=params: data_parallel is ddp; use strategy=fsdp or leave it out",
+        ],
+    ),
+    (
+        "strategy=fsdp strategy.ddp.sync=no_sync",
+        [
+            "strategy.ddp.sync=no_sync: data_parallel is fsdp; use strategy=ddp or leave it out",
+        ],
+    ),
+    (
+        "strategy.fsdp.sharding=hybrid_shard",
+        [
+            "strategy.fsdp.sharding=hybrid_shard: data_parallel is ddp; use strategy=fsdp or leave it out",
+        ],
+    ),
+    (
+        "strategy=fsdp strategy.fsdp.replicate=2",
+        [
+            "strategy.fsdp.replicate=2: sharding is full_shard; use hybrid_shard, or leave this out",
+        ],
+    ),
+    (
+        "strategy=hsdp strategy.fsdp.replicate=3 launch.nproc=4",
+        [
+            "strategy.fsdp.replicate=3: 4 ranks are not divisible by it; use 1, 2 or 4",
+        ],
+    ),
+    (
+        "strategy=hsdp strategy.fsdp.replicate=0",
+        [
+            "strategy.fsdp.replicate=0: must be at least 1",
+        ],
+    ),
+    (
+        "strategy.data_parallel=zero9",
+        [
+            "strategy.data_parallel=zero9: did you mean zero1? use none, ddp, zero1 or fsdp; or null",
+        ],
+    ),
+    (
+        "strategy.ddp.bucket_size_mb=0",
+        [
+            "strategy.ddp.bucket_size_mb=0: must be above 0",
+        ],
+    ),
+    (
+        "strategy.ddp.sync=overlap",
+        [
+            "strategy.ddp.sync=overlap: did you mean overlapped? use overlapped, synchronous or no_sync",
+        ],
+    ),
+    (
+        "model.name=gtp",
+        [
+            "model.name=gtp: there is no model 'gtp'; did you mean gpt? known: custom, gpt, llama, mlp, vit",
+        ],
+    ),
+    (
+        "data.name=texts",
+        [
+            "data.name=texts: there is no data 'texts'; did you mean text? known: digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
+        ],
+    ),
+    (
+        "optimizer.name=adma",
+        [
+            "optimizer.name=adma: there is no optimizer 'adma'; did you mean adamw? known: adamw, sgd",
+        ],
+    ),
+    (
+        "model=5",
+        [
+            "model=5: there is no such option; known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit",
+        ],
+    ),
+    (
+        "model.num_attention_heads=5",
+        [
+            "model.num_attention_heads=5: hidden_size=192 is not divisible by it; use 1, 2, 3, 4, 6, 8, 96 or 192",
+        ],
+    ),
+    (
+        "model.hidden_size=0",
+        [
+            "model.hidden_size=0: must be at least 1",
+        ],
+    ),
+    (
+        "model=llama_debug model.num_key_value_heads=3",
+        [
+            "model.num_key_value_heads=3: num_attention_heads=8 is not divisible by it; use 1, 2, 4 or 8",
+        ],
+    ),
+    (
+        "model=vit model.patch_size=5",
+        [
+            "model.patch_size=5: image_size=28 is not divisible by it; use 1, 2, 4, 7, 14 or 28",
+        ],
+    ),
+    (
+        "model=custom",
+        [
+            "model.target: is missing; write model.target=...",
+        ],
+    ),
+    (
+        "model=custom model.target=nocolon",
+        [
+            "model.target=nocolon: is not of the form package.module:build",
+        ],
+    ),
+    (
+        "data=text",
+        [
+            "data.files: is missing; write data.files=...",
+        ],
+    ),
+    (
+        "data=text data.files=[]",
+        [
+            "data.files=[]: names no file; write data.files=[notes.txt,'corpus/**/*.md']",
+        ],
+    ),
+    (
+        "data=tokens",
+        [
+            "data.path: is missing; write data.path=...",
+        ],
+    ),
+    (
+        "data.sequence_length=0",
+        [
+            "data.sequence_length=0: must be at least 1",
+        ],
+    ),
+    (
+        "data.eval_fraction=1",
+        [
+            "data.eval_fraction=1: must be below 1",
+        ],
+    ),
+    (
+        "seed=-1",
+        [
+            "seed=-1: must be at least 0",
+        ],
+    ),
+    (
+        "seed=abc",
+        [
+            "seed=abc: expected a whole number",
+        ],
+    ),
+    (
+        "name=../up",
+        [
+            "name=../up: must be a folder's name below runs/; use run_dir for a path",
+        ],
+    ),
+    (
+        "name=/abs",
+        [
+            "name=/abs: must be a folder's name below runs/; use run_dir for a path",
+        ],
+    ),
+    (
+        "name=''",
+        [
+            "name=: must be a folder's name below runs/; use run_dir for a path",
+        ],
+    ),
+    (
+        "plugins=foo",
+        [
+            "plugins=foo: expected a list, as in [a,b]",
+        ],
+    ),
+    (
+        "plugins=[no_such_plugin]",
+        [
+            "plugins=no_such_plugin: there is no module no_such_plugin; looked in {cwd} and the installed packages",
+        ],
+    ),
+    (
+        "train=5",
+        [
+            "train=5: is a group of keys; set one of them, as in train.steps=...",
+        ],
+    ),
+    (
+        "train.steps",
+        [
+            "train.steps: not an override (Error parsing override 'train.steps'); write key=value",
+        ],
+    ),
+    (
+        "=5",
+        [
+            "=5: has no key; write key=value",
+        ],
+    ),
+    (
+        "train.steps=[1",
+        [
+            "train.steps=[1: not an override (no viable alternative at input '[1'); write key=value",
+        ],
+    ),
+    (
+        "train.steps=1,2",
+        [
+            "train.steps=1,2: several values; add -m to run them one after another",
+        ],
+    ),
+    (
+        "hydra.run.dir=x",
+        [
+            "hydra.run.dir=x: Hydra's own settings play no part here; leave it out",
+        ],
+    ),
+    (
+        "name=${nothing}",
+        [
+            "name: Interpolation key 'nothing' not found",
+        ],
+    ),
+    (
+        "~nothing",
+        [
+            "Could not delete from config. 'nothing' does not exist",
+        ],
+    ),
+    (
+        "train.steps=3 train.stepz=4 optimizer.lr=x strategy=fsdp strategy.ddp.sync=no_sync launch.nproc=3",
+        [
+            "optimizer.lr=x: expected a number",
+            "train.stepz=4: there is no such key; did you mean train.steps?",
+            "strategy.ddp.sync=no_sync: data_parallel is fsdp; use strategy=ddp or leave it out",
+            "train.global_batch_size=32: 3 ranks can't share it evenly; use 33, or 1, 2, 4, 8, 16 or 32 ranks",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "problems"), WRONG, ids=[row[0] for row in WRONG])
+def test_a_wrong_configuration_is_told_in_exact_words(
+    overrides: str, problems: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        config.load(shlex.split(overrides))
+    told = [str(problem) for problem in raised.value.problems]
+    assert told == [problem.replace("{cwd}", str(tmp_path)) for problem in problems]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_primary_config_lists_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="--config-name foo: there is no config 'foo'"):
+        config.load([], config_name="foo")
+
+
+def test_a_missing_config_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        config.load([], config_dirs=[tmp_path / "nowhere"])
+
+
+def test_yaml_that_does_not_parse_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "broken.yaml").write_text("name: gpt\nhidden_size: [1\n")
+    with pytest.raises(ConfigError, match=r"broken.yaml:3:1: not YAML"):
+        config.load(["model=broken"], config_dirs=[tmp_path])
+
+
+def test_a_wrong_configuration_exits_2_with_a_line_a_problem_and_no_torch(tmp_path: Path) -> None:
+    words = ["train.stepz=3", "optimizer.lr=x", "strategy=fsdq", "launch.nproc=3"]
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "axonlaunch", "config", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    lines = [line for line in ran.stderr.splitlines() if not line.startswith("import time:")]
+    assert ran.returncode == 2
+    assert len(lines) == 4
+    assert all(line.startswith("error: ") for line in lines)
+    assert "| torch\n" not in ran.stderr
+    assert ran.stdout == ""
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,133 @@
+"""Composition: groups, a user's own folders, sweeps, and who set what."""
+
+from pathlib import Path
+
+import pytest
+
+from axonlaunch import config
+from axonlaunch.config import Composer, ConfigError
+from axonlaunch.config.compose import packaged_configs
+from axonlaunch.config.schema import GROUPS
+
+NEEDS = {
+    "text": ["data.files=[x.txt]"],
+    "tokens": ["data.path=x.bin"],
+    "custom": ["model.target=package.module:build"],
+    "llama3_8b": ["data.path=x.bin"],
+}
+OPTIONS = [
+    (path.parent.name, path.stem)
+    for path in sorted(packaged_configs().glob("*/*.yaml"))
+]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=["=".join(o) for o in OPTIONS])
+def test_every_shipped_yaml_composes_and_has_a_summary(group: str, option: str) -> None:
+    needed = NEEDS.get(option, []) if group in ("data", "model", "experiment") else []
+    needed = [] if group == "model" and option == "llama3_8b" else needed
+    config.load([f"{group}={option}", *needed])
+    assert Composer().options(group)[option], "the first line of each YAML says what it is"
+
+
+def test_every_group_of_the_schema_has_a_folder() -> None:
+    assert {path.name for path in packaged_configs().iterdir() if path.is_dir()} == set(GROUPS)
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_a_group_is_chosen_with_and_without_a_plus(prefix: str) -> None:
+    assert config.load([f"{prefix}strategy=fsdp"]).strategy.data_parallel == "fsdp"
+
+
+def test_without_a_strategy_the_number_of_devices_decides() -> None:
+    assert config.load([]).strategy.data_parallel is None
+
+
+def test_an_experiment_chooses_groups_and_the_command_line_has_the_last_word() -> None:
+    chosen = config.load(["experiment=digits_mlp", "train.steps=7"])
+    assert (chosen.model.name, chosen.data.name, chosen.train.steps) == ("mlp", "digits", 7)
+    assert config.load(["experiment=digits_mlp", "model=vit"]).model.name == "vit"
+
+
+def test_a_users_folder_comes_before_ours(tmp_path: Path) -> None:
+    for group, option, content in (
+        ("strategy", "ddp", "data_parallel: ddp\nddp:\n  bucket_size_mb: 1\n"),
+        ("experiment", "mine", "# @package _global_\ntrain:\n  steps: 3\n"),
+    ):
+        (tmp_path / group).mkdir()
+        (tmp_path / group / f"{option}.yaml").write_text(content)
+    chosen = config.load(["strategy=ddp", "experiment=mine"], config_dirs=[tmp_path])
+    assert chosen.strategy.ddp.bucket_size_mb == 1.0
+    assert chosen.train.steps == 3
+
+
+def test_a_users_primary_config_needs_to_name_no_group(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("train:\n  steps: 5\n")
+    chosen = config.load(["strategy=zero2"], config_name="mine", config_dirs=[tmp_path])
+    assert chosen.train.steps == 5
+    assert chosen.strategy.fsdp.sharding == "shard_grad_op"
+    assert config.load([], config_name="mine", config_dirs=[tmp_path]).model.name == "gpt"
+
+
+def test_origins_name_the_file_or_the_override(tmp_path: Path) -> None:
+    (tmp_path / "optimizer").mkdir()
+    mine = tmp_path / "optimizer" / "mine.yaml"
+    mine.write_text("name: adamw\neps: 1e-6\n")
+    overrides = ["strategy=hsdp", "optimizer=mine", "train.steps=3"]
+    origins = Composer(config_dirs=[tmp_path]).compose(overrides).origins
+    assert origins["strategy.fsdp.sharding"] == "strategy/hsdp.yaml"
+    assert origins["train.global_batch_size"] == "config.yaml"
+    assert origins["train.steps"] == "override train.steps=3"
+    assert origins["optimizer.eps"] == str(mine)
+    assert "train.precision" not in origins
+
+
+def test_interpolations_are_resolved() -> None:
+    assert config.load(["train.steps=40", "checkpoint.every=${train.steps}"]).checkpoint.every == 40
+
+
+def test_a_sweep_is_every_combination_in_order() -> None:
+    runs = Composer().sweep(["optimizer.lr=1,2", "strategy=ddp,fsdp", "seed=3"])
+    assert runs == [
+        ["optimizer.lr=1", "strategy=ddp", "seed=3"],
+        ["optimizer.lr=1", "strategy=fsdp", "seed=3"],
+        ["optimizer.lr=2", "strategy=ddp", "seed=3"],
+        ["optimizer.lr=2", "strategy=fsdp", "seed=3"],
+    ]
+
+
+def test_a_sweep_over_a_group_takes_globs() -> None:
+    runs = Composer().sweep(["strategy=glob(zero*)"])
+    assert runs == [["strategy=zero1"], ["strategy=zero2"]]
+
+
+def test_a_frozen_configuration_reads_back_equal(tmp_path: Path) -> None:
+    written = config.load(["strategy=hsdp", "launch.nproc=4", "hardware=h100_80gb", "model=vit"])
+    (tmp_path / "config.yaml").write_text(config.to_yaml(written))
+    assert config.read(tmp_path) == written
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run folder"):
+        config.read(tmp_path)
+
+
+def test_a_plugin_registers_a_model_that_has_its_own_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plugin_of_a_test.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from torch import nn\n"
+        "from axonlaunch import register_model\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class TwoLayersConfig:\n"
+        "    name: str = 'two_layers'\n"
+        "    width: int = 8\n"
+        "@register_model('two_layers', config=TwoLayersConfig, inputs='any')\n"
+        "def build(config):\n"
+        "    return nn.Sequential(nn.Linear(4, config.width), nn.Linear(config.width, 2))\n"
+    )
+    plugin = ["plugins=[plugin_of_a_test]", "model.name=two_layers"]
+    assert vars(config.load([*plugin, "model.width=16"]).model) == {"name": "two_layers", "width": 16}
+    with pytest.raises(ConfigError, match="did you mean model.width"):
+        config.load([*plugin, "model.widht=16"])

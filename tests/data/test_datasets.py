@@ -1,0 +1,319 @@
+import builtins
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from axonlaunch.config.data import (
+    DigitsConfig,
+    PythonSourceConfig,
+    SyntheticImagesConfig,
+    SyntheticTokensConfig,
+    TextConfig,
+    TokensConfig,
+)
+from axonlaunch.config.problem import ConfigError
+from axonlaunch.data import DATASETS, TEXT_DATASETS, build
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.txt", "a.txt", "c.md"):
+        (tmp_path / name).write_bytes(name.encode() * 100)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "d.txt").write_bytes(b"deep" * 100)
+    return tmp_path
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    def write(tokens, dtype="uint16", name="tokens.bin"):
+        path = tmp_path / name
+        np.asarray(tokens, dtype=dtype).tofile(path)
+        return str(path)
+
+    return write
+
+
+def error_of(config):
+    with pytest.raises(ConfigError) as error:
+        build(config)
+    return str(error.value)
+
+
+# Python's own source
+
+
+def test_python_source_is_text_of_which_whole_files_are_held_out():
+    dataset = build(PythonSourceConfig(sequence_length=64))
+    total = (dataset.num_samples + dataset.num_eval_samples) * 64
+    assert total > 4_000_000
+    assert 0.01 < dataset.num_eval_samples * 64 / total < 0.1
+    text = dataset.decode(dataset.samples(range(500), split="train").inputs.flatten().tolist())
+    assert "import" in text
+    assert "def " in text
+
+
+def test_a_model_of_single_bytes_costs_over_three_nats_on_python_source():
+    assert 3.0 < build(PythonSourceConfig()).unigram_entropy < 3.6
+
+
+def test_python_source_is_read_once_a_process():
+    one, other = build(PythonSourceConfig()), build(PythonSourceConfig(sequence_length=7))
+    assert one._rows["train"] is other._rows["train"]
+
+
+def test_the_held_out_files_follow_from_their_names_on_every_machine():
+    from axonlaunch.data.python_source import _share
+
+    assert _share("json/decoder.py") == pytest.approx(0.4508014742921951)
+
+
+def test_a_python_without_source_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert error_of(PythonSourceConfig()) == (
+        f"data.name=python_source: this Python has no source files under {tmp_path} (it may be "
+        "frozen or zipped); use data=text with files of your own"
+    )
+
+
+def test_a_share_that_leaves_one_side_empty_is_told(tmp_path, monkeypatch):
+    (tmp_path / "one.py").write_text("x = 1\n" * 100)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert error_of(PythonSourceConfig(eval_fraction=0.07)) == (
+        "data.eval_fraction=0.07: all 1 files fall on one side; use a share nearer 0.05"
+    )
+
+
+def test_tests_and_installed_packages_are_no_part_of_python_source(tmp_path, monkeypatch):
+    from axonlaunch.data.python_source import _source_files
+
+    for folder in ("json", "test", "site-packages/torch", "json/tests", "idlelib"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").touch()
+    (tmp_path / "b.py").touch()
+    (tmp_path / "c.txt").touch()
+    found = [path.relative_to(tmp_path).as_posix() for path in _source_files(tmp_path)]
+    assert found == ["b.py", "json/a.py"]
+
+
+# A user's own text
+
+
+def test_text_is_the_files_in_order_and_the_last_bytes_are_held_out(corpus):
+    dataset = build(TextConfig(files=["*.txt"], sequence_length=10, eval_fraction=0.25))
+    content = b"a.txt" * 100 + b"\n" + b"b.txt" * 100
+    assert dataset.num_samples == (751 - 1) // 10
+    assert dataset.num_eval_samples == (250 - 1) // 10
+    batch = dataset.samples([0, 3], split="train")
+    assert bytes(batch.inputs[1].tolist()) == content[30:40]
+    assert bytes(batch.targets[1].tolist()) == content[31:41]
+    held_out = dataset.samples([0], split="eval")
+    assert bytes(held_out.inputs[0].tolist()) == content[751:761]
+
+
+def test_globs_cross_folders_and_a_file_named_twice_is_read_once(corpus):
+    one = build(TextConfig(files=["**/*.txt"], sequence_length=4, eval_fraction=0.3))
+    two = build(TextConfig(files=["**/*.txt", "a.txt"], sequence_length=4, eval_fraction=0.3))
+    assert one.num_samples == two.num_samples
+    assert one.num_samples + one.num_eval_samples >= 1400 // 4 - 2
+
+
+def test_a_path_with_brackets_is_taken_as_it_stands(corpus):
+    (corpus / "x[1].txt").write_bytes(b"bracket" * 100)
+    assert build(TextConfig(files=["x[1].txt"], sequence_length=4)).num_samples > 100
+
+
+def test_bytes_come_back_as_text(corpus):
+    dataset = build(TextConfig(files=["a.txt"], sequence_length=4))
+    assert dataset.decode(dataset.encode("naïve ✓")) == "naïve ✓"
+    assert dataset.decode([0xFF, 65]) == "\ufffdA"
+
+
+def test_the_unigram_entropy_is_what_the_best_constant_guess_costs(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"ab" * 100_000)
+    entropy = build(TextConfig(files=[str(path)], sequence_length=4)).unigram_entropy
+    assert entropy == pytest.approx(np.log(2), abs=0.002)
+
+
+def test_patterns_that_name_no_file_are_told_all_at_once(corpus):
+    assert error_of(TextConfig(files=["no.txt", "a.txt", "*.rst", "deep"])) == (
+        f"data.files=no.txt: no file is there or matches, seen from {corpus}\n"
+        f"data.files=*.rst: no file is there or matches, seen from {corpus}\n"
+        "data.files=deep: it is a folder; write deep/**/*.txt for what is in it"
+    )
+
+
+def test_no_pattern_at_all_is_told():
+    assert error_of(TextConfig(files=[])) == (
+        "data.files=[]: names no file; write data.files=[notes.txt,'corpus/**/*.md']"
+    )
+
+
+def test_a_file_shorter_than_a_sample_is_told(tmp_path):
+    path = tmp_path / "short"
+    path.write_bytes(b"x" * 100)
+    assert error_of(TextConfig(files=[str(path)], sequence_length=200)) == (
+        "data.sequence_length=200: the training part has 95 tokens, and a sample takes 201 (its "
+        "targets are one ahead); give more data, or use 4 or less"
+    )
+    assert error_of(TextConfig(files=[str(path)], sequence_length=50)) == (
+        "data.sequence_length=50: the held-out part has 5 tokens, and a sample takes 51 (its "
+        "targets are one ahead); give more data, or use 4 or less"
+    )
+
+
+# Token files
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_tokens_are_read_in_their_own_type(token_file, dtype):
+    tokens = np.arange(1000) * (60 if dtype == "uint16" else 70_000)
+    path = token_file(tokens, dtype)
+    dataset = build(TokensConfig(path=path, dtype=dtype, sequence_length=8, eval_fraction=0.1))
+    batch = dataset.samples([2], split="train")
+    assert batch.inputs.dtype == torch.int64
+    assert batch.inputs[0].tolist() == tokens[16:24].tolist()
+    assert batch.targets[0].tolist() == tokens[17:25].tolist()
+    assert dataset.samples([0], split="eval").inputs[0].tolist() == tokens[900:908].tolist()
+    assert dataset.num_classes == dataset.vocab_size == tokens.max() + 1
+
+
+def test_held_out_tokens_may_have_a_file_of_their_own(token_file):
+    path = token_file(np.arange(100))
+    held_out = token_file(np.arange(500, 600), name="eval.bin")
+    dataset = build(TokensConfig(path=path, eval_path=held_out, sequence_length=9))
+    assert (dataset.num_samples, dataset.num_eval_samples) == (11, 11)
+    assert dataset.samples([0], split="eval").inputs[0, 0] == 500
+    assert dataset.num_classes == 600
+
+
+def test_a_given_vocabulary_is_taken_and_the_file_is_not_read_through(token_file):
+    config = TokensConfig(path=token_file([5] * 100), sequence_length=4, vocab_size=50257)
+    assert build(TokensConfig(**{**vars(config), "eval_fraction": 0.2})).num_classes == 50257
+
+
+def test_token_files_that_can_not_be_are_told(token_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert error_of(TokensConfig(path="no.bin")) == (
+        f"data.path=no.bin: no such file, seen from {tmp_path}"
+    )
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    assert error_of(TokensConfig(path="odd.bin")) == (
+        "data.path=odd.bin: its 3 bytes are no whole number of uint16 tokens of 2 bytes; "
+        "check the file, or set data.dtype to what it was written as"
+    )
+    token_file(np.arange(100))
+    assert "data.eval_path=no.bin: no such file" in error_of(
+        TokensConfig(path="tokens.bin", eval_path="no.bin")
+    )
+    assert "the training part has 99 tokens" in error_of(TokensConfig(path="tokens.bin"))
+
+
+def test_tokens_know_no_text(token_file):
+    dataset = build(TokensConfig(path=token_file(range(100)), sequence_length=4, eval_fraction=0.2))
+    assert not dataset.is_text
+    with pytest.raises(NotImplementedError, match="TokenFile knows no text"):
+        dataset.encode("text")
+
+
+# Made-up and real images
+
+
+def test_synthetic_tokens_count_up_and_differ_between_training_and_evaluation():
+    dataset = build(SyntheticTokensConfig(vocab_size=11, sequence_length=6))
+    batch = dataset.samples(range(100), split="train")
+    rows = torch.cat((batch.inputs, batch.targets[:, -1:]), 1)
+    strides = (rows[:, 1:] - rows[:, :-1]) % 11
+    assert (strides == strides[:, :1]).all()
+    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+    again = dataset.samples([41], split="train")
+    assert torch.equal(again.inputs[0], batch.inputs[41])
+    assert not torch.equal(dataset.samples(range(100), split="eval").inputs, batch.inputs)
+
+
+def test_synthetic_images_can_be_told_apart():
+    dataset = build(SyntheticImagesConfig(image_size=8, num_channels=3))
+    train = dataset.samples(range(2000), split="train")
+    assert train.inputs.shape == (2000, 3, 8, 8)
+    assert train.inputs.dtype == torch.float32
+    assert set(train.targets.tolist()) == set(range(10))
+    means = torch.stack([train.inputs[train.targets == c].mean(0) for c in range(10)])
+    held_out = dataset.samples(range(200), split="eval")
+    distances = torch.cdist(held_out.inputs.flatten(1), means.flatten(1))
+    assert (distances.argmin(1) == held_out.targets).float().mean() > 0.99
+
+
+def test_digits_are_real_and_each_is_on_one_side():
+    pytest.importorskip("sklearn")
+    dataset = build(DigitsConfig())
+    assert dataset.num_samples + dataset.num_eval_samples == 1797
+    train = dataset.samples(range(dataset.num_samples), split="train")
+    held_out = dataset.samples(range(dataset.num_eval_samples), split="eval")
+    assert train.inputs.shape[1:] == (1, 28, 28)
+    assert train.inputs.min() >= 0
+    assert train.inputs.max() <= 1
+    distances = torch.cdist(held_out.inputs.flatten(1), train.inputs.flatten(1))
+    assert (train.targets[distances.argmin(1)] == held_out.targets).float().mean() > 0.95
+
+
+def test_digits_of_their_own_size_are_not_changed():
+    pytest.importorskip("sklearn")
+    images = build(DigitsConfig(image_size=8)).samples(range(100), split="train").inputs * 16
+    assert torch.equal(images, images.round())
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *arguments, **options):
+        if name.startswith("sklearn"):
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert error_of(DigitsConfig()) == (
+        "data.name=digits: needs scikit-learn; pip install 'axonlaunch[digits]'"
+    )
+
+
+# All of them
+
+
+def test_each_dataset_says_what_a_model_must_fit(token_file):
+    pytest.importorskip("sklearn")
+    configs = {
+        "python_source": PythonSourceConfig(),
+        "text": TextConfig(files=[__file__], sequence_length=32),
+        "tokens": TokensConfig(path=token_file(range(5000)), sequence_length=16),
+        "synthetic_tokens": SyntheticTokensConfig(),
+        "synthetic_images": SyntheticImagesConfig(),
+        "digits": DigitsConfig(),
+    }
+    assert sorted(configs) == DATASETS.names()
+    for name, config in configs.items():
+        dataset = build(config)
+        assert dataset.is_text == (name in TEXT_DATASETS)
+        for split in ("train", "eval"):
+            batch = dataset.samples([0, 1], split=split)
+            assert batch.inputs.shape == (2, *dataset.sample_shape)
+            assert batch.targets.dtype == torch.int64
+            assert batch.targets.max() < dataset.num_classes
+            if dataset.kind == "tokens":
+                assert batch.targets.shape == batch.inputs.shape
+                assert batch.inputs.max() < dataset.num_classes
+            else:
+                assert batch.targets.shape == (2,)
+
+
+def test_making_a_dataset_imports_no_torch():
+    script = (
+        "import sys; from axonlaunch.data import build, DATASETS;"
+        "from axonlaunch.config.data import PythonSourceConfig as P;"
+        "build(P()).unigram_entropy; DATASETS.summaries(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

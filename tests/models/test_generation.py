@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from axonlaunch.config.model import GPTConfig
+from axonlaunch.models.build import build
+from axonlaunch.models.generation import generate
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(
+        GPTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, initializer_range=1.0)
+    )
+
+
+def test_a_seed_gives_the_same_text(model):
+    def text(seed):
+        return generate(model, [1, 2], max_new_tokens=20, context_length=8, seed=seed)
+
+    assert len(text(0)) == 20
+    assert text(0) == text(0)
+    assert text(0) != text(1)
+
+
+def test_no_temperature_takes_the_likeliest_token(model):
+    tokens = [5, 6]
+    expected = []
+    for _ in range(6):
+        with torch.no_grad():
+            expected.append(int(model(torch.tensor([tokens + expected]))[0, -1].argmax()))
+    got = generate(model, tokens, max_new_tokens=6, context_length=100, temperature=0)
+    assert got == expected
+    one = generate(model, tokens, max_new_tokens=6, context_length=100, temperature=9, top_k=1)
+    assert one == expected
+
+
+def test_the_model_sees_no_more_than_its_context():
+    seen = []
+
+    def model(tokens):
+        seen.append(tokens.tolist())
+        return torch.nn.functional.one_hot(tokens + 1, 10).float()
+
+    assert generate(model, [1], max_new_tokens=4, context_length=3, temperature=0) == [2, 3, 4, 5]
+    assert seen == [[[1]], [[1, 2]], [[1, 2, 3]], [[2, 3, 4]]]
+
+
+def test_a_model_in_training_is_so_again_afterwards(model):
+    model.train()
+    generate(model, [1], max_new_tokens=1, context_length=4)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([1], {"temperature": -1.0}, "temperature=-1.0: must be 0 or more"),
+        ([1], {"top_k": 0}, "top_k=0: must be at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_told(model, prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompt, max_new_tokens=1, context_length=4, **options)

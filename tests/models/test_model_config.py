@@ -1,0 +1,67 @@
+import ast
+import dataclasses
+import inspect
+
+import pytest
+
+import axonlaunch.config.data as data_config
+import axonlaunch.config.model as model_config
+from axonlaunch.config.model import CustomConfig, GPTConfig, LlamaConfig, ViTConfig
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "message"),
+    [
+        (
+            LlamaConfig(num_attention_heads=3),
+            "num_attention_heads",
+            "hidden_size=128 is not divisible by it; use 1, 2, 4, 8, 16, 32, 64 or 128",
+        ),
+        (
+            LlamaConfig(hidden_size=36, num_attention_heads=4, num_key_value_heads=4),
+            "num_attention_heads",
+            "hidden_size=36 makes heads of 9 numbers, and rotary positions need an even number; "
+            "change either",
+        ),
+        (
+            LlamaConfig(num_key_value_heads=3),
+            "num_key_value_heads",
+            "num_attention_heads=8 is not divisible by it; use 1, 2, 4 or 8",
+        ),
+        (
+            ViTConfig(patch_size=5),
+            "patch_size",
+            "image_size=28 is not divisible by it; use 1, 2, 4, 7, 14 or 28",
+        ),
+        (CustomConfig(target="build"), "target", "is not of the form package.module:build"),
+    ],
+)
+def test_figures_that_do_not_fit_each_other_are_told(config, field, message):
+    assert config.problems() == [(field, message)]
+
+
+def test_figures_that_fit_have_no_problems():
+    for config in (GPTConfig(), LlamaConfig(), ViTConfig(), CustomConfig(target="a.b:c")):
+        assert config.problems() == []
+
+
+@pytest.mark.parametrize("module", [model_config, data_config])
+def test_every_field_says_what_it_means(module):
+    for node in ast.parse(inspect.getsource(module)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, below in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                text = getattr(getattr(below, "value", None), "value", None)
+                assert isinstance(text, str), f"{node.name}.{field.target.id}"
+                assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "configs", [model_config.MODEL_CONFIGS, data_config.DATA_CONFIGS], ids=["model", "data"]
+)
+def test_each_name_stands_for_a_dataclass_of_that_name(configs):
+    for name, config in configs.items():
+        assert config.__dataclass_params__.frozen
+        defaults = {field.name: field.default for field in dataclasses.fields(config)}
+        assert defaults["name"] == name
