@@ -15,7 +15,7 @@ from torch import nn
 from axonlaunch import checkpoint, data
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import Layout, layout, with_nproc
+from axonlaunch.config.layout import Layout, layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import broken_world_rules
 from axonlaunch.data.dataset import Dataset
@@ -34,7 +34,7 @@ def resolve(config: RunConfig) -> RunConfig:
         ConfigError: Every problem, all at once.
     """
     import_plugins(config.plugins)  # the parent did, but this is another process
-    config = with_nproc(config, accelerators=accelerators())
+    config = resolved(config, accelerators=accelerators())
     problems = check(config)
     if problems:
         raise ConfigError(problems)

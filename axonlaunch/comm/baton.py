@@ -103,7 +103,7 @@ class Baton:
         self._awaited[rank] = awaited
         self._hand_over(rank)
         if not awaited.done:
-            self._raise_failure(rank, f"waiting: {awaited.describe(self._finished)}")
+            self._raise_failure(rank, f"waiting: {awaited.describe(frozenset())}")
 
     def pause(self, rank: int) -> None:
         """Let the other ranks that can run do so before this one goes on.
@@ -117,8 +117,9 @@ class Baton:
             self.check(rank)
 
     def wake(self, ranks: Iterable[int], awaited: Awaited) -> None:
-        """Make those of ``ranks`` that wait for ``awaited`` ready, in the order given."""
-        for rank in ranks:
+        """Make those of ``ranks`` that wait for ``awaited`` ready, those after the holder first."""
+        size = len(self._turns)
+        for rank in sorted(ranks, key=lambda rank: (rank - self._holder) % size):
             if self._awaited[rank] is awaited:
                 self._awaited[rank] = None
                 self._ready.append(rank)

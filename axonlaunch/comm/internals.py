@@ -45,7 +45,8 @@ def threads_are_isolated() -> bool:
 
     torch can set this mode but not tell it: register a group here, look for it from elsewhere.
     """
-    _cpp._register_process_group(_PROBE, _cpp.ProcessGroup(0, 1))
+    group = _cpp.ProcessGroup(0, 1)  # torch's table holds it weakly
+    _cpp._register_process_group(_PROBE, group)
     seen: list[bool] = []
 
     def look() -> None:

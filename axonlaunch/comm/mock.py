@@ -16,6 +16,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+# Its functions keep the default group of the moment of import as the default of an argument, so
+# it must not be a rank that imports it first.
+import torch.distributed.nn.functional
+
 from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.baton import Baton
 from axonlaunch.comm.errors import CommError, RankFailedError

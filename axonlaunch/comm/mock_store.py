@@ -66,6 +66,10 @@ class MockStore(dist.Store):
     def num_keys(self) -> int:
         return len(self._values)
 
+    # The names under which C++ looks for these two.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
     def check(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
 

@@ -155,8 +155,8 @@ class World:
             )
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s}: a time limit is more than 0 seconds")
-        place = find_place(os.environ, has_store=store is not None)
-        chosen = _choose_backend(str(backend), place)
+        place = find_place(os.environ, store=store)
+        chosen = choose_backend(str(backend), place)
         device = _device(chosen, place.local_rank)
         timeout = timedelta(seconds=timeout_s)
         with contextlib.ExitStack() as at_close:
@@ -258,7 +258,12 @@ def default_group() -> ProcessGroup:
     return ProcessGroup.from_torch(group)
 
 
-def _choose_backend(name: str, place: Place) -> Backend:
+def choose_backend(name: str, place: Place) -> Backend:
+    """Turn what the user said into a backend that processes can use.
+
+    Raises:
+        ValueError: There is none of that name, or its ranks are no processes.
+    """
     if name == "auto":
         return Backend.NCCL if _every_local_rank_has_a_device(place) else Backend.GLOO
     if name == Backend.MOCK:

@@ -42,17 +42,17 @@ class Place:
         return self.alone or (self.master_addr is not None and is_loopback(self.master_addr))
 
 
-def find_place(environment: Mapping[str, str], *, has_store: bool) -> Place:
+def find_place(environment: Mapping[str, str], *, store: dist.Store | None = None) -> Place:
     """Read the place of this process from its environment.
 
     Args:
         environment: ``os.environ``.
-        has_store: Rank 0's address is not needed, and is used only where it is given.
+        store: Where the ranks meet, if they have a store: rank 0's address is not needed then.
 
     Raises:
         ValueError: Some of the variables are missing or senseless; the message names all.
     """
-    needed = _IDENTITY if has_store else _IDENTITY + _ADDRESS
+    needed = _IDENTITY + _ADDRESS if store is None else _IDENTITY
     if not any(environment.get(name) for name in needed):
         return Place()
     problems = [f"{name} is not set" for name in needed if not environment.get(name)]
@@ -65,26 +65,32 @@ def find_place(environment: Mapping[str, str], *, has_store: bool) -> Place:
             problems.append(f"{name}={text!r} is not a whole number from {least}")
         else:
             numbers[name] = int(text)
-    rank, world_size = numbers.get("RANK", 0), numbers.get("WORLD_SIZE", rank_limit := 1 << 62)
-    if rank >= world_size and world_size < rank_limit:
-        problems.append(f"RANK={rank} is not below WORLD_SIZE={world_size}")
-    if numbers.get("LOCAL_RANK", 0) >= world_size:
-        problems.append(f"LOCAL_RANK={numbers['LOCAL_RANK']} is not below WORLD_SIZE={world_size}")
-    if numbers.get("MASTER_PORT", 0) > 65535:
-        problems.append(f"MASTER_PORT={numbers['MASTER_PORT']} is not below 65536")
+    for name, limit, said in (
+        ("RANK", numbers.get("WORLD_SIZE"), "WORLD_SIZE="),
+        ("LOCAL_RANK", numbers.get("WORLD_SIZE"), "WORLD_SIZE="),
+        ("MASTER_PORT", 65536, ""),
+    ):
+        if name in numbers and limit is not None and numbers[name] >= limit:
+            problems.append(f"{name}={numbers[name]} is not below {said}{limit}")
     if problems:
         raise ValueError(
             f"the environment describes no world: {'; '.join(problems)}. A launcher sets all of "
             f"{', '.join(needed)}; with none of them set this is a world of one"
         )
     return Place(
-        rank=rank,
-        world_size=world_size,
+        rank=numbers["RANK"],
+        world_size=numbers["WORLD_SIZE"],
         local_rank=numbers["LOCAL_RANK"],
-        master_addr=environment.get("MASTER_ADDR") or None,
+        master_addr=environment.get("MASTER_ADDR") or _host_of(store),
         master_port=numbers.get("MASTER_PORT", 0),
         alone=False,
     )
+
+
+def _host_of(store: dist.Store | None) -> str | None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else None
 
 
 def is_loopback(host: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from axonlaunch.config.compose import DEFAULT_ORIGIN, Composed, Composer
+from axonlaunch.config.compose import DEFAULT_ORIGIN, OVERRIDE_ORIGIN, Composed, Composer
 from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.config.plugins import import_entry_point, import_plugins
 from axonlaunch.config.problem import ConfigError, Problem
@@ -58,14 +58,14 @@ def typed(composed: Composed) -> RunConfig:
     Raises:
         ConfigError: Everything that is wrong, all at once.
     """
-    tree, problems = composed.tree, list(composed.problems)
-    modules = tree.get("plugins") or []
-    if isinstance(modules, list):
-        problems += import_plugins(modules)
-    model = tree.get("model")
+    modules = composed.tree.get("plugins") or []
+    problems = import_plugins(modules) if isinstance(modules, list) else []
+    composed = _with_registered_model(composed)
+    problems += composed.problems
+    model = composed.tree.get("model")
     if isinstance(model, dict):
         problems += import_entry_point(str(model.get("name")), MODEL_CONFIGS)
-    checked = validate(tree, RunConfig)
+    checked = validate(composed.tree, RunConfig)
     problems += checked.problems
     told = {problem.key for problem in problems}
     problems += [rule for rule in broken_rules(checked.config) if rule.key not in told]
@@ -73,6 +73,33 @@ def typed(composed: Composed) -> RunConfig:
         raise ConfigError(problems)
     assert isinstance(checked.config, RunConfig)
     return checked.config
+
+
+def _with_registered_model(composed: Composed) -> Composed:
+    """Let ``model=NAME`` choose a model that a plugin registered, for which there is no YAML.
+
+    Its group then holds the name and what overrides set, nothing of the default model's.
+    """
+    for problem in composed.problems:
+        if problem.key != "model":
+            continue
+        name = str(problem.value)
+        import_entry_point(name, MODEL_CONFIGS)
+        if name not in MODEL_CONFIGS:
+            continue
+        group = composed.tree.get("model", {})
+        given = {
+            key.split(".")[1]
+            for key, origin in composed.origins.items()
+            if key.startswith("model.") and origin.startswith(OVERRIDE_ORIGIN)
+        }
+        chosen = {"name": name, **{key: group[key] for key in sorted(given)}}
+        return Composed(
+            {**composed.tree, "model": chosen},
+            {**composed.origins, "model.name": f"{OVERRIDE_ORIGIN}model={name}"},
+            [other for other in composed.problems if other is not problem],
+        )
+    return composed
 
 
 def read(path: str | Path) -> RunConfig:

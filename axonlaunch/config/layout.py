@@ -65,9 +65,18 @@ def replicas(config: RunConfig, *, world_size: int) -> int:
     return fsdp.replicate
 
 
-def with_nproc(config: RunConfig, *, accelerators: int) -> RunConfig:
-    """Resolve ``launch.nproc=auto``: one rank for one device, else one an accelerator or 2."""
-    if config.launch.nproc != "auto":
-        return config
-    nproc = 1 if config.strategy.data_parallel == "none" else accelerators or 2
-    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, nproc=nproc))
+def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
+    """Decide what was left to the machine: the number of ranks, and by it the strategy.
+
+    ``launch.nproc=auto`` is one rank for one device, else one an accelerator, 2 without any.
+    """
+    nproc, kind = config.launch.nproc, config.strategy.data_parallel
+    if nproc == "auto":
+        nproc = 1 if kind == "none" else accelerators or 2
+    return dataclasses.replace(
+        config,
+        launch=dataclasses.replace(config.launch, nproc=nproc),
+        strategy=dataclasses.replace(
+            config.strategy, data_parallel=kind or ("ddp" if nproc > 1 else "none")
+        ),
+    )

@@ -33,11 +33,11 @@ class GPTConfig:
 
     name: str = "gpt"
     """name in the registry of models"""
-    hidden_size: int = field(default=192, metadata={"min": 1})
+    hidden_size: int = field(default=128, metadata={"min": 1})
     """width of the residual stream"""
     num_hidden_layers: int = field(default=4, metadata={"min": 1})
     """blocks of attention and feed-forward"""
-    num_attention_heads: int = field(default=6, metadata={"min": 1})
+    num_attention_heads: int = field(default=4, metadata={"min": 1})
     """heads of each attention; divides hidden_size"""
     intermediate_size: int | None = field(default=None, metadata={"min": 1})
     """width inside the feed-forward; null: 4 x hidden_size"""
@@ -47,8 +47,8 @@ class GPTConfig:
     """longest sequence"""
     layer_norm_eps: float = field(default=1e-5, metadata={"above": 0})
     """added to the variance inside LayerNorm"""
-    initializer_range: float = field(default=0.02, metadata={"above": 0})
-    """standard deviation of the initial weights"""
+    initializer_range: float | None = field(default=None, metadata={"above": 0})
+    """standard deviation of the initial weights; null: sqrt(0.4 / hidden_size)"""
     tie_word_embeddings: bool = True
     """use the embedding's matrix as the output projection too"""
 
@@ -81,8 +81,8 @@ class LlamaConfig:
     """base of the rotary embedding's wavelengths"""
     rms_norm_eps: float = field(default=1e-5, metadata={"above": 0})
     """added to the mean square inside RMSNorm"""
-    initializer_range: float = field(default=0.02, metadata={"above": 0})
-    """standard deviation of the initial weights"""
+    initializer_range: float | None = field(default=None, metadata={"above": 0})
+    """standard deviation of the initial weights; null: sqrt(0.4 / hidden_size)"""
     tie_word_embeddings: bool = False
     """use the embedding's matrix as the output projection too"""
 
@@ -128,8 +128,8 @@ class ViTConfig:
     """width inside the feed-forward; null: 4 x hidden_size"""
     layer_norm_eps: float = field(default=1e-6, metadata={"above": 0})
     """added to the variance inside LayerNorm"""
-    initializer_range: float = field(default=0.02, metadata={"above": 0})
-    """standard deviation of the initial weights"""
+    initializer_range: float | None = field(default=None, metadata={"above": 0})
+    """standard deviation of the initial weights; null: sqrt(0.4 / hidden_size)"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""

@@ -193,11 +193,11 @@ def _literal(value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def _union(value: Any, options: tuple[Any, ...]) -> Any:
+    if value is None and type(None) in options:
+        return None
     reasons = []
     for option in options:
         if option is type(None):
-            if value is None:
-                return None
             reasons.append("null")
             continue
         try:

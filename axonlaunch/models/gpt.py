@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config.model import GPTConfig
 from axonlaunch.models.attention import Attention
-from axonlaunch.models.initialization import Initializer, transformer_initializers
+from axonlaunch.models.initialization import transformer_initializers
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
@@ -102,20 +102,10 @@ class GPT(nn.Module):
         return x
 
 
-def _initializers(module: nn.Module) -> dict[str, Initializer]:
-    config: GPTConfig = module.config  # type: ignore[assignment]
-    return transformer_initializers(
-        module,
-        std=config.initializer_range,
-        num_layers=config.num_hidden_layers,
-        tied=config.tie_word_embeddings,
-    )
-
-
 SPEC = ModelSpec(
     build=GPT,
     loss=cross_entropy_sum,
     layers="layers",
     inputs="tokens",
-    initializers=_initializers,
+    initializers=transformer_initializers,
 )

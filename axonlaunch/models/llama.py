@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config.model import LlamaConfig
 from axonlaunch.models.attention import Attention, Rotary, RotaryTable
-from axonlaunch.models.initialization import Initializer, transformer_initializers
+from axonlaunch.models.initialization import transformer_initializers
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
@@ -93,20 +93,10 @@ class Llama(nn.Module):
         return x if self.lm_head is None else self.lm_head(x)
 
 
-def _initializers(module: nn.Module) -> dict[str, Initializer]:
-    config: LlamaConfig = module.config  # type: ignore[assignment]
-    return transformer_initializers(
-        module,
-        std=config.initializer_range,
-        num_layers=config.num_hidden_layers,
-        tied=config.tie_word_embeddings,
-    )
-
-
 SPEC = ModelSpec(
     build=Llama,
     loss=cross_entropy_sum,
     layers="layers",
     inputs="tokens",
-    initializers=_initializers,
+    initializers=transformer_initializers,
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config.model import ViTConfig
 from axonlaunch.models.gpt import Block
-from axonlaunch.models.initialization import Initializer, transformer_initializers
+from axonlaunch.models.initialization import transformer_initializers
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
@@ -56,17 +56,10 @@ class ViT(nn.Module):
         return x if self.head is None else self.head(x.mean(1))
 
 
-def _initializers(module: nn.Module) -> dict[str, Initializer]:
-    config: ViTConfig = module.config  # type: ignore[assignment]
-    return transformer_initializers(
-        module, std=config.initializer_range, num_layers=config.num_hidden_layers
-    )
-
-
 SPEC = ModelSpec(
     build=ViT,
     loss=cross_entropy_sum,
     layers="layers",
     inputs="images",
-    initializers=_initializers,
+    initializers=transformer_initializers,
 )

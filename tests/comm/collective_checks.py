@@ -86,7 +86,9 @@ def layouts(rank: int, dtype: torch.dtype, *, num_rows: int | None = None) -> It
         yield values(rank, (2, 1, 3), dtype).requires_grad_(dtype.is_floating_point)
 
 
-def of_all(group: ProcessGroup | None, index: int, dtype: torch.dtype, rows: int | None = None) -> Tensor:
+def of_all(
+    group: ProcessGroup | None, index: int, dtype: torch.dtype, rows: int | None = None
+) -> Tensor:
     """What the members hold in the layout with this index, stacked."""
     return torch.stack(
         [list(layouts(rank, dtype, num_rows=rows))[index].detach() for rank in members(group)]
@@ -258,9 +260,13 @@ def barrier_returns_on_every_group(world: World) -> None:
 
 @check
 def the_world_says_who_is_who(world: World) -> None:
-    assert (comm.rank(), comm.world_size()) == (world.rank, world.world_size) == (
-        dist.get_rank(),
-        WORLD_SIZE,
+    assert (
+        (comm.rank(), comm.world_size())
+        == (world.rank, world.world_size)
+        == (
+            dist.get_rank(),
+            WORLD_SIZE,
+        )
     )
     assert comm.is_main_process() == world.is_main == (world.rank == 0)
     assert world.device == torch.device("cpu")
@@ -434,7 +440,7 @@ def arguments_that_make_no_sense_are_refused(world: World) -> None:
         comm.all_reduce_sum(torch.zeros(2, dtype=torch.float8_e4m3fn))
     with pytest.raises(TypeError, match="expected a tensor, got list"):
         comm.all_gather([1.0])
-    with pytest.raises(ValueError, match="is on meta, the group's backend .* works on cpu"):
+    with pytest.raises(ValueError, match=r"is on meta, the group's backend .* works on cpu"):
         comm.all_reduce_sum(torch.zeros(2, device="meta"))
     with pytest.raises(ValueError, match="the tensor is expanded"):
         comm.all_reduce_sum(torch.zeros(1).expand(4))

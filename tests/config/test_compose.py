@@ -127,7 +127,7 @@ def test_a_plugin_registers_a_model_that_has_its_own_keys(
         "def build(config):\n"
         "    return nn.Sequential(nn.Linear(4, config.width), nn.Linear(config.width, 2))\n"
     )
-    plugin = ["plugins=[plugin_of_a_test]", "model.name=two_layers"]
+    plugin = ["plugins=[plugin_of_a_test]", "model=two_layers"]
     assert vars(config.load([*plugin, "model.width=16"]).model) == {"name": "two_layers", "width": 16}
     with pytest.raises(ConfigError, match="did you mean model.width"):
         config.load([*plugin, "model.widht=16"])

@@ -75,7 +75,7 @@ def test_llama_gives_the_logits_and_gradients_of_a_plain_fp64_reference():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    tokens = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(0))
     targets = tokens.roll(-1, 1)
     weights = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
 

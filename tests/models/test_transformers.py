@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from axonlaunch.config.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
 from axonlaunch.config.problem import ConfigError
@@ -80,6 +81,20 @@ def test_stages_without_some_parts_give_the_whole_models_outputs(config):
     names = {name for name, _ in late.named_parameters()}
     assert any(name.startswith("layers.3.") for name in names)
     assert list(spec_for(config).blocks(late)) == ["layers.2", "layers.3"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own look at a block's input
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=lambda config: config.name)
+def test_all_blocks_compile_into_one_graph_once(config):
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model, plain = build(config), build(config)
+    inputs, _ = batch(config)
+    for block in model.layers:
+        block.compile(fullgraph=True, backend=counter)
+    torch.testing.assert_close(model(inputs), plain(inputs))
+    model(inputs).sum().backward()
+    assert counter.frame_count == 1
 
 
 def test_gpt_shares_one_matrix_between_embedding_and_head():

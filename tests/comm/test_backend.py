@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from axonlaunch import comm
+from axonlaunch.comm import Backend, RankFailedError, ReduceOp, nccl
+from axonlaunch.comm.agreement import LINE_BYTES, pack, unpack
+
+
+def test_the_names_are_those_that_configurations_use() -> None:
+    assert [str(backend) for backend in Backend] == ["gloo", "nccl", "mock"]
+    assert [op.name for op in ReduceOp] == ["Sum", "Product", "Min", "Max", "Average"]
+
+
+def test_what_is_public_is_sorted_and_there() -> None:
+    assert comm.__all__ == sorted(comm.__all__)
+    assert all(hasattr(comm, name) for name in comm.__all__)
+
+
+def test_importing_it_starts_nothing_and_brings_no_test_code() -> None:
+    text = (
+        "import sys, axonlaunch.comm, axonlaunch.comm.mock\n"
+        "import torch.distributed as dist\n"
+        "assert not dist.is_initialized()\n"
+        "heavy = ('torch._dynamo', 'torch.testing._internal.distributed')\n"
+        "print(*[name for name in sys.modules if name.startswith(heavy)])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", text],
+        env={"PYTHONPATH": str(comm.__path__[0]) + "/../.."},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_nccl_tells_a_torch_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    status = nccl.status()
+    assert (status.available, status.version, status.devices) == (False, None, [])
+    assert f"this torch ({torch.__version__}) is built without NCCL: install" in status.reason
+
+
+def test_nccl_tells_a_machine_that_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    status = nccl.status()
+    assert (status.available, status.version) == (False, "2.27.3")
+    assert "this torch has NCCL 2.27.3, but sees no device" in status.reason
+
+
+def test_nccl_tells_what_it_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"device {index}")
+    status = nccl.status()
+    assert status == nccl.NcclStatus(True, "2.27.3", ["device 0", "device 1"])
+    assert status.reason == ""
+    with pytest.raises(FrozenInstanceError):
+        status.available = False
+
+
+def test_nccl_answers_here_too() -> None:
+    status = nccl.status()
+    assert status.available == bool(status.devices) == (status.reason == "")
+
+
+def test_a_failed_rank_can_be_told_to_another_process() -> None:
+    error = pickle.loads(pickle.dumps(RankFailedError(3, "rank 3 failed: ValueError: boom")))
+    assert (error.rank, str(error)) == (3, "rank 3 failed: ValueError: boom")
+
+
+@pytest.mark.parametrize("line", ["", "barrier", "a" * LINE_BYTES, "\u00e9" * 100])
+def test_a_line_is_read_as_it_was_written(line: str) -> None:
+    assert unpack(pack(line)) == line
+
+
+def test_long_lines_that_differ_at_the_end_are_told_apart() -> None:
+    one, other = (unpack(pack("x" * LINE_BYTES + end)) for end in ("a", "b"))
+    assert one != other
+    assert len(one) == LINE_BYTES

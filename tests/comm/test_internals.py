@@ -1,0 +1,96 @@
+"""The private names of torch that the mock world stands on.
+
+A failure here means that torch has moved one. The fix belongs in ``axonlaunch/comm/internals.py``
+(how threads get their own torch.distributed) or ``mock_group.py`` (the wire names of a group);
+then raise the upper bound on torch in ``pyproject.toml``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import axonlaunch.comm
+from axonlaunch.comm.internals import WorldOfThread, isolated_threads, threads_are_isolated
+from axonlaunch.comm.mock_group import MockProcessGroup
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_set_thread_isolation_mode",
+        "_register_process_group",
+        "_resolve_process_group",
+        "_unregister_process_group",
+    ],
+)
+def test_c_plus_plus_still_has(name: str) -> None:
+    assert hasattr(torch._C._distributed_c10d, name)
+
+
+@pytest.mark.parametrize("name", ["_world", "_update_default_pg"])
+def test_python_still_has(name: str) -> None:
+    assert hasattr(distributed_c10d, name)
+
+
+def test_the_cuda_guard_can_still_be_set_up() -> None:
+    assert hasattr(torch._C, "_ensureCUDADeviceGuardSet")
+
+
+def test_the_world_of_a_thread_has_all_that_torchs_has() -> None:
+    ours = vars(WorldOfThread())
+    theirs = {
+        name
+        for name, member in inspect.getmembers(type(distributed_c10d._world))
+        if isinstance(member, property)
+    }
+    derived = {"pg_config_info"}  # made from the others, for torch's flight recorder
+    assert theirs - derived <= set(ours)
+
+
+def test_the_isolation_mode_is_found_out_and_put_back() -> None:
+    assert not threads_are_isolated()
+    with isolated_threads():
+        assert threads_are_isolated()
+        with isolated_threads():
+            assert threads_are_isolated()
+        assert threads_are_isolated()
+    assert not threads_are_isolated()
+
+
+def test_every_way_to_communicate_on_a_torch_group_is_answered() -> None:
+    not_ours = {
+        "boxed",  # of the C++ object itself
+        "unbox",
+        "bound_device_id",
+        "group_desc",
+        "get_group_store",
+        "merge_remote_group",  # gloo lacks these
+        "split_group",
+        "monitored_barrier",
+        "name",
+        "rank",
+        "size",
+        "set_timeout",
+        "use_pg_for_symm_mem_rendezvous",
+    }
+    public = {name for name in vars(dist.ProcessGroup) if not name.startswith("_")}
+    constants = {name for name in public if name.isupper() or name == "BackendType"}
+    assert public - constants - not_ours <= set(vars(MockProcessGroup))
+
+
+def test_torchs_private_modules_are_imported_in_one_file_only() -> None:
+    folder = Path(axonlaunch.comm.__file__).parent
+    private = {
+        path.name
+        for path in folder.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in {"_C", "_distributed_c10d", "_world"}
+    }
+    assert private == {"internals.py"}

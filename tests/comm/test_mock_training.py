@@ -1,0 +1,372 @@
+"""torch's own parallel training, unchanged, on the mock world: the same as one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from axonlaunch import comm
+from axonlaunch.comm import World
+
+WIDTH, BATCH, STEPS, NUM_BLOCKS = 16, 16, 3, 4
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def make_model(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(dropout) for _ in range(NUM_BLOCKS)])
+
+
+def make_batch(part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    both = torch.randn(2, BATCH, 4, WIDTH, generator=generator)
+    return both[0].chunk(parts)[part], both[1].chunk(parts)[part]
+
+
+def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    # Not Adam: it divides by a gradient's size, and so makes much of the rounding of small ones.
+    return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, foreach=False)
+
+
+def train(model: nn.Module, batch: tuple[Tensor, Tensor], *, steps: int = STEPS) -> Tensor:
+    optimizer = make_optimizer(model)
+    return torch.stack([step(model, optimizer, batch) for _ in range(steps)])
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+    loss = F.mse_loss(model(batch[0]).float(), batch[1])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def whole(parameter: Tensor) -> Tensor:
+    full = getattr(parameter, "full_tensor", None)
+    return (full() if full else parameter).detach().clone()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [whole(parameter) for parameter in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[Tensor, list[Tensor]]:
+    model = make_model()
+    return train(model, make_batch()), weights(model)
+
+
+def mean_loss(losses: Tensor) -> Tensor:
+    return comm.all_reduce_mean(losses)
+
+
+def train_ddp(world: World) -> tuple[Tensor, list[Tensor]]:
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.002)
+    losses = train(model, make_batch(world.rank, world.world_size))
+    return mean_loss(losses), weights(model)
+
+
+def train_ddp_with_gradients_in_buckets(world: World) -> tuple[Tensor, list[Tensor]]:
+    model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True, static_graph=True)
+    losses = train(model, make_batch(world.rank, world.world_size))
+    return mean_loss(losses), weights(model)
+
+
+def train_by_sync_gradients(world: World) -> tuple[Tensor, list[Tensor]]:
+    model = make_model()
+    optimizer, batch = make_optimizer(model), make_batch(world.rank, world.world_size)
+    losses = []
+    for _ in range(STEPS):
+        losses.append(F.mse_loss(model(batch[0]).float(), batch[1]))
+        losses[-1].backward()
+        comm.sync_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return mean_loss(torch.stack(losses).detach()), weights(model)
+
+
+def shard(model: nn.Sequential, mesh: DeviceMesh, **policy: Any) -> nn.Sequential:
+    for block in model:
+        fully_shard(block, mesh=mesh, **policy)
+    return fully_shard(model, mesh=mesh, **policy)
+
+
+def train_fsdp(world: World, **policy: Any) -> tuple[Tensor, list[Tensor]]:
+    model = shard(make_model(), init_device_mesh("cpu", (world.world_size,)), **policy)
+    losses = train(model, make_batch(world.rank, world.world_size))
+    return mean_loss(losses), weights(model)
+
+
+def train_hsdp(world: World) -> tuple[Tensor, list[Tensor]]:
+    mesh = init_device_mesh("cpu", (2, world.world_size // 2), mesh_dim_names=("dp", "shard"))
+    model = shard(make_model(), mesh)
+    losses = train(model, make_batch(world.rank, world.world_size))
+    return mean_loss(losses), weights(model)
+
+
+TENSOR_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def train_tensor(world: World) -> tuple[Tensor, list[Tensor]]:
+    model, mesh = make_model(), init_device_mesh("cpu", (world.world_size,))
+    for block in model:
+        parallelize_module(block, mesh, TENSOR_PLAN)
+    return train(model, make_batch()), weights(model)
+
+
+def train_tensor_and_fsdp(world: World) -> tuple[Tensor, list[Tensor]]:
+    mesh = init_device_mesh("cpu", (2, world.world_size // 2), mesh_dim_names=("shard", "tp"))
+    model = make_model()
+    for block in model:
+        parallelize_module(block, mesh["tp"], TENSOR_PLAN)
+    shard(model, mesh["shard"])
+    losses = train(model, make_batch(mesh.get_local_rank("shard"), 2))
+    return mean_loss(losses), weights(model)
+
+
+@pytest.mark.parametrize(
+    ("train_on", "size"),
+    [
+        (train_ddp, 2),
+        (train_ddp, 4),
+        (train_ddp_with_gradients_in_buckets, 2),
+        (train_by_sync_gradients, 4),
+        (train_fsdp, 2),
+        (train_fsdp, 4),
+        (partial(train_fsdp, reshard_after_forward=False), 2),
+        (partial(train_fsdp, offload_policy=CPUOffloadPolicy(pin_memory=False)), 2),
+        (train_hsdp, 4),
+        (train_tensor, 2),
+        (train_tensor, 4),
+        (train_tensor_and_fsdp, 4),
+    ],
+)
+def test_it_trains_as_one_process_does(
+    train_on: Callable[[World], Any], size: int, alone: tuple[Tensor, list[Tensor]]
+) -> None:
+    for losses, parameters in World.mock(size).run(train_on):
+        torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=1e-7)
+        for ours, theirs in zip(parameters, alone[1], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_fsdp_in_mixed_precision_is_close() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = make_model()
+    expected = train(model, make_batch())
+    for losses, _ in World.mock(4).run(train_fsdp, mp_policy=policy):
+        torch.testing.assert_close(losses, expected, rtol=2e-2, atol=0)
+
+
+# Pipelines.
+
+
+def pipeline_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+def train_pipeline(
+    world: World, schedule_name: str, stages_per_rank: int
+) -> tuple[Tensor | None, dict[int, list[Tensor]]]:
+    size, rank = world.world_size, world.rank
+    num_stages, blocks = size * stages_per_rank, make_model()
+    indices = [rank + size * turn for turn in range(stages_per_rank)]
+    if schedule_name == "ScheduleZBVZeroBubble":
+        indices = [rank, num_stages - 1 - rank]
+    each = NUM_BLOCKS // num_stages
+    stages = [
+        pipelining.PipelineStage(
+            blocks[index * each : (index + 1) * each], index, num_stages, torch.device("cpu")
+        )
+        for index in indices
+    ]
+    make = getattr(pipelining, schedule_name)
+    several = stages_per_rank > 1
+    schedule = make(stages if several else stages[0], 8, loss_fn=pipeline_loss)
+    optimizer = make_optimizer(nn.ModuleList(stage.submod for stage in stages))
+    inputs, targets = make_batch()
+    has_last = num_stages - 1 in indices
+    curve = []
+    for _ in range(STEPS):
+        losses: list[Tensor] = []
+        schedule.step(
+            *([inputs] if rank == 0 else []),
+            **({"target": targets, "losses": losses} if has_last else {}),
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        curve += [torch.stack(losses).mean().detach()] if losses else []
+    held = {index: weights(stage.submod) for index, stage in zip(indices, stages, strict=True)}
+    return (torch.stack(curve) if curve else None), held
+
+
+@pytest.mark.parametrize(
+    ("schedule", "size", "stages_per_rank"),
+    [
+        ("ScheduleGPipe", 4, 1),
+        ("Schedule1F1B", 2, 1),
+        ("Schedule1F1B", 4, 1),
+        ("ScheduleInterleaved1F1B", 2, 2),
+        ("ScheduleLoopedBFS", 2, 2),
+        ("ScheduleInterleavedZeroBubble", 2, 2),
+        ("ScheduleZBVZeroBubble", 2, 2),
+    ],
+)
+def test_a_pipeline_trains_as_one_process_does(
+    schedule: str, size: int, stages_per_rank: int, alone: tuple[Tensor, list[Tensor]]
+) -> None:
+    outcomes = World.mock(size).run(train_pipeline, schedule, stages_per_rank)
+    curves = [curve for curve, _ in outcomes if curve is not None]
+    assert len(curves) == 1
+    torch.testing.assert_close(curves[0], alone[0], rtol=1e-5, atol=1e-7)
+    held = {index: tensors for _, stages in outcomes for index, tensors in stages.items()}
+    ours = [tensor for index in sorted(held) for tensor in held[index]]
+    for one, other in zip(ours, alone[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_pipeline_and_fsdp_and_tensor_parallel_together(
+    alone: tuple[Tensor, list[Tensor]],
+) -> None:
+    def train_all(world: World) -> Tensor | None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "shard", "tp"))
+        stage_index = mesh.get_local_rank("pp")
+        blocks = make_model()[2 * stage_index : 2 * stage_index + 2]
+        for block in blocks:
+            parallelize_module(block, mesh["tp"], TENSOR_PLAN)
+            fully_shard(block, mesh=mesh["shard"])
+        stage = pipelining.PipelineStage(
+            blocks, stage_index, 2, torch.device("cpu"), group=mesh["pp"].get_group()
+        )
+        schedule = pipelining.Schedule1F1B(stage, 4, loss_fn=pipeline_loss)
+        optimizer = make_optimizer(blocks)
+        inputs, targets = make_batch(mesh.get_local_rank("shard"), 2)
+        curve = []
+        for _ in range(STEPS):
+            losses: list[Tensor] = []
+            if stage_index:
+                schedule.step(target=targets, losses=losses)
+            else:
+                schedule.step(inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+            if losses:
+                mean = torch.stack(losses).mean().detach()
+                dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=mesh["shard"].get_group())
+                curve.append(mean)
+        return torch.stack(curve) if curve else None
+
+    curves = [curve for curve in World.mock(8).run(train_all) if curve is not None]
+    assert len(curves) == 4
+    for curve in curves:
+        torch.testing.assert_close(curve, alone[0], rtol=1e-5, atol=1e-7)
+
+
+# Determinism.
+
+
+@pytest.mark.parametrize("train_on", [train_ddp, train_fsdp, train_hsdp, train_tensor])
+def test_training_twice_gives_the_same_bits(train_on: Callable[[World], Any]) -> None:
+    first, second = (World.mock(4).run(train_on) for _ in range(2))
+    for (losses, parameters), (again, others) in zip(first, second, strict=True):
+        assert torch.equal(losses, again)
+        assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+
+
+def test_training_with_dropout_twice_gives_the_same_bits() -> None:
+    def train_dropout(world: World) -> tuple[Tensor, list[float]]:
+        model = shard(make_model(0.3), init_device_mesh("cpu", (world.world_size,)))
+        torch.manual_seed(world.rank)
+        losses = train(model, make_batch(world.rank, world.world_size))
+        return losses, torch.rand(3).tolist()
+
+    first, second = (World.mock(4).run(train_dropout) for _ in range(2))
+    for (losses, numbers), (again, others) in zip(first, second, strict=True):
+        assert torch.equal(losses, again)
+        assert numbers == others
+    assert len({tuple(numbers) for _, numbers in first}) == 4
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(4, 4), (4, 2), (2, 4)])
+def test_a_checkpoint_continues_on_as_many_ranks_or_others(
+    tmp_path: Path, saved_on: int, loaded_on: int, alone: tuple[Tensor, list[Tensor]]
+) -> None:
+    def prepare(world: World) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = shard(make_model(), init_device_mesh("cpu", (world.world_size,)))
+        return model, make_optimizer(model), make_batch(world.rank, world.world_size)
+
+    def save(world: World) -> None:
+        model, optimizer, batch = prepare(world)
+        step(model, optimizer, batch)
+        states = get_state_dict(model, optimizer)
+        dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=tmp_path)
+
+    def load(world: World) -> Tensor:
+        model, optimizer, batch = prepare(world)
+        states = get_state_dict(model, optimizer)
+        state = dict(zip(("model", "optimizer"), states, strict=True))
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        losses = [step(model, optimizer, batch) for _ in range(STEPS - 1)]
+        return mean_loss(torch.stack(losses))
+
+    World.mock(saved_on).run(save)
+    for losses in World.mock(loaded_on).run(load):
+        torch.testing.assert_close(losses, alone[0][1:], rtol=1e-5, atol=1e-7)
+
+
+# Time.
+
+
+def test_an_fsdp_step_of_8_ranks_takes_a_fraction_of_a_second() -> None:
+    def measure(world: World) -> float:
+        model = shard(make_model(), init_device_mesh("cpu", (world.world_size,)))
+        optimizer, batch = make_optimizer(model), make_batch(world.rank, world.world_size)
+        step(model, optimizer, batch)
+        comm.barrier()
+        start = time.perf_counter()
+        for _ in range(3):
+            step(model, optimizer, batch)
+        comm.barrier()
+        return (time.perf_counter() - start) / 3
+
+    assert max(World.mock(8).run(measure)) < 2

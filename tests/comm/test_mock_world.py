@@ -1,0 +1,458 @@
+from __future__ import annotations
+
+import contextvars
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from axonlaunch import comm
+from axonlaunch.comm import (
+    CommError,
+    DeadlockError,
+    MismatchError,
+    PeerFailedError,
+    RankFailedError,
+    World,
+)
+from axonlaunch.comm.internals import threads_are_isolated
+from axonlaunch.comm.mock_group import MockProcessGroup
+
+
+def fails(fn: Callable[[World], Any], *, size: int = 3, timeout_s: float = 20) -> RankFailedError:
+    with pytest.raises(RankFailedError) as caught:
+        World.mock(size, timeout_s=timeout_s).run(fn)
+    return caught.value
+
+
+# What run does.
+
+
+def test_run_returns_results_by_rank() -> None:
+    def describe(world: World, scale: int, *, shift: int) -> tuple[int, int, int, bool, str, str]:
+        return (
+            world.rank * scale + shift,
+            world.local_rank,
+            world.world_size,
+            world.is_main,
+            world.backend.value,
+            world.device.type,
+        )
+
+    assert World.mock(3).run(describe, 10, shift=1) == [
+        (1, 0, 3, True, "mock", "cpu"),
+        (11, 1, 3, False, "mock", "cpu"),
+        (21, 2, 3, False, "mock", "cpu"),
+    ]
+
+
+def test_only_one_rank_runs_at_a_time_in_turn() -> None:
+    running: list[int] = []
+    order: list[int] = []
+
+    def step(world: World) -> None:
+        for _ in range(3):
+            running.append(world.rank)
+            time.sleep(0.001)
+            assert running == [world.rank]
+            running.remove(world.rank)
+            order.append(world.rank)
+            comm.barrier()
+
+    World.mock(3).run(step)
+    assert order == [0, 1, 2, 2, 0, 1, 1, 2, 0]
+
+
+def test_64_ranks_all_reduce_in_no_time() -> None:
+    def reduce(world: World) -> float:
+        tensor = torch.full((1000,), float(world.rank))
+        for _ in range(5):
+            comm.all_reduce_mean(tensor)
+        return tensor[0].item()
+
+    start = time.perf_counter()
+    assert World.mock(64).run(reduce) == [31.5] * 64
+    assert time.perf_counter() - start < 5
+
+
+def test_ranks_see_the_context_of_the_caller() -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+    assert World.mock(2).run(lambda _: variable.get()) == [7, 7]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_world_has_at_least_one_rank(size: int) -> None:
+    with pytest.raises(ValueError, match=f"world_size={size}: a world has at least one rank"):
+        World.mock(size)
+
+
+def test_a_time_limit_is_positive() -> None:
+    with pytest.raises(ValueError, match="timeout_s=0: a time limit is more than 0 seconds"):
+        World.mock(1, timeout_s=0)
+
+
+# Random numbers.
+
+
+def draws(world: World) -> list[list[float]]:
+    drawn = []
+    for _ in range(3):
+        drawn.append(torch.rand(2).tolist())
+        comm.barrier()
+    return drawn
+
+
+def test_each_rank_starts_with_the_callers_random_state_and_leaves_it() -> None:
+    torch.manual_seed(3)
+    alone = [torch.rand(2).tolist() for _ in range(3)]
+    torch.manual_seed(3)
+    assert World.mock(3).run(draws) == [alone] * 3
+    assert torch.rand(2).tolist() == alone[0]
+
+
+def test_a_rank_that_seeds_does_not_touch_the_others() -> None:
+    def seeded(world: World) -> list[list[float]]:
+        torch.manual_seed(world.rank)
+        return draws(world)
+
+    alone = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        alone.append([torch.rand(2).tolist() for _ in range(3)])
+    assert World.mock(3).run(seeded) == alone
+
+
+def test_dropout_between_collectives_is_the_same_every_time() -> None:
+    def train(world: World) -> list[list[float]]:
+        torch.manual_seed(world.rank)
+        dropout, found = torch.nn.Dropout(0.5), []
+        for step in range(4):
+            value = dropout(torch.ones(4))
+            if step % 2 == world.rank % 2:
+                value = dropout(value)
+            found.append(comm.all_reduce_sum(value).tolist())
+        return found
+
+    runs = [World.mock(4).run(train) for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_sums_are_the_same_to_the_bit_in_rank_order() -> None:
+    def reduce(world: World) -> torch.Tensor:
+        tensor = torch.randn(101, generator=torch.Generator().manual_seed(world.rank))
+        comm.barrier()
+        return comm.all_reduce_sum(tensor)
+
+    expected = torch.zeros(101)
+    for rank in range(5):
+        part = torch.randn(101, generator=torch.Generator().manual_seed(rank))
+        expected = part if rank == 0 else expected + part
+    for _ in range(2):
+        assert all(torch.equal(seen, expected) for seen in World.mock(5).run(reduce))
+
+
+# Ranks that fail.
+
+
+def test_a_rank_that_raises_is_named_to_the_others_and_to_the_caller() -> None:
+    seen: dict[int, BaseException] = {}
+
+    def step(world: World) -> None:
+        if world.rank == 1:
+            raise ZeroDivisionError("boom")
+        try:
+            comm.all_reduce_sum(torch.ones(2))
+        except CommError as error:
+            seen[world.rank] = error
+            raise
+
+    failure = fails(step)
+    assert failure.rank == 1
+    assert isinstance(failure.__cause__, ZeroDivisionError)
+    assert str(failure) == "rank 1 failed: ZeroDivisionError: boom"
+    assert sorted(seen) == [0, 2]
+    assert str(seen[0]) == (
+        "rank 1 failed while rank 0 was waiting: all_reduce_sum of float32 [2] in group "
+        "[0, 1, 2], waits for ranks 1, 2: ZeroDivisionError: boom"
+    )
+    assert "rank 1 failed while rank 2 was communicating" in str(seen[2])
+    assert all(isinstance(error, PeerFailedError) for error in seen.values())
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_a_rank_that_exits_is_named(kind: type[BaseException]) -> None:
+    def step(world: World) -> None:
+        if world.rank == 2:
+            raise kind(3)
+        comm.barrier()
+
+    failure = fails(step)
+    assert failure.rank == 2
+    assert isinstance(failure.__cause__, kind)
+
+
+def test_a_rank_that_dies_in_the_backward_pass_of_others_is_named() -> None:
+    def step(world: World) -> None:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        loss = model(torch.ones(1, 2)).sum()
+        if world.rank == 0:
+            raise MemoryError("no more")
+        loss.backward()
+
+    failure = fails(step)
+    assert failure.rank == 0
+    assert isinstance(failure.__cause__, MemoryError)
+
+
+def test_a_deadlock_is_reported_at_once_with_what_each_rank_waits_for() -> None:
+    def wait_in_a_ring(world: World) -> None:
+        comm.recv(torch.zeros(4), src=(world.rank + 1) % 3)
+
+    start = time.perf_counter()
+    failure = fails(wait_in_a_ring)
+    assert time.perf_counter() - start < 5
+    assert isinstance(failure.__cause__, DeadlockError)
+    for rank in range(3):
+        assert f"rank {rank}: recv from rank {(rank + 1) % 3} of float32 [4]" in str(failure)
+
+
+def test_two_ranks_that_both_send_first_are_in_deadlock_as_on_real_backends() -> None:
+    def send_first(world: World) -> None:
+        dist.send(torch.zeros(2), 1 - world.rank)
+        dist.recv(torch.zeros(2), 1 - world.rank)
+
+    failure = fails(send_first, size=2)
+    assert "rank 0: send to rank 1 of float32 [2]; rank 1: send to rank 0" in str(failure)
+
+
+def test_a_rank_that_finished_without_arriving_is_named() -> None:
+    def leave_early(world: World) -> None:
+        if world.rank != 1:
+            comm.all_gather(torch.zeros(2))
+
+    failure = fails(leave_early)
+    assert isinstance(failure.__cause__, DeadlockError)
+    assert (
+        "rank 0: all_gather of float32 [2] in group [0, 1, 2], waits for rank 1 "
+        "(rank 1 finished without arriving)"
+    ) in str(failure)
+
+
+def test_a_message_nobody_will_send_names_who_has_finished() -> None:
+    def expect(world: World) -> None:
+        if world.rank == 0:
+            dist.recv(torch.zeros(2), 1)
+
+    failure = fails(expect, size=2)
+    assert "rank 0: recv from rank 1 (it has finished) of float32 [2]" in str(failure)
+
+
+def test_a_rank_that_sleeps_too_long_is_named_with_where_it_is() -> None:
+    def sleep_on(world: World) -> None:
+        if world.rank == 1:
+            time.sleep(0.7)
+        comm.barrier()
+
+    failure = fails(sleep_on, timeout_s=0.2)
+    assert failure.rank == 1
+    assert isinstance(failure.__cause__, TimeoutError)
+    assert "rank 1 has not communicated for 0.2 s; it is in sleep_on at test_mock_world" in str(
+        failure
+    )
+    assert "rank 0: barrier in group [0, 1, 2], waits for ranks 1, 2" in str(failure)
+
+
+def test_a_rank_that_computes_for_ever_is_named_and_stopped() -> None:
+    stopped = threading.Event()
+
+    def compute(world: World) -> None:
+        try:
+            while world.rank == 0:
+                pass
+        except SystemExit:
+            stopped.set()
+            raise
+
+    failure = fails(compute, timeout_s=0.2)
+    assert failure.rank == 0
+    assert stopped.wait(5)
+
+
+def test_a_rank_that_only_communicates_for_long_is_not_late() -> None:
+    def keep_going(world: World) -> int:
+        deadline, rounds = time.monotonic() + 0.8, 0
+        going = torch.ones(1)
+        while going.item():
+            time.sleep(0.02)
+            going.fill_(time.monotonic() < deadline)
+            comm.broadcast(going)
+            rounds += 1
+        return rounds
+
+    rounds = World.mock(2, timeout_s=0.4).run(keep_going)
+    assert rounds[0] == rounds[1] > 1
+
+
+def test_ranks_that_poll_each_other_for_ever_are_late() -> None:
+    def poll(world: World) -> None:
+        work = dist.irecv(torch.zeros(1), 1 - world.rank)
+        assert work is not None
+        while not work.is_completed():
+            pass
+
+    failure = fails(poll, size=2, timeout_s=0.3)
+    assert isinstance(failure.__cause__, TimeoutError)
+
+
+def test_a_mismatch_leaves_the_world_usable() -> None:
+    def recover(world: World) -> list[float]:
+        with pytest.raises(MismatchError):
+            dist.all_reduce(torch.ones(2 if world.rank else 3))
+        return comm.all_reduce_sum(torch.ones(2)).tolist()
+
+    assert World.mock(3).run(recover) == [[3.0, 3.0]] * 3
+
+
+def test_a_mismatch_reaches_ranks_that_come_later_at_once() -> None:
+    arrived: list[int] = []
+
+    def differ(world: World) -> None:
+        if world.rank == 2:
+            assert arrived == [0, 1]
+        arrived.append(world.rank)
+        with pytest.raises(MismatchError, match=r"rank 0: all_reduce SUM of float32 \[3\]; rank 1"):
+            dist.all_reduce(torch.ones(2 if world.rank else 3))
+
+    World.mock(3).run(differ)
+
+
+# What it leaves behind.
+
+
+def test_nothing_is_left_after_a_run_or_a_failed_one() -> None:
+    hook, threads, variables = sys.excepthook, threading.active_count(), dict(os.environ)
+    before = dist.distributed_c10d._world
+
+    def use(world: World, fail: bool) -> None:
+        world.new_group([0, 1])
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        if fail and world.rank == 1:
+            raise ValueError("boom")
+        comm.barrier()
+
+    for fail in (False, True):
+        if fail:
+            fails(lambda world: use(world, fail=True))
+        else:
+            World.mock(3).run(use, fail)
+        gc.collect()
+        assert not dist.is_initialized()
+        assert not threads_are_isolated()
+        assert dist.distributed_c10d._world is before
+        assert sys.excepthook is hook
+        assert threading.active_count() == threads
+        assert dict(os.environ) == variables
+        assert not [one for one in gc.get_objects() if type(one) is MockProcessGroup]
+
+
+def test_a_world_of_processes_is_there_again_afterwards() -> None:
+    with World.init() as world:
+        group = dist.group.WORLD
+        assert World.mock(2).run(lambda _: comm.world_size()) == [2, 2]
+        assert dist.group.WORLD is group
+        assert comm.world_size() == 1
+        assert comm.all_reduce_sum(torch.ones(1), group=world.default_group).item() == 1
+
+
+def test_worlds_run_one_after_another_never_at_once() -> None:
+    for size in (1, 4, 2):
+        assert World.mock(size).run(lambda world: comm.world_size()) == [size] * size
+
+    def nest(world: World) -> None:
+        World.mock(2).run(lambda _: None)
+
+    failure = fails(nest, size=1)
+    assert "a mock world is running in this process already" in str(failure)
+
+
+def test_a_world_can_run_in_a_thread() -> None:
+    found: list[Any] = []
+
+    def work() -> None:
+        found.extend(World.mock(2).run(lambda world: comm.all_gather(torch.ones(1)).shape[0]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [2, 2]
+
+
+def test_interrupting_the_caller_unwinds_the_ranks() -> None:
+    unwound: list[int] = []
+
+    def wait(world: World) -> None:
+        try:
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(1000):
+                    time.sleep(0.01)
+            comm.barrier()
+        finally:
+            unwound.append(world.rank)
+
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        World.mock(3).run(wait)
+    assert time.perf_counter() - start < 5
+    assert sorted(unwound) == [0, 1, 2]
+    assert not dist.is_initialized()
+
+
+def test_a_thread_that_is_no_rank_may_not_communicate() -> None:
+    def use_a_thread(world: World) -> str:
+        group, said = world.default_group.torch_group, []
+
+        def communicate() -> None:
+            try:
+                group.barrier()
+            except CommError as error:
+                said.append(str(error))
+
+        thread = threading.Thread(target=communicate, name="helper")
+        thread.start()
+        thread.join()
+        return said[0]
+
+    said = World.mock(2).run(use_a_thread)
+    assert "rank 1 of a mock world communicates from thread 'helper'" in said[1]
+
+
+def test_ranks_share_what_a_process_shares() -> None:
+    random.seed(0)
+    expected = sorted(random.random() for _ in range(3))
+    random.seed(0)
+    assert sorted(World.mock(3).run(lambda _: random.random())) == expected
+
+
+def test_a_rank_may_close_its_world() -> None:
+    def close(world: World) -> bool:
+        with world:
+            comm.barrier()
+        return dist.is_initialized()
+
+    assert World.mock(2).run(close) == [False, False]
+
+
+def test_world_init_inside_a_mock_rank_is_refused() -> None:
+    failure = fails(lambda _: World.init(), size=1)
+    assert "this process has a world (or a torch default group) already" in str(failure)

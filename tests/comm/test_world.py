@@ -1,0 +1,327 @@
+"""``World.init`` on real processes and from the environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import axonlaunch.comm
+from axonlaunch import comm
+from axonlaunch.comm import Backend, World, nccl
+from axonlaunch.comm.process_group import choose_backend
+from axonlaunch.comm.rendezvous import Place, find_place, is_loopback
+
+Run = Callable[..., list[tuple[int, str]]]
+SET = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "node-7",
+    "MASTER_PORT": "29500",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# The environment.
+
+
+def test_an_environment_that_says_nothing_is_a_world_of_one() -> None:
+    place = find_place({})
+    assert (place.rank, place.world_size, place.local_rank, place.alone) == (0, 1, 0, True)
+    assert place.on_loopback
+
+
+def test_a_place_is_read_from_the_environment() -> None:
+    assert find_place(SET) == Place(
+        rank=1,
+        world_size=4,
+        local_rank=0,
+        master_addr="node-7",
+        master_port=29500,
+        alone=False,
+    )
+
+
+def test_all_that_is_wrong_in_the_environment_is_one_error() -> None:
+    with pytest.raises(ValueError, match="the environment describes no world") as caught:
+        find_place({"WORLD_SIZE": "two", "LOCAL_RANK": "-1", "MASTER_PORT": "70000"})
+    for problem in (
+        "RANK is not set",
+        "MASTER_ADDR is not set",
+        "WORLD_SIZE='two' is not a whole number from 1",
+        "LOCAL_RANK='-1' is not a whole number from 0",
+        "MASTER_PORT=70000 is not below 65536",
+        "with none of them set this is a world of one",
+    ):
+        assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+        ({"LOCAL_RANK": "9"}, "LOCAL_RANK=9 is not below WORLD_SIZE=4"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a whole number from 1"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+        ({"RANK": "1.0"}, "RANK='1.0' is not a whole number from 0"),
+    ],
+)
+def test_a_wrong_variable_is_named(change: dict[str, str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        find_place({**SET, **change})
+
+
+def test_with_a_store_no_address_is_needed() -> None:
+    store = dist.HashStore()
+    without = {name: value for name, value in SET.items() if not name.startswith("MASTER")}
+    assert find_place(without, store=store).world_size == 4
+    assert find_place({"MASTER_ADDR": "node-7"}, store=store).alone
+
+
+def test_a_store_on_loopback_is_a_world_on_loopback() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    without = {name: value for name, value in SET.items() if not name.startswith("MASTER")}
+    assert find_place(without, store=dist.PrefixStore("run", store)).on_loopback
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.3.2.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.1", False),
+        ("node-7", False),
+        ("0.0.0.0", False),
+    ],
+)
+def test_loopback_is_told_by_name_or_number(host: str, expected: bool) -> None:
+    assert is_loopback(host) == expected
+
+
+# The backend.
+
+
+@pytest.mark.parametrize(
+    ("devices", "local_world_size", "place", "expected"),
+    [
+        (4, "", Place(local_rank=1, world_size=4, master_addr="localhost", alone=False), "nccl"),
+        (2, "", Place(local_rank=1, world_size=4, master_addr="localhost", alone=False), "gloo"),
+        (2, "4", Place(local_rank=1, world_size=8, master_addr="node-7", alone=False), "gloo"),
+        (4, "4", Place(local_rank=1, world_size=8, master_addr="node-7", alone=False), "nccl"),
+        (2, "", Place(local_rank=1, world_size=8, master_addr="node-7", alone=False), "nccl"),
+        (1, "", Place(), "nccl"),
+    ],
+)
+def test_auto_is_nccl_where_every_local_rank_has_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+    devices: int,
+    local_world_size: str,
+    place: Place,
+    expected: str,
+) -> None:
+    names = ["device"] * devices
+    monkeypatch.setattr(nccl, "status", lambda: nccl.NcclStatus(True, "2.27", names))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+    assert choose_backend("auto", place) == expected
+
+
+def test_auto_is_gloo_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert choose_backend("auto", Place()) is Backend.GLOO
+
+
+def test_a_backend_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend=mpi: there is no such backend; use auto, gloo"):
+        World.init(backend="mpi")
+    with pytest.raises(ValueError, match=r"that only World.mock\(world_size\).run\(fn\) starts"):
+        World.init(backend="mock")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a device")
+def test_nccl_where_there_is_none_says_why() -> None:
+    with pytest.raises(ValueError, match=r"backend=nccl: this torch .*NCCL"):
+        World.init(backend="nccl")
+
+
+def test_nccl_with_more_ranks_than_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "status", lambda: nccl.NcclStatus(True, "2.27", ["one"]))
+    for name, value in {**SET, "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="LOCAL_RANK=1 has no device, this process sees 1"):
+        World.init(backend="nccl")
+
+
+# A world of one, in this process.
+
+
+def test_a_world_of_one_needs_no_port_and_leaves_nothing() -> None:
+    variables, hook = dict(os.environ), sys.excepthook
+    for _ in range(2):
+        with World.init() as world:
+            assert (world.rank, world.world_size, world.is_main) == (0, 1, True)
+            assert world.device == torch.device("cpu")
+            assert world.new_group([0]).ranks == (0,)
+            with pytest.raises(ValueError, match=r"has a world .* already"):
+                World.init()
+        world.close()
+        assert not dist.is_initialized()
+        assert dict(os.environ) == variables
+        assert sys.excepthook is hook
+        with pytest.raises(ValueError, match=r"the world of the group \[0\] is closed"):
+            comm.barrier(world.default_group)
+
+
+def test_a_failure_to_join_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        values = {**SET, "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        before = dict(os.environ)
+        with pytest.raises(ValueError, match=f"MASTER_PORT={port}: rank 0 can't listen on 127"):
+            World.init()
+    assert dict(os.environ) == before
+    assert not dist.is_initialized()
+
+
+def test_a_time_limit_is_positive() -> None:
+    with pytest.raises(ValueError, match="timeout_s=-1: a time limit is more than 0 seconds"):
+        World.init(timeout_s=-1)
+
+
+def test_worlds_are_written_readably() -> None:
+    with World.init() as world:
+        assert repr(world) == (
+            "World(rank=0, local_rank=0, world_size=1, device='cpu', backend='gloo')"
+        )
+        assert repr(world.default_group) == "ProcessGroup(ranks=[0], rank=0)"
+
+
+def test_a_group_of_another_backend_says_what_to_do() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(ValueError, match="has the torch backend 'fake'; expected one of gloo"):
+            comm.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+# Worlds of processes.
+
+LISTENING = """
+import os
+from pathlib import Path
+
+def listening():
+    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    inodes = {os.readlink(link)[8:-1] for link in links if link.exists()}
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables if table.exists()
+            for row in table.read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+"""
+
+JOIN = f"""
+{LISTENING}
+import torch
+from axonlaunch import comm
+
+with comm.World.init(timeout_s=30) as world:
+    group = world.new_group([0, 1])
+    total = comm.all_reduce_sum(torch.ones(1), group=group).item()
+    print(world.rank, world.backend, int(total), *sorted(listening()))
+    comm.barrier()
+print(*listening())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_on_loopback_nothing_listens_to_the_network(run_ranks: Run, host: str) -> None:
+    outcomes = run_ranks(JOIN, MASTER_ADDR=host, MASTER_PORT=str(free_port()))
+    for rank, (status, text) in enumerate(outcomes):
+        assert status == 0, text
+        assert text.splitlines() == [f"{rank} gloo 2 0100007F", ""]
+
+
+def test_closing_lets_go_of_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(3):
+        world = World.init()
+        group = world.new_group([0])
+        assert comm.all_reduce_sum(torch.ones(1), group=group).item() == 1
+        world.close()
+
+
+def test_torchrun_starts_a_world(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import torch\n"
+        "from axonlaunch import comm\n"
+        "with comm.World.init(timeout_s=30) as world:\n"
+        "    total = comm.all_reduce_sum(torch.ones(1)).item()\n"
+        "    print(f'rank {world.rank} of {world.world_size}: {total}', flush=True)\n"
+    )
+    package = str(Path(axonlaunch.comm.__file__).parents[2])
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+            *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script)),
+        ],
+        env={**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 2.0", "rank 1 of 2: 2.0"]
+
+
+def test_a_process_that_dies_is_an_error_for_the_others(run_ranks: Run) -> None:
+    text = (
+        "import os, torch\n"
+        "from axonlaunch import comm\n"
+        "world = comm.World.init(timeout_s=30)\n"
+        "if world.rank == 1:\n"
+        "    os._exit(7)\n"
+        "try:\n"
+        "    comm.all_reduce_sum(torch.ones(2))\n"
+        "except RuntimeError as error:\n"
+        "    print('error:', error)\n"
+        "os._exit(0)\n"
+    )
+    first, second = run_ranks(text, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    assert second[0] == 7
+    assert first[0] == 0
+    assert "onnection" in first[1]

@@ -1,0 +1,117 @@
+"""A failed run says who, where and what, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from command import TINY, Command, wait_for
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("exception", "ValueError: the fault of a test"),
+        ("SIGKILL", "killed by SIGKILL"),
+        ("SIGSEGV", "killed by SIGSEGV"),
+        ("exit", "exited with status 0 before the end of training"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_rank_that_failed_first_is_named(
+    axonlaunch: Command, faulty: list[str], fault: str, reason: str, rank: int
+) -> None:
+    arguments = f"model.arguments={{fault:{fault},rank:{rank},step:3}}"
+    ran = axonlaunch("train", *faulty, "name=run", "checkpoint.every=2", arguments, status=1)
+    assert f"rank {rank} of 2 failed first" in ran.stderr
+    assert reason in ran.stderr
+    assert f"runs/run/logs/rank_{rank}.log" in ran.stderr
+    assert ran.stderr.count("Traceback (most recent call last)") == int(fault == "exception")
+    summary = axonlaunch.summary("run")
+    assert (summary["status"], summary["failed_rank"]) == ("failed", rank)
+    kept = [path.name for path in (axonlaunch.folder / "runs/run/checkpoints").iterdir()]
+    assert kept == ["step_2"]
+    axonlaunch.wait_until_gone(seconds=3)
+
+
+def test_a_rank_that_fails_on_the_mock_backend_is_named(
+    axonlaunch: Command, faulty: list[str]
+) -> None:
+    (axonlaunch.folder / "faulty_plugin.py").write_text(
+        "import torch.distributed as dist\n"
+        "from torch import nn\n"
+        "from axonlaunch import register_model\n"
+        "class Faulty(nn.Embedding):\n"
+        "    def forward(self, tokens):\n"
+        "        if dist.get_rank() == 1:\n"
+        "            raise ValueError('the fault of a test')\n"
+        "        return super().forward(tokens)\n"
+        "@register_model('faulty', inputs='tokens')\n"
+        "def build():\n"
+        "    return Faulty(256, 256)\n"
+    )
+    ran = axonlaunch("train", *faulty, "launch.backend=mock", status=1)
+    assert "rank 1 of 2 failed first: ValueError: the fault of a test" in ran.stderr
+
+
+def test_ctrl_c_saves_and_a_resumed_run_is_the_undisturbed_one_to_the_bit(
+    axonlaunch: Command, faulty: list[str]
+) -> None:
+    run = [*faulty, "checkpoint.every=100", "train.steps=8", "strategy=fsdp"]
+    axonlaunch("train", *run, "name=whole")
+    slow = "model.arguments={pause:0.3}"
+    process = axonlaunch.start("train", *run, "name=parts", slow)
+    metrics = axonlaunch.folder / "runs" / "parts" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "stopping after this step" in output
+    assert axonlaunch.summary("parts")["status"] == "interrupted"
+    assert axonlaunch.summary("parts")["steps"] < 8
+    axonlaunch("train", *run, "name=parts")
+    assert axonlaunch.losses("parts") == axonlaunch.losses("whole")
+
+
+def test_a_second_ctrl_c_ends_at_once(axonlaunch: Command, faulty: list[str]) -> None:
+    process = axonlaunch.start("train", *faulty, "name=run", "model.arguments={pause:30.0}")
+    logs = axonlaunch.folder / "runs" / "run" / "logs"
+    wait_for(lambda: len(axonlaunch.processes()) >= 4 and (logs / "rank_1.log").exists())
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    wait_for(lambda: "stopping" in process.stdout.readline())  # type: ignore[union-attr]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    axonlaunch.wait_until_gone(seconds=3)
+
+
+def test_ranks_die_with_a_launcher_that_is_killed(axonlaunch: Command, faulty: list[str]) -> None:
+    process = axonlaunch.start("train", *faulty, "name=run", "model.arguments={pause:1.0}")
+    metrics = axonlaunch.folder / "runs" / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
+    assert len(axonlaunch.processes()) >= 4
+    process.kill()
+    process.communicate()
+    axonlaunch.wait_until_gone(seconds=5)
+
+
+def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint_to_the_bit(
+    axonlaunch: Command, faulty: list[str]
+) -> None:
+    run = [*faulty, "checkpoint.every=2", "train.steps=6", "strategy=fsdp"]
+    axonlaunch("train", *run, "name=whole")
+    fault = "model.arguments={fault:SIGKILL,rank:1,step:4}"
+    axonlaunch("train", *run, "name=parts", fault, status=1)
+    axonlaunch("train", *run, "name=parts")
+    assert axonlaunch.losses("parts") == axonlaunch.losses("whole")
+
+
+def test_wrong_words_start_no_rank_and_leave_no_process(axonlaunch: Command) -> None:
+    process = axonlaunch.start("train", *TINY, "train.stepz=3")
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert errors.strip() == "error: train.stepz=3: there is no such key; did you mean train.steps?"
+    axonlaunch.wait_until_gone(seconds=1)
+    assert os.listdir(axonlaunch.folder) == []

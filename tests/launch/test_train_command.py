@@ -1,0 +1,155 @@
+"""``axonlaunch train`` in real processes: what it writes, and that every backend agrees."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from command import TINY, Command, wait_for
+
+LINE = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "peak_memory_bytes"}
+
+
+def test_a_run_leaves_what_the_contract_says(axonlaunch: Command) -> None:
+    ran = axonlaunch.train("+strategy=fsdp", "name=run", "checkpoint.every=4", "checkpoint.keep=1")
+    folder = axonlaunch.folder / "runs" / "run"
+    assert set(axonlaunch.lines("run")[0]) == LINE
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_6"]
+    summary = axonlaunch.summary("run")
+    assert (summary["status"], summary["steps"]) == ("done", 6)
+    assert summary["first_step_s"] > 0
+    assert summary["measured_peak_bytes"] > 0
+    assert summary["loss"] == axonlaunch.losses("run")[-1]
+    assert "data_parallel: fsdp" in (folder / "config.yaml").read_text()
+    assert "evaluation loss" in ran.stdout
+    assert sorted(path.name for path in axonlaunch.folder.iterdir()) == ["runs"]
+
+
+def test_real_processes_threads_and_one_process_have_the_same_losses(axonlaunch: Command) -> None:
+    axonlaunch.train("strategy=single", "name=one")
+    axonlaunch.train("strategy=fsdp", "name=gloo")
+    axonlaunch.train("strategy=fsdp", "name=mock", "launch.backend=mock")
+    axonlaunch.train("strategy=ddp", "name=four", "launch.nproc=4", "train.micro_batch_size=1")
+    one = axonlaunch.losses("one")
+    assert len(one) == 6
+    for name in ("gloo", "mock", "four"):
+        assert axonlaunch.losses(name) == pytest.approx(one, rel=1e-5), name
+
+
+def test_with_json_standard_output_is_one_object(axonlaunch: Command) -> None:
+    ran = axonlaunch.train("name=run", "--json", "train.steps=2")
+    assert json.loads(ran.stdout) == axonlaunch.summary("run")
+
+
+def test_an_unnamed_run_never_writes_into_another(axonlaunch: Command) -> None:
+    axonlaunch.train("train.steps=1", "strategy=single")
+    axonlaunch.train("train.steps=1", "strategy=single")
+    names = sorted(path.name for path in (axonlaunch.folder / "runs").iterdir())
+    assert names == ["gpt-single", "gpt-single-2"]
+
+
+def test_a_sweep_runs_one_after_another_each_in_its_own_folder(axonlaunch: Command) -> None:
+    axonlaunch.train("-m", "seed=0,1", "strategy=single", "name=sweep", "train.steps=2")
+    losses = [axonlaunch.losses(f"sweep/{index}") for index in range(2)]
+    assert losses[0] != losses[1]
+
+
+def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(axonlaunch: Command) -> None:
+    ran = axonlaunch.train("-m", "model.num_attention_heads=2,3", status=2)
+    assert "model.num_attention_heads=3" in ran.stderr
+    assert list(axonlaunch.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["model=mlp"], "model.name=mlp: is fed images, but data=synthetic_tokens gives tokens"),
+        (["data.sequence_length=5000"], "data.sequence_length=5000: longer than model.max_"),
+        (["model.vocab_size=100"], "model.vocab_size=100: data=synthetic_tokens has 256 tokens"),
+        (["launch.backend=nccl"], "launch.backend=nccl: 2 ranks need an accelerator each"),
+        (["launch.backend=mock", "train.compile=true"], "launch.backend=mock: ranks are threads"),
+        (["model=llama3_70b"], "model=llama: 70.6B parameters with gradients and optimizer"),
+        (["data=text", "data.files=[nothing.txt]"], "data.files=nothing.txt: no file is there"),
+        (["model=custom", "model.target=nothing:build"], "model.target=nothing:build: "),
+        (["data.num_samples=4"], "train.global_batch_size=8: the data has 4 samples"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_needs_the_model_or_the_data_to_tell_is_told_before_a_rank_starts(
+    axonlaunch: Command, words: list[str], problem: str
+) -> None:
+    tiny = TINY
+    if words[0] in ("model=mlp", "model=llama3_70b", "model=custom"):
+        tiny = [word for word in TINY if not word.startswith("model.")]
+    if words[0] == "data=text":
+        tiny = [word for word in TINY if not word.startswith("data=")]
+    ran = axonlaunch("train", *tiny, *words, status=2)
+    assert ran.stdout == ""
+    assert ran.stderr.startswith(f"error: {problem}"), ran.stderr
+    assert all(line.startswith("error: ") for line in ran.stderr.splitlines())
+    assert list(axonlaunch.folder.iterdir()) == []
+
+
+def test_a_finished_run_is_not_trained_again_by_accident(axonlaunch: Command) -> None:
+    axonlaunch.train("name=run", "strategy=single", "checkpoint.every=3")
+    ran = axonlaunch.train("name=run", "strategy=single", "checkpoint.every=3", status=2)
+    assert "has done 6 already; use more to train on" in ran.stderr
+    again = ["name=run", "strategy=single", "checkpoint.resume=never"]
+    ran = axonlaunch.train(*again, status=2)
+    assert "holds a run already" in ran.stderr
+
+
+def test_a_taken_port_is_told_before_a_rank_starts(axonlaunch: Command) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ran = axonlaunch.train(f"launch.master_port={port}", status=2)
+    assert f"launch.master_port={port}: can't listen on it (Address already in use)" in ran.stderr
+
+
+def test_a_run_on_one_machine_listens_on_loopback_alone(
+    axonlaunch: Command, faulty: list[str]
+) -> None:
+    process = axonlaunch.start("train", *faulty, "name=run", "model.arguments={pause:0.5}")
+    metrics = axonlaunch.folder / "runs" / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
+    listening = _listening(axonlaunch.processes())
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert listening
+    assert all(address == "0100007F" for address in listening), listening
+
+
+def _listening(processes: list[int]) -> list[str]:
+    """Return the addresses, in the kernel's hexadecimal, on which processes listen for TCP."""
+    sockets = set()
+    for process in processes:
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            try:
+                sockets.add(os.readlink(descriptor))
+            except OSError:
+                continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in sockets:
+                found.append(columns[1].split(":")[0])
+    return found
+
+
+def test_a_named_model_of_a_plugin_trains(axonlaunch: Command, faulty: list[str]) -> None:
+    axonlaunch("train", *faulty, "name=run", "strategy=fsdp")
+    assert axonlaunch.summary("run")["status"] == "done"
+
+
+def test_compiled_blocks_have_the_same_losses(axonlaunch: Command) -> None:
+    axonlaunch.train("name=plain", "strategy=fsdp", "train.steps=3")
+    axonlaunch.train("name=compiled", "strategy=fsdp", "train.steps=3", "train.compile=true")
+    assert axonlaunch.losses("compiled") == pytest.approx(axonlaunch.losses("plain"), rel=1e-5)

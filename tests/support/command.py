@@ -1,0 +1,129 @@
+"""Runs the real command in real processes, in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TINY = [
+    "model.hidden_size=32",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=2",
+    "data=synthetic_tokens",
+    "data.sequence_length=16",
+    "train.global_batch_size=8",
+    "train.steps=6",
+    "train.log_every=1",
+    "train.eval_batches=2",
+    "optimizer.eps=1e-5",
+]
+
+
+@dataclass
+class Command:
+    """The ``axonlaunch`` command, run in a folder."""
+
+    folder: Path
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start it without waiting."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "axonlaunch", *words],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "COLUMNS": "140"},
+        )
+
+    def __call__(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        """Run it to its end and hold its exit status against what is expected."""
+        process = self.start(*words)
+        output, errors = process.communicate(timeout=90)
+        assert process.returncode == status, f"{process.returncode}\n{output}\n{errors}"
+        return subprocess.CompletedProcess(words, process.returncode, output, errors)
+
+    def train(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        """Train the tiny model."""
+        return self("train", *TINY, *words, status=status)
+
+    def losses(self, run: str) -> list[float]:
+        """Return the losses that a run logged, by step."""
+        return [line["loss"] for line in self.lines(run) if "loss" in line]
+
+    def lines(self, run: str) -> list[dict[str, Any]]:
+        """Return the lines of a run's metrics."""
+        text = (self.folder / "runs" / run / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def summary(self, run: str) -> dict[str, Any]:
+        """Return a run's summary."""
+        content: dict[str, Any] = json.loads(
+            (self.folder / "runs" / run / "summary.json").read_text()
+        )
+        return content
+
+    def processes(self) -> list[int]:
+        """Return the processes that run in the folder: every one of a run does."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                try:
+                    here = (entry / "cwd").readlink()
+                    alive = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+                except OSError:
+                    continue
+                if alive and (here == self.folder or self.folder in here.parents):
+                    found.append(int(entry.name))
+        return found
+
+    def wait_until_gone(self, *, seconds: float = 10) -> None:
+        """Hold that no process of a run is left soon."""
+        wait_for(lambda: not self.processes(), seconds=seconds)
+
+
+def wait_for(condition: Callable[[], bool], *, seconds: float = 60) -> None:
+    """Wait until something holds, and fail where it never does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.05)
+
+
+FAULTS = '''
+import os, signal, time
+import torch
+from torch import nn
+from axonlaunch import register_model
+
+class Faulty(nn.Module):
+    def __init__(self, fault, rank, step, pause):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 8)
+        self.head = nn.Linear(8, 256)
+        self.fault, self.rank, self.step, self.pause, self.calls = fault, rank, step, pause, 0
+
+    def forward(self, tokens):
+        self.calls += self.training
+        time.sleep(self.pause)
+        here = os.environ.get("RANK") == str(self.rank) and self.calls == self.step
+        if here and self.fault != "none":
+            if self.fault == "exception":
+                raise ValueError("the fault of a test")
+            if self.fault == "exit":
+                os._exit(0)
+            os.kill(os.getpid(), getattr(signal, self.fault))
+        return self.head(self.embedding(tokens))
+
+@register_model("faulty", inputs="tokens")
+def build(fault="none", rank=1, step=3, pause=0.0):
+    return Faulty(fault, rank, step, pause)
+'''
