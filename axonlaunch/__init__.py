@@ -136,13 +136,13 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "DDP",
-    "FSDP",
     "Backend",
     "CPUOffload",
     "CommError",
     "ConfigError",
+    "DDP",
     "DeadlockError",
+    "FSDP",
     "FSDPMemoryStats",
     "GradSyncStrategy",
     "GradientBucket",

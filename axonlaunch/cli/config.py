@@ -30,8 +30,9 @@ def command(
     """Print the resolved configuration."""
     from axonlaunch import config as configuration
 
-    composer = configuration.Composer(config_dirs=config_dir or [])
-    composed = composer.compose(overrides or [], config_name=config_name)
+    composed = configuration.compose(
+        overrides or [], config_name=config_name, config_dirs=config_dir or []
+    )
     config = configuration.typed(composed)
     if not explain:
         if as_json:

@@ -59,16 +59,23 @@ class Baton:
         self._finished: set[int] = set()
         self._lost: set[int] = set()
         self._holder = -1
+        self._called_off = False
         self._moved_at = 0.0
         self._random_states = [torch.default_generator.get_state()] * world_size
 
     # What rank threads call.
 
     def enter(self, rank: int) -> None:
-        """Wait for this rank's first turn."""
+        """Wait for this rank's first turn.
+
+        Raises:
+            PeerFailedError: The world was called off.
+        """
         self._threads[rank] = threading.current_thread()
         self._turns[rank].acquire()
         torch.default_generator.set_state(self._random_states[rank])
+        if self._called_off:
+            self.check(rank)
 
     def check(self, rank: int) -> None:
         """Refuse a world that has failed, and a thread that is not this rank's.
@@ -151,6 +158,13 @@ class Baton:
                 self._take_from_holder(error)
             self._over.wait(_UNWIND_S)
             raise
+
+    def call_off(self, error: BaseException, *, num_started: int) -> None:
+        """Fail before the first turn, when only the first threads could be started."""
+        self._called_off = True
+        self._ready = deque(range(num_started))
+        self._finished.update(range(num_started, len(self._turns)))
+        self._fail(num_started, error)
 
     def join(self) -> None:
         """Wait for the threads to end, a moment only for those that were given up."""

@@ -7,6 +7,7 @@ the fix belongs in this file alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 _python: Any = distributed_c10d
+_torch: Any = torch._C
 _cpp: Any = torch._C._distributed_c10d
 _PROBE = "axonlaunch-isolation-probe"
 
@@ -72,7 +74,32 @@ def outlive_cuda_guard() -> None:
     So the thread that runs a world, which outlives the rank threads, makes it first.
     """
     if not torch.cuda.is_available():
-        torch._C._ensureCUDADeviceGuardSet()
+        _torch._ensureCUDADeviceGuardSet()
+
+
+def forget_meshes_of_thread() -> None:
+    """Empty what torch remembers of device meshes for this thread, and keeps when it ends."""
+    _torch._clear_DTensor_sharding_propagator_cache()
+
+
+def forget_meshes() -> None:
+    """Empty what torch remembers of device meshes for the whole process.
+
+    A mesh tells threads apart by their identifiers, which the system gives out again: a mesh of
+    a later run would be taken for one of an earlier run, whose groups are gone.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor"):
+            kinds = [member for member in vars(module).values() if isinstance(member, type)]
+            for holder in (module, *kinds):
+                for member in list(vars(holder).values()):
+                    function = getattr(member, "__func__", member)
+                    if isinstance(function, functools._lru_cache_wrapper):
+                        function.cache_clear()
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    clear_planners = getattr(redistribute, "clear_redistribute_planner_cache", None)
+    if clear_planners is not None:  # torch 2.12 and later
+        clear_planners()
 
 
 @contextlib.contextmanager
@@ -90,6 +117,7 @@ def isolated_threads() -> Iterator[None]:
     try:
         yield
     finally:
+        forget_meshes()
         _cpp._set_thread_isolation_mode(isolated)
         _python._world = world
         _python._update_default_pg(world.default_pg)

@@ -7,6 +7,7 @@ gloo and NCCL: a send waits for its receiver. It moves tensors; what they mean i
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
@@ -47,11 +48,15 @@ def call(name: str, tensors: Sequence[Tensor] = (), *, detail: str = "") -> Call
     return Call(name, detail, tuple((tensor.dtype, tensor.shape) for tensor in tensors))
 
 
-class Errand:
+class Errand(ABC):
     """Something that ranks wait for, and that may fail for all of them at once."""
 
     done = False
     _error: tuple[type[Exception], str] | None = None
+
+    @abstractmethod
+    def describe(self, finished: Set[int]) -> str:
+        """Say what is waited for, and which of the ``finished`` ranks never arrived."""
 
     def fail(self, kind: type[Exception], message: str) -> None:
         """End without a result."""

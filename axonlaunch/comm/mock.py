@@ -23,7 +23,7 @@ import torch.distributed.nn.functional
 from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.baton import Baton
 from axonlaunch.comm.errors import CommError, RankFailedError
-from axonlaunch.comm.internals import isolated_threads
+from axonlaunch.comm.internals import forget_meshes_of_thread, isolated_threads
 from axonlaunch.comm.meeting import Board, here
 from axonlaunch.comm.mock_group import MockProcessGroup
 from axonlaunch.comm.mock_store import MockStore
@@ -85,9 +85,9 @@ class MockWorld:
         isolated = True
 
         def be_rank(rank: int) -> None:
-            baton.enter(rank)
             error: BaseException | None = None
             try:
+                baton.enter(rank)
                 here.board, here.rank = board, rank
                 with torch.autograd.set_multithreading_enabled(False):
                     results[rank] = fn(self._join(rank, store))
@@ -96,6 +96,7 @@ class MockWorld:
             try:
                 if isolated and dist.is_initialized():
                     dist.destroy_process_group()
+                forget_meshes_of_thread()
             except BaseException as raised:
                 error = error or raised
             finally:
@@ -110,18 +111,22 @@ class MockWorld:
             )
             for rank in range(self.world_size)
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for rank, thread in enumerate(threads):
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system has no thread left
+                    baton.call_off(error, num_started=rank)
+                    break
             baton.supervise()
         finally:
             baton.join()
             isolated = False
         if baton.failure is not None:
-            rank, error = baton.failure
+            culprit, cause = baton.failure
             raise RankFailedError(
-                rank, f"rank {rank} failed: {type(error).__name__}: {error}"
-            ) from error
+                culprit, f"rank {culprit} failed: {type(cause).__name__}: {cause}"
+            ) from cause
         return [results[rank] for rank in range(self.world_size)]
 
     def _join(self, rank: int, store: dist.Store) -> World:

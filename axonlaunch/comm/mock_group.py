@@ -90,7 +90,7 @@ class MockProcessGroup(dist.ProcessGroup):
             work,
             label=label,
         )
-        MockWork([meeting], lines, ranks).wait()
+        self._work([meeting], lines).wait()
         return lines
 
     # Collectives, by their names on the wire.
@@ -252,7 +252,7 @@ class MockProcessGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> MockWork:
         works, self._coalesced = self._coalesced or [], None
-        return MockWork([e for work in works for e in work._errands], [], self._ranks)
+        return self._work([errand for work in works for errand in work._errands], [])
 
     def shutdown(self) -> None:
         pass
@@ -306,7 +306,9 @@ class MockProcessGroup(dist.ProcessGroup):
         return self._work(letters, tensors)
 
     def _work(self, errands: Sequence[Errand], result: Any) -> MockWork:
-        work = MockWork(errands, result, self._ranks)
+        work = MockWork(
+            self._board.baton, self._global_rank, errands, result=result, ranks=self._ranks
+        )
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

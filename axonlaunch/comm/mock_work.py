@@ -9,27 +9,37 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
-from axonlaunch.comm.meeting import Errand, Letter, here
+from axonlaunch.comm.baton import Baton
+from axonlaunch.comm.meeting import Errand, Letter
 
 
 class MockWork(dist.Work):
     """What a rank gets for an asynchronous operation."""
 
-    def __init__(self, errands: Sequence[Errand], result: Any, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        baton: Baton,
+        rank: int,
+        errands: Sequence[Errand],
+        *,
+        result: Any,
+        ranks: Sequence[int],
+    ) -> None:
         super().__init__()
+        self._baton, self._rank = baton, rank
         self._errands, self._result, self._ranks = errands, result, ranks
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         """Let other ranks run until the operation is done; the world's own time limit holds."""
         for errand in self._errands:
-            here.board.baton.wait(here.rank, errand)
+            self._baton.wait(self._rank, errand)
             errand.raise_if_failed()
         return True
 
     def is_completed(self) -> bool:
         """Say whether it is done, after a turn for each rank that could bring it about."""
         if not all(errand.done for errand in self._errands):
-            here.board.baton.pause(here.rank)
+            self._baton.pause(self._rank)
         return all(errand.done for errand in self._errands)
 
     def get_future(self) -> Future[Any]:

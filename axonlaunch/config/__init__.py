@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ __all__ = [
     "ConfigError",
     "Problem",
     "RunConfig",
+    "compose",
     "leaves",
     "load",
     "read",
@@ -49,7 +51,22 @@ def load(
     Raises:
         ConfigError: Everything that is wrong and can be told without torch, all at once.
     """
-    return typed(Composer(config_dirs=config_dirs).compose(overrides, config_name=config_name))
+    return typed(compose(overrides, config_name=config_name, config_dirs=config_dirs))
+
+
+def compose(
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str = "config",
+    config_dirs: Sequence[str | Path] = (),
+) -> Composed:
+    """Compose a configuration without typing it, for who asks where its values come from.
+
+    Raises:
+        ConfigError: The files themselves can't be composed.
+    """
+    composer = Composer(config_dirs=config_dirs)
+    return _with_plugins(composer.compose(overrides, config_name=config_name))
 
 
 def typed(composed: Composed) -> RunConfig:
@@ -58,13 +75,7 @@ def typed(composed: Composed) -> RunConfig:
     Raises:
         ConfigError: Everything that is wrong, all at once.
     """
-    modules = composed.tree.get("plugins") or []
-    problems = import_plugins(modules) if isinstance(modules, list) else []
-    composed = _with_registered_model(composed)
-    problems += composed.problems
-    model = composed.tree.get("model")
-    if isinstance(model, dict):
-        problems += import_entry_point(str(model.get("name")), MODEL_CONFIGS)
+    problems = list(composed.problems)
     checked = validate(composed.tree, RunConfig)
     problems += checked.problems
     told = {problem.key for problem in problems}
@@ -73,6 +84,16 @@ def typed(composed: Composed) -> RunConfig:
         raise ConfigError(problems)
     assert isinstance(checked.config, RunConfig)
     return checked.config
+
+
+def _with_plugins(composed: Composed) -> Composed:
+    """Import what registers models: plugins, and the package that offers the chosen model."""
+    modules, model = composed.tree.get("plugins"), composed.tree.get("model")
+    problems = import_plugins(modules) if isinstance(modules, list) else []
+    if isinstance(model, dict):
+        problems += import_entry_point(str(model.get("name")), MODEL_CONFIGS)
+    composed = dataclasses.replace(composed, problems=problems + composed.problems)
+    return _with_registered_model(composed)
 
 
 def _with_registered_model(composed: Composed) -> Composed:
@@ -112,4 +133,4 @@ def read(path: str | Path) -> RunConfig:
     file = path / "config.yaml" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError([Problem("", f"{path}: no run folder (it has no config.yaml)")])
-    return typed(Composed(read_yaml(file), {}, []))
+    return typed(_with_plugins(Composed(read_yaml(file), {}, [])))

@@ -4,11 +4,23 @@ Torch imports some of it only when first used, which would cost every rank a sec
 """
 
 import gc
+import importlib
 
-import axonlaunch.launch.rank
-import axonlaunch.models.gpt
-import axonlaunch.models.llama
-import axonlaunch.preflight  # noqa: F401
+MODULES = (
+    "omegaconf",
+    "torch._dynamo",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "axonlaunch.launch.rank",
+    "axonlaunch.models.gpt",
+    "axonlaunch.models.llama",
+    "axonlaunch.preflight",
+)
+
+for module in MODULES:
+    importlib.import_module(module)
 
 # Ranks share these objects' pages for as long as no garbage collection touches them.
 gc.collect()

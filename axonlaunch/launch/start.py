@@ -38,10 +38,12 @@ def start(
     """
     # The server imports torch in the background while Hydra composes.
     with forkserver.warm() as context:
-        composer = Composer(config_dirs=config_dirs)
-        batches = composer.sweep(overrides) if multirun else [list(overrides)]
+        batches = [list(overrides)]
+        if multirun:
+            batches = Composer(config_dirs=config_dirs).sweep(overrides)
         told = multirun and len(batches) > 1
-        configs = [_checked(partial(_load, composer, b, config_name), b, told) for b in batches]
+        load = partial(configuration.load, config_name=config_name, config_dirs=config_dirs)
+        configs = [_checked(partial(load, batch), batch, told) for batch in batches]
         resolve = partial(forkserver.call, context, "axonlaunch.preflight:resolve")
         configs = [
             _checked(partial(resolve, config), batch, told)
@@ -55,10 +57,6 @@ def start(
                 break
             started = time.time()
         return status, summaries
-
-
-def _load(composer: Composer, overrides: list[str], config_name: str) -> RunConfig:
-    return configuration.typed(composer.compose(overrides, config_name=config_name))
 
 
 def _checked(

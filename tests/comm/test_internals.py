@@ -39,8 +39,11 @@ def test_python_still_has(name: str) -> None:
     assert hasattr(distributed_c10d, name)
 
 
-def test_the_cuda_guard_can_still_be_set_up() -> None:
-    assert hasattr(torch._C, "_ensureCUDADeviceGuardSet")
+@pytest.mark.parametrize(
+    "name", ["_ensureCUDADeviceGuardSet", "_clear_DTensor_sharding_propagator_cache"]
+)
+def test_torch_itself_still_has(name: str) -> None:
+    assert hasattr(torch._C, name)
 
 
 def test_the_world_of_a_thread_has_all_that_torchs_has() -> None:

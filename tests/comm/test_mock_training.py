@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from torch.distributed import pipelining
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -27,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from axonlaunch import comm
 from axonlaunch.comm import World
+from axonlaunch.comm.mock_group import MockProcessGroup
 
 WIDTH, BATCH, STEPS, NUM_BLOCKS = 16, 16, 3, 4
 
@@ -316,6 +319,43 @@ def test_training_with_dropout_twice_gives_the_same_bits() -> None:
         assert torch.equal(losses, again)
         assert numbers == others
     assert len({tuple(numbers) for _, numbers in first}) == 4
+
+
+# What it leaves behind.
+
+
+def test_meshes_and_groups_are_forgotten_after_a_run() -> None:
+    def groups() -> int:
+        gc.collect()
+        return sum(type(one) is MockProcessGroup for one in gc.get_objects())
+
+    before = groups()
+    kinds = [train_ddp, train_fsdp, train_hsdp, train_tensor]
+    if torch.__version__ < (2, 13):
+        kinds = kinds[:1]  # DTensor's caches kept meshes before, whatever the backend
+    for train_on in kinds:
+        World.mock(4).run(lambda world, train_on=train_on: train_on(world) and None)
+        World.mock(2).run(lambda world: train_pipeline(world, "Schedule1F1B", 1) and None)
+        assert groups() == before
+
+
+def test_meshes_of_a_later_run_are_not_taken_for_those_of_an_earlier() -> None:
+    def use(world: World, num_groups_before: int) -> None:
+        for _ in range(num_groups_before):  # so that the groups of the mesh get other names
+            dist.new_group([0])
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        mesh._flatten("ab")
+        whole = torch.arange(64.0).reshape(8, 8)
+        sharded = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
+        assert torch.equal((sharded * 2).full_tensor(), whole * 2)
+        assert torch.equal((sharded @ whole_like(sharded)).full_tensor(), whole @ whole)
+        assert torch.equal(sharded.sum(0).full_tensor(), whole.sum(0))
+
+    def whole_like(sharded: DTensor) -> DTensor:
+        return sharded.redistribute(placements=[Replicate(), Replicate()])
+
+    for num_groups_before in (0, 3, 1, 2):
+        World.mock(4, timeout_s=20).run(use, num_groups_before)
 
 
 # Checkpoints.

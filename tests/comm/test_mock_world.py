@@ -339,9 +339,14 @@ def test_a_mismatch_reaches_ranks_that_come_later_at_once() -> None:
 # What it leaves behind.
 
 
+def num_mock_groups() -> int:
+    gc.collect()
+    return sum(type(one) is MockProcessGroup for one in gc.get_objects())
+
+
 def test_nothing_is_left_after_a_run_or_a_failed_one() -> None:
     hook, threads, variables = sys.excepthook, threading.active_count(), dict(os.environ)
-    before = dist.distributed_c10d._world
+    before, groups = dist.distributed_c10d._world, num_mock_groups()
 
     def use(world: World, fail: bool) -> None:
         world.new_group([0, 1])
@@ -355,14 +360,13 @@ def test_nothing_is_left_after_a_run_or_a_failed_one() -> None:
             fails(lambda world: use(world, fail=True))
         else:
             World.mock(3).run(use, fail)
-        gc.collect()
         assert not dist.is_initialized()
         assert not threads_are_isolated()
         assert dist.distributed_c10d._world is before
         assert sys.excepthook is hook
         assert threading.active_count() == threads
         assert dict(os.environ) == variables
-        assert not [one for one in gc.get_objects() if type(one) is MockProcessGroup]
+        assert num_mock_groups() == groups
 
 
 def test_a_world_of_processes_is_there_again_afterwards() -> None:
@@ -416,6 +420,22 @@ def test_interrupting_the_caller_unwinds_the_ranks() -> None:
     assert time.perf_counter() - start < 5
     assert sorted(unwound) == [0, 1, 2]
     assert not dist.is_initialized()
+
+
+def test_a_system_without_threads_for_all_ranks_fails_cleanly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, start = threading.active_count(), threading.Thread.start
+
+    def start_two(self: threading.Thread) -> None:
+        if self.name == "mock-rank-2":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    failure = fails(lambda _: comm.barrier())
+    assert str(failure) == "rank 2 failed: RuntimeError: can't start new thread"
+    assert threading.active_count() == threads
 
 
 def test_a_thread_that_is_no_rank_may_not_communicate() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import axonlaunch.comm

@@ -445,12 +445,6 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "model=llama",
-        [
-            "model=llama: there is no such option; did you mean llama3_8b? known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit",
-        ],
-    ),
-    (
         "data=texts",
         [
             "data=texts: there is no such option; did you mean text? known: digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
@@ -571,7 +565,7 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "model.num_attention_heads=5",
+        "model.hidden_size=192 model.num_attention_heads=5",
         [
             "model.num_attention_heads=5: hidden_size=192 is not divisible by it; use 1, 2, 3, 4, 6, 8, 96 or 192",
         ],

@@ -15,10 +15,7 @@ NEEDS = {
     "custom": ["model.target=package.module:build"],
     "llama3_8b": ["data.path=x.bin"],
 }
-OPTIONS = [
-    (path.parent.name, path.stem)
-    for path in sorted(packaged_configs().glob("*/*.yaml"))
-]
+OPTIONS = [(path.parent.name, path.stem) for path in sorted(packaged_configs().glob("*/*.yaml"))]
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=["=".join(o) for o in OPTIONS])
@@ -128,6 +125,9 @@ def test_a_plugin_registers_a_model_that_has_its_own_keys(
         "    return nn.Sequential(nn.Linear(4, config.width), nn.Linear(config.width, 2))\n"
     )
     plugin = ["plugins=[plugin_of_a_test]", "model=two_layers"]
-    assert vars(config.load([*plugin, "model.width=16"]).model) == {"name": "two_layers", "width": 16}
+    assert vars(config.load([*plugin, "model.width=16"]).model) == {
+        "name": "two_layers",
+        "width": 16,
+    }
     with pytest.raises(ConfigError, match="did you mean model.width"):
         config.load([*plugin, "model.widht=16"])

@@ -25,13 +25,9 @@ STEPS = 10
 EPS = ["optimizer.eps=1e-5"]
 TOKENS = ["data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=12"]
 MODELS = {
-    "mlp": ["model=mlp", "model.hidden_size=24", "model.input_size=64", "data=synthetic_images"]
-    + ["data.image_size=8", "data.num_channels=1"],
-    "gpt": ["model=gpt", "model.hidden_size=32", "model.num_hidden_layers=2", *TOKENS]
-    + ["model.num_attention_heads=4", "model.vocab_size=64", "model.max_position_embeddings=16"],
-    "llama": ["model=llama_debug", "model.hidden_size=32", "model.num_hidden_layers=2", *TOKENS]
-    + ["model.num_attention_heads=4", "model.num_key_value_heads=2"]
-    + ["model.intermediate_size=48", "model.vocab_size=64"],
+    "mlp": ["model=mlp", "model.hidden_size=24", "model.input_size=64", "data=synthetic_images", "data.image_size=8", "data.num_channels=1"],
+    "gpt": ["model=gpt", "model.hidden_size=32", "model.num_hidden_layers=2", *TOKENS, "model.num_attention_heads=4", "model.vocab_size=64", "model.max_position_embeddings=16"],
+    "llama": ["model=llama_debug", "model.hidden_size=32", "model.num_hidden_layers=2", *TOKENS, "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.intermediate_size=48", "model.vocab_size=64"],
 }
 STRATEGIES = {
     "ddp": ["strategy=ddp"],
@@ -200,9 +196,7 @@ def test_the_engine_computes_what_float64_by_hand_computes() -> None:
                 v.mul_(b2).add_((gradient * scale) ** 2, alpha=1 - b2)
                 if p[name].ndim >= 2:
                     p[name] *= 1 - lr * 0.1
-                update = (m / (1 - b1 ** (step + 1))) / (
-                    (v / (1 - b2 ** (step + 1))).sqrt() + 1e-8
-                )
+                update = (m / (1 - b1 ** (step + 1))) / ((v / (1 - b2 ** (step + 1))).sqrt() + 1e-8)
                 p[name] -= lr * update
     for name in names:
         torch.testing.assert_close(got[name].double(), p[name].detach(), rtol=1e-5, atol=1e-6)

@@ -98,7 +98,7 @@ def wait_for(condition: Callable[[], bool], *, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-FAULTS = '''
+FAULTS = """
 import os, signal, time
 import torch
 from torch import nn
@@ -126,4 +126,4 @@ class Faulty(nn.Module):
 @register_model("faulty", inputs="tokens")
 def build(fault="none", rank=1, step=3, pause=0.0):
     return Faulty(fault, rank, step, pause)
-'''
+"""

@@ -1,0 +1,106 @@
+"""Commands other than train: what they print, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ["train", "sample", "config", "ls", "doctor"]
+
+
+def run(folder: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    ran = subprocess.run(
+        [sys.executable, "-m", "axonlaunch", *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+        timeout=90,
+    )
+    assert ran.returncode == status, ran.stderr
+    return ran
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(command: str, tmp_path: Path) -> None:
+    text = run(tmp_path, command, "--help").stdout
+    assert "Examples:" in text
+    assert f"axonlaunch {command}" in text
+    assert "--json" in text
+
+
+def test_without_a_command_the_help_is_shown(tmp_path: Path) -> None:
+    text = run(tmp_path).stdout
+    assert all(command in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "error: No such command 'trian'"),
+        (["train", "--fast"], "error: No such option: --fast"),
+        (["ls", "modles"], "error: there is no list 'modles'; did you mean models?"),
+        (["sample"], "error: Missing argument"),
+        (["sample", "nowhere"], "error: nowhere: no run folder"),
+        (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    ran = run(tmp_path, *words, status=2)
+    assert ran.stdout == ""
+    assert ran.stderr.startswith(message)
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def test_config_prints_yaml_that_is_the_configuration(tmp_path: Path) -> None:
+    text = run(tmp_path, "config", "strategy=hsdp", "train.steps=7").stdout
+    (tmp_path / "config.yaml").write_text(text)
+    again = run(tmp_path, "config", "--config-dir", ".", "--config-name", "config").stdout
+    assert again == text
+    assert "sharding: hybrid_shard" in text
+
+
+def test_config_explains_where_each_value_comes_from(tmp_path: Path) -> None:
+    words = ["config", "strategy=hsdp", "train.steps=7", "--explain"]
+    lines = dict(line.rsplit("  ", 1) for line in run(tmp_path, *words).stdout.splitlines())
+    lines = {key.strip(): origin for key, origin in lines.items()}
+    assert lines["strategy.fsdp.sharding=hybrid_shard"] == "strategy/hsdp.yaml"
+    assert lines["train.steps=7"] == "override train.steps=7"
+    assert lines["train.precision=fp32"] == "default"
+    explained = json.loads(run(tmp_path, *words, "--json").stdout)
+    assert explained["train.steps"] == {"value": 7, "origin": "override train.steps=7"}
+
+
+def test_ls_lists_every_kind_with_a_line_of_what_it_is(tmp_path: Path) -> None:
+    listed = json.loads(run(tmp_path, "ls", "--json").stdout)
+    assert set(listed) >= {
+        "models",
+        "data",
+        "strategies",
+        "optimizers",
+        "schedules",
+        "hardware",
+        "experiments",
+    }
+    assert all(summary for options in listed.values() for summary in options.values())
+    assert {"mlp", "gpt", "llama3_8b", "vit", "custom"} <= set(listed["models"])
+    text = run(tmp_path, "ls", "strategies").stdout
+    assert "hsdp" in text
+    assert "llama" not in text
+
+
+def test_doctor_tries_every_backend_by_a_real_all_reduce(tmp_path: Path) -> None:
+    report = json.loads(run(tmp_path, "doctor", "--json").stdout)
+    assert report["backends"]["gloo"]["works"]
+    assert report["backends"]["mock"]["works"]
+    assert report["backends"]["nccl"]["works"] or report["backends"]["nccl"]["reason"]
+    assert report["cores"] >= 1
+    assert report["disk_free_gib"] > 0
+    assert list(tmp_path.iterdir()) == []
+    assert "all-reduced" in run(tmp_path, "doctor").stdout

@@ -1,0 +1,189 @@
+"""Schedules, loss scaling, sharded and streamed updates, each against its definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from axonlaunch.comm import World
+from axonlaunch.config.optimizer import (
+    AdamWConfig,
+    ConstantConfig,
+    CosineConfig,
+    LinearConfig,
+    SchedulerConfig,
+    SGDConfig,
+    WSDConfig,
+)
+from axonlaunch.engines.mesh import data_mesh
+from axonlaunch.engines.offload import StreamedUpdate
+from axonlaunch.engines.optimizer import learning_rate
+from axonlaunch.engines.precision import LossScale
+from axonlaunch.engines.update import Update
+from axonlaunch.engines.zero1 import ShardedUpdate
+
+
+def rates(schedule: SchedulerConfig, steps: int) -> list[float]:
+    return [learning_rate(schedule, peak=2.0, step=step, steps=steps) for step in range(steps)]
+
+
+def test_every_schedule_warms_up_linearly_to_its_peak() -> None:
+    for schedule in (ConstantConfig, CosineConfig, LinearConfig, WSDConfig):
+        assert rates(schedule(warmup_steps=4), 40)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+def test_constant_stays() -> None:
+    assert rates(ConstantConfig(warmup_steps=0), 5) == [2.0] * 5
+
+
+def test_cosine_is_half_a_cosine_to_its_final_ratio() -> None:
+    got = rates(CosineConfig(warmup_steps=0, final_lr_ratio=0.1), 11)
+    expected = [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * step / 10)) / 2) for step in range(11)]
+    assert got == pytest.approx(expected)
+
+
+def test_linear_falls_evenly_to_its_final_ratio() -> None:
+    got = rates(LinearConfig(warmup_steps=1, final_lr_ratio=0.5), 12)
+    assert got[1] == pytest.approx(2.0)
+    assert got[-1] == pytest.approx(1.0)
+    falls = {round(a - b, 9) for a, b in zip(got[1:-1], got[2:], strict=True)}
+    assert falls == {0.1}
+
+
+def test_wsd_is_stable_until_its_decay() -> None:
+    got = rates(WSDConfig(warmup_steps=2, decay_steps=4, final_lr_ratio=0.0), 12)
+    assert got[2:8] == [2.0] * 6
+    assert got[8:] == pytest.approx([1.5, 1.0, 0.5, 0.0])
+
+
+def test_warm_up_is_a_fifteenth_of_the_run_unless_told() -> None:
+    assert CosineConfig().warmup(300) == 20
+    assert CosineConfig(warmup_steps=7).warmup(300) == 7
+
+
+def test_the_loss_scale_halves_on_overflow_and_doubles_after_its_interval() -> None:
+    scale = LossScale(value=8.0, growth_interval=3)
+    scale.update(overflowed=True)
+    assert scale.value == 4.0
+    for _ in range(3):
+        scale.update(overflowed=False)
+    assert scale.value == 8.0
+    assert scale.good_steps == 0
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (7, 3), "vector": (5,), "small": (1, 4), "scalar": ()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in shapes.items()
+    }
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in parameters().items()}
+
+
+def updated(update: Update, own: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    for step in range(4):
+        for name, gradient in gradients(step).items():
+            own[name].grad = gradient
+        update.collect_gradients()
+        update.clip_gradients(1.0)
+        update.apply(learning_rate=0.1 / (step + 1))
+    assert all(p.grad is None for p in own.values())
+    return {name: p.detach().clone() for name, p in own.items()}
+
+
+@pytest.mark.parametrize("config", [AdamWConfig(lr=0.1), SGDConfig(lr=0.1, weight_decay=0.1)])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_sharded_update_is_the_whole_one(config: AdamWConfig | SGDConfig, ranks: int) -> None:
+    own = parameters()
+    expected = updated(Update(config, own), own)
+
+    def run(world: World) -> tuple[dict[str, Tensor], int]:
+        own = parameters()
+        mesh = data_mesh(world, replicate=1, shard=ranks)
+        update = ShardedUpdate(config, own, mesh=mesh)
+        result = updated(update, own)
+        states = update.state_dict().values()
+        held = sum(t.to_local().numel() for t in states if isinstance(t, DTensor))
+        return result, held
+
+    results = World.mock(ranks).run(run)
+    for result, _ in results:
+        for name, tensor in expected.items():
+            torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=1e-6)
+    moments = 2 if isinstance(config, AdamWConfig) else 1
+    whole = moments * sum(p.numel() for p in own.values() if p.ndim)
+    replicated = moments * ranks  # the scalar can't be divided
+    assert sum(held for _, held in results) == whole + replicated
+
+
+@pytest.mark.parametrize("config", [AdamWConfig(lr=0.1), SGDConfig(lr=0.1, weight_decay=0.1)])
+def test_a_streamed_update_is_the_whole_one(config: AdamWConfig | SGDConfig) -> None:
+    cpu = torch.device("cpu")
+    own, streamed = parameters(), parameters()
+    expected = updated(Update(config, own), own)
+    update = StreamedUpdate(config, streamed, device=cpu, states_on=cpu)
+    for name, tensor in updated(update, streamed).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_streamed_update_keeps_states_where_it_is_told() -> None:
+    """A device that is not the host is stood in for by one that holds no data at all."""
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    own = {name: nn.Parameter(p.to(meta)) for name, p in parameters().items()}
+    update = StreamedUpdate(SGDConfig(lr=0.1), own, device=meta, states_on=meta)
+    for p in own.values():
+        p.grad = torch.zeros_like(p)
+    update.apply(learning_rate=0.1)
+    assert {state.device for state in update.state_dict().values()} == {meta}
+    on_host = parameters()
+    update = StreamedUpdate(SGDConfig(lr=0.1), on_host, device=cpu, states_on=cpu)
+    for p in on_host.values():
+        p.grad = torch.zeros_like(p)
+    update.apply(learning_rate=0.1)
+    assert {state.device for state in update.state_dict().values()} == {cpu}
+
+
+def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
+    own, asked = parameters(), parameters()
+    expected = updated(Update(AdamWConfig(), own), own)
+    update = Update(AdamWConfig(), asked)
+    states = update.state_dict()
+    assert {float(value) for key, value in states.items() if key.endswith(".step")} == {0.0}
+    for name, tensor in updated(update, asked).items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    from axonlaunch import config as configuration
+    from axonlaunch.config import RunConfig
+    from axonlaunch.data.dataset import Batch
+    from axonlaunch.engines.build import build
+
+    words = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+    words += ["train.precision=fp16", "strategy=fsdp", "launch.nproc=2"]
+    chosen: RunConfig = configuration.load(["data=synthetic_tokens", *words])
+
+    def run(world: World) -> tuple[bool, bool, bool]:
+        engine = build(chosen, world)
+        tokens = torch.zeros(16, 8, dtype=torch.int64)
+        before = {n: p.to_local().clone() for n, p in engine.state_dict()["model"].items()}
+        if world.rank == 1:
+            with torch.no_grad():
+                for parameter in engine.model.parameters():  # type: ignore[attr-defined]
+                    parameter.register_hook(lambda gradient: gradient * float("inf"))
+        result = engine.train_step(Batch(tokens, tokens))
+        after = {n: p.to_local() for n, p in engine.state_dict()["model"].items()}
+        same = all(torch.equal(before[name], after[name]) for name in before)
+        scale = float(engine.state_dict()["counters"]["loss_scale"])
+        return result.skipped, same, scale == 32768.0
+
+    assert World.mock(2).run(run) == [(True, True, True)] * 2

@@ -1,0 +1,70 @@
+"""What users import, and that asking for help costs no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import axonlaunch as ax
+from axonlaunch.comm import __all__ as comm_names
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_public_name_is_listed_once_sorted_and_there() -> None:
+    assert ax.__all__ == sorted(set(ax.__all__))
+    for name in ax.__all__:
+        assert getattr(ax, name) is not None
+    assert dir(ax) == ax.__all__
+
+
+def test_every_name_of_the_comm_room_is_public() -> None:
+    assert set(comm_names) <= set(ax.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(ax, "no_such_name")
+
+
+def test_the_version_is_the_packages() -> None:
+    ran = _run("-m", "axonlaunch", "--version")
+    assert ran.stdout.strip() == f"axonlaunch {importlib.metadata.version('axonlaunch')}"
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=True, timeout=60
+    )
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    _run("-c", "import sys, axonlaunch, axonlaunch.models; assert 'torch' not in sys.modules")
+
+
+def test_help_imports_no_torch_and_no_hydra() -> None:
+    ran = _run("-X", "importtime", "-m", "axonlaunch", "--help")
+    imported = {line.rsplit("|", 1)[1].strip() for line in ran.stderr.splitlines() if "|" in line}
+    assert not imported & {"torch", "hydra", "omegaconf", "rich", "numpy"}
+    assert "train" in ran.stdout
+
+
+def test_help_is_fast() -> None:
+    """At most 0.35 s; the best of some, for the machine may be busy."""
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        _run("-m", "axonlaunch", "--help")
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) <= 0.35
+
+
+def test_no_file_of_the_package_is_longer_than_the_house_allows() -> None:
+    long = {
+        path.name: lines
+        for path in (ROOT / "axonlaunch").rglob("*.py")
+        if (lines := len(path.read_text().splitlines())) > 400
+    }
+    assert not long

@@ -1,0 +1,76 @@
+"""The README, word for word: every command runs, every shown error is what one sees."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BIN = Path(sys.executable).parent
+MAIN_JOB = "axonlaunch train +strategy=fsdp"
+SHORTER = ["train.steps=4", "train.eval_batches=1"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("axonlaunch ")]
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"},
+    )
+
+
+@pytest.mark.timeout(400)
+def test_every_command_runs_in_the_order_of_the_page(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(README)
+    for block in blocks("python"):
+        if named := re.match(r"# (\w+\.py)\n", block):
+            (tmp_path / named[1]).write_text(block)
+    assert len(commands()) >= 10
+    for command in commands():
+        words = shlex.split(command) + (SHORTER if command == MAIN_JOB else [])
+        ran = run(words, tmp_path)
+        assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
+
+
+def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
+    scripts = [block for block in blocks("python") if "World" in block]
+    assert len(scripts) == 1
+    (tmp_path / "script.py").write_text(scripts[0])
+    ran = run([sys.executable, "-W", "error", "script.py"], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_errors_of_the_page_are_what_one_sees(tmp_path: Path) -> None:
+    shown = [block for block in blocks("text") if block.startswith("$ ") and "error:" in block]
+    assert shown
+    for block in shown:
+        command, _, expected = block.removeprefix("$ ").partition("\n")
+        ran = run(shlex.split(command), tmp_path)
+        assert ran.returncode == 2
+        assert ran.stderr == expected
+
+
+def test_every_strategy_of_the_page_is_an_option_and_every_option_is_on_the_page() -> None:
+    from axonlaunch.config import Composer
+
+    listed = set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE))
+    assert listed == set(Composer().options("strategy"))
