@@ -30,16 +30,21 @@ def command(
 ) -> None:
     """Train a model."""
     from axonlaunch.cli.app import STARTED
-    from axonlaunch.launch.start import start
+    from axonlaunch.launch import forkserver
 
-    status, summaries = start(
-        overrides or [],
-        config_name=config_name,
-        config_dirs=config_dir or [],
-        multirun=multirun,
-        started=STARTED,
-        as_json=as_json,
-    )
+    with forkserver.warm() as context:
+        # Imported only now, while the server imports torch on another core.
+        from axonlaunch.launch.start import start
+
+        status, summaries = start(
+            context,
+            overrides or [],
+            config_name=config_name,
+            config_dirs=config_dir or [],
+            multirun=multirun,
+            started=STARTED,
+            as_json=as_json,
+        )
     if as_json:
         print_json({"runs": summaries} if multirun else summaries[0])
     raise typer.Exit(status)

@@ -1,7 +1,4 @@
-"""Names for what carries the bytes and for how values of ranks are combined.
-
-Holds no torch object, so that configuration can speak of backends without importing torch.
-"""
+"""Names for what carries the bytes and for how values of ranks are combined; no torch objects."""
 
 from __future__ import annotations
 

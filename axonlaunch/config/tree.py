@@ -23,9 +23,10 @@ def to_tree(config: Any) -> Any:
 
 def to_yaml(config: Any) -> str:
     """Write a typed tree as YAML, keys in the schema's order."""
-    from omegaconf import OmegaConf
+    import yaml
 
-    return OmegaConf.to_yaml(OmegaConf.create(to_tree(config)))
+    text: str = yaml.safe_dump(to_tree(config), sort_keys=False)
+    return text
 
 
 def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -44,9 +45,9 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file to plain values."""
-    from omegaconf import OmegaConf
+    """Read what ``to_yaml`` wrote to plain values."""
+    import yaml
 
-    tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    tree = yaml.safe_load(path.read_text())
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}

@@ -7,7 +7,7 @@ import gc
 import importlib
 
 MODULES = (
-    "omegaconf",
+    "yaml",
     "torch._dynamo",
     "torch.distributed._functional_collectives",
     "torch.distributed.checkpoint",
@@ -19,9 +19,10 @@ MODULES = (
     "axonlaunch.preflight",
 )
 
+# Imports make next to no garbage; looking for it would take a fifth of their time.
+gc.disable()
 for module in MODULES:
     importlib.import_module(module)
-
 # Ranks share these objects' pages for as long as no garbage collection touches them.
-gc.collect()
 gc.freeze()
+gc.enable()

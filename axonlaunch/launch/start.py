@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from axonlaunch.launch import forkserver, local, run_folder
 
 
 def start(
+    context: ForkServerContext,
     overrides: Sequence[str],
     *,
     config_name: str,
@@ -36,27 +38,25 @@ def start(
     Raises:
         ConfigError: A configuration can't be run.
     """
-    # The server imports torch in the background while Hydra composes.
-    with forkserver.warm() as context:
-        batches = [list(overrides)]
-        if multirun:
-            batches = Composer(config_dirs=config_dirs).sweep(overrides)
-        told = multirun and len(batches) > 1
-        load = partial(configuration.load, config_name=config_name, config_dirs=config_dirs)
-        configs = [_checked(partial(load, batch), batch, told) for batch in batches]
-        resolve = partial(forkserver.call, context, "axonlaunch.preflight:resolve")
-        configs = [
-            _checked(partial(resolve, config), batch, told)
-            for config, batch in zip(configs, batches, strict=True)
-        ]
-        summaries = []
-        for config in _numbered(configs) if multirun else configs:
-            status, summary = local.train(config, context, started=started, as_json=as_json)
-            summaries.append(summary)
-            if status:
-                break
-            started = time.time()
-        return status, summaries
+    batches = [list(overrides)]
+    if multirun:
+        batches = Composer(config_dirs=config_dirs).sweep(overrides)
+    told = multirun and len(batches) > 1
+    load = partial(configuration.load, config_name=config_name, config_dirs=config_dirs)
+    configs = [_checked(partial(load, batch), batch, told) for batch in batches]
+    resolve = partial(forkserver.call, context, "axonlaunch.preflight:resolve")
+    configs = [
+        _checked(partial(resolve, config), batch, told)
+        for config, batch in zip(configs, batches, strict=True)
+    ]
+    summaries = []
+    for config in _numbered(configs) if multirun else configs:
+        status, summary = local.train(config, context, started=started, as_json=as_json)
+        summaries.append(summary)
+        if status:
+            break
+        started = time.time()
+    return status, summaries
 
 
 def _checked(

@@ -49,9 +49,7 @@ def test_without_a_command_the_help_is_shown(tmp_path: Path) -> None:
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(
-    words: list[str], message: str, tmp_path: Path
-) -> None:
+def test_a_mistake_is_one_line_and_status_2(words: list[str], message: str, tmp_path: Path) -> None:
     ran = run(tmp_path, *words, status=2)
     assert ran.stdout == ""
     assert ran.stderr.startswith(message)

@@ -1,7 +1,7 @@
 """The private names of torch that the mock world stands on.
 
-A failure here means that torch has moved one. The fix belongs in ``axonlaunch/comm/internals.py``
-(how threads get their own torch.distributed) or ``mock_group.py`` (the wire names of a group);
+A failure here means that torch has moved one. The fix belongs in ``comm/mock/internals.py`` (how
+threads get their own torch.distributed) or ``group.py`` beside it (the wire names of a group);
 then raise the upper bound on torch in ``pyproject.toml``.
 """
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import axonlaunch.comm
-from axonlaunch.comm.internals import WorldOfThread, isolated_threads, threads_are_isolated
-from axonlaunch.comm.mock_group import MockProcessGroup
+from axonlaunch.comm.mock.group import MockProcessGroup
+from axonlaunch.comm.mock.internals import WorldOfThread, isolated_threads, threads_are_isolated
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_torchs_private_modules_are_imported_in_one_file_only() -> None:
     folder = Path(axonlaunch.comm.__file__).parent
     private = {
         path.name
-        for path in folder.glob("*.py")
+        for path in folder.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in {"_C", "_distributed_c10d", "_world"}
     }

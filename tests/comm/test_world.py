@@ -250,7 +250,8 @@ from axonlaunch import comm
 with comm.World.init(timeout_s=30) as world:
     group = world.new_group([0, 1])
     total = comm.all_reduce_sum(torch.ones(1), group=group).item()
-    print(world.rank, world.backend, int(total), *sorted(listening()))
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    print(world.rank, world.backend, interface, int(total), *sorted(listening()))
     comm.barrier()
 print(*listening())
 """
@@ -262,7 +263,7 @@ def test_on_loopback_nothing_listens_to_the_network(run_ranks: Run, host: str) -
     outcomes = run_ranks(JOIN, MASTER_ADDR=host, MASTER_PORT=str(free_port()))
     for rank, (status, text) in enumerate(outcomes):
         assert status == 0, text
-        assert text.splitlines() == [f"{rank} gloo 2 0100007F", ""]
+        assert text.splitlines() == [f"{rank} gloo lo 2 0100007F", ""]
 
 
 def test_closing_lets_go_of_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +286,12 @@ def test_closing_lets_go_of_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torchrun_starts_a_world(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
-        "import torch\n"
+        "import os, torch\n"
         "from axonlaunch import comm\n"
         "with comm.World.init(timeout_s=30) as world:\n"
         "    total = comm.all_reduce_sum(torch.ones(1)).item()\n"
-        "    print(f'rank {world.rank} of {world.world_size}: {total}', flush=True)\n"
+        "    line = f'rank {world.rank} of {world.world_size}: {total}'\n"
+        "    os.write(1, (line + chr(10)).encode())  # in one piece: both ranks write here\n"
     )
     package = str(Path(axonlaunch.comm.__file__).parents[2])
     done = subprocess.run(

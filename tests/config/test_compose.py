@@ -129,5 +129,5 @@ def test_a_plugin_registers_a_model_that_has_its_own_keys(
         "name": "two_layers",
         "width": 16,
     }
-    with pytest.raises(ConfigError, match="did you mean model.width"):
+    with pytest.raises(ConfigError, match=r"did you mean model\.width"):
         config.load([*plugin, "model.widht=16"])

@@ -64,7 +64,7 @@ def test_ddp_starts_every_rank_from_the_first_ones_parameters_and_buffers() -> N
         torch.manual_seed(world.rank)
         module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         module.get_buffer("1.running_mean").fill_(world.rank)
-        model = ax.DDP(module)
+        ax.DDP(module)
         return module.get_parameter("0.weight").clone(), module.get_buffer("1.running_mean").clone()
 
     (weight, mean), (other_weight, other_mean) = ax.World.mock(2).run(run)

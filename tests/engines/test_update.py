@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_linear_falls_evenly_to_its_final_ratio() -> None:
     got = rates(LinearConfig(warmup_steps=1, final_lr_ratio=0.5), 12)
     assert got[1] == pytest.approx(2.0)
     assert got[-1] == pytest.approx(1.0)
-    falls = {round(a - b, 9) for a, b in zip(got[1:-1], got[2:], strict=True)}
+    falls = {round(a - b, 9) for a, b in pairwise(got[1:])}
     assert falls == {0.1}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 import pytest
@@ -114,4 +113,4 @@ def test_wrong_words_start_no_rank_and_leave_no_process(axonlaunch: Command) -> 
     assert process.returncode == 2
     assert errors.strip() == "error: train.stepz=3: there is no such key; did you mean train.steps?"
     axonlaunch.wait_until_gone(seconds=1)
-    assert os.listdir(axonlaunch.folder) == []
+    assert list(axonlaunch.folder.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -132,7 +131,7 @@ def _listening(processes: list[int]) -> list[str]:
     for process in processes:
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
             try:
-                sockets.add(os.readlink(descriptor))
+                sockets.add(str(descriptor.readlink()))
             except OSError:
                 continue
     found = []

@@ -25,9 +25,33 @@ STEPS = 10
 EPS = ["optimizer.eps=1e-5"]
 TOKENS = ["data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=12"]
 MODELS = {
-    "mlp": ["model=mlp", "model.hidden_size=24", "model.input_size=64", "data=synthetic_images", "data.image_size=8", "data.num_channels=1"],
-    "gpt": ["model=gpt", "model.hidden_size=32", "model.num_hidden_layers=2", *TOKENS, "model.num_attention_heads=4", "model.vocab_size=64", "model.max_position_embeddings=16"],
-    "llama": ["model=llama_debug", "model.hidden_size=32", "model.num_hidden_layers=2", *TOKENS, "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.intermediate_size=48", "model.vocab_size=64"],
+    "mlp": [
+        "model=mlp",
+        "model.hidden_size=24",
+        "model.input_size=64",
+        "data=synthetic_images",
+        "data.image_size=8",
+        "data.num_channels=1",
+    ],
+    "gpt": [
+        "model=gpt",
+        "model.hidden_size=32",
+        "model.num_hidden_layers=2",
+        *TOKENS,
+        "model.num_attention_heads=4",
+        "model.vocab_size=64",
+        "model.max_position_embeddings=16",
+    ],
+    "llama": [
+        "model=llama_debug",
+        "model.hidden_size=32",
+        "model.num_hidden_layers=2",
+        *TOKENS,
+        "model.num_attention_heads=4",
+        "model.num_key_value_heads=2",
+        "model.intermediate_size=48",
+        "model.vocab_size=64",
+    ],
 }
 STRATEGIES = {
     "ddp": ["strategy=ddp"],

@@ -167,10 +167,12 @@ class Baton:
         self._fail(num_started, error)
 
     def join(self) -> None:
-        """Wait for the threads to end, a moment only for those that were given up."""
+        """Wait for the threads to end, a moment only for those that may never do so."""
+        deadline = time.monotonic() + _UNWIND_S
         for rank, thread in enumerate(self._threads):
             if thread is not None:
-                thread.join(_UNWIND_S if rank in self._lost else None)
+                ends = self._over.is_set() and rank not in self._lost
+                thread.join(None if ends else max(0.0, deadline - time.monotonic()))
 
     def _take_from_holder(self, error: BaseException) -> None:
         """Fail the world from outside and go on without the rank that does not pass the baton."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
-from axonlaunch.comm.baton import Baton
-from axonlaunch.comm.meeting import Errand, Letter
+from axonlaunch.comm.mock.baton import Baton
+from axonlaunch.comm.mock.meeting import Errand, Letter
 
 
 class MockWork(dist.Work):

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from axonlaunch.comm.meeting import Board, Call, Errand, Letter, call, here
-from axonlaunch.comm.mock_work import MockWork
+from axonlaunch.comm.mock.meeting import Board, Call, Errand, Letter, call, here
+from axonlaunch.comm.mock.work import MockWork
 
 _COMBINE: dict[Any, Callable[[Tensor, Tensor], Any]] = {
     dist.ReduceOp.SUM: Tensor.add_,
@@ -173,17 +173,10 @@ class MockProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> MockWork:
-        op = _op(opts)
-
-        def work(payloads: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
-            for index in range(len(outputs)):
-                for rank, (targets, _) in enumerate(payloads):
-                    values = [parts[index][rank] for _, parts in payloads]
-                    _copy(targets[index], reduce_in_rank_order(values, op))
-
-        asked = call("reduce_scatter", [t for parts in inputs for t in parts], detail=op.name)
-        payload = (_raw(outputs), [_raw(parts) for parts in inputs])
-        return self._collective(asked, payload, work, outputs)
+        asked = call(
+            "reduce_scatter", [t for parts in inputs for t in parts], detail=_op(opts).name
+        )
+        return self._reduce_scatter(asked, outputs, inputs, _op(opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MockWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -191,14 +184,16 @@ class MockProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> MockWork:
-        return self.reduce_scatter(outputs, [self._split(i.contiguous()) for i in inputs], opts)
+        asked = call("reduce_scatter", inputs, detail=_op(opts).name)
+        parts = [self._split(tensor.contiguous()) for tensor in inputs]
+        return self._reduce_scatter(asked, outputs, parts, _op(opts))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MockWork:
         def work(payloads: list[tuple[list[Tensor], list[Tensor]]]) -> None:
             for rank, (targets, _) in enumerate(payloads):
                 _copy_all(targets, [sources[rank] for _, sources in payloads])
 
-        asked = Call("all_to_all", "", ((inputs[0].dtype, torch.Size()),) if inputs else ())
+        asked = Call("all_to_all", f"of {inputs[0].dtype}" if inputs else "", ())
         return self._collective(asked, (_raw(outputs), _raw(inputs)), work, outputs)
 
     def all_to_all_single(
@@ -298,6 +293,18 @@ class MockProcessGroup(dist.ProcessGroup):
         detail = "" if root is None else f"to rank {self._ranks[root]}"
         payload = ([_raw(parts) for parts in outputs], _raw(inputs))
         return self._collective(call(name, inputs, detail=detail), payload, work, outputs)
+
+    def _reduce_scatter(
+        self, asked: Call, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
+    ) -> MockWork:
+        def work(payloads: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
+            for index in range(len(outputs)):
+                for rank, (targets, _) in enumerate(payloads):
+                    values = [parts[index][rank] for _, parts in payloads]
+                    _copy(targets[index], reduce_in_rank_order(values, op))
+
+        payload = (_raw(outputs), [_raw(parts) for parts in inputs])
+        return self._collective(asked, payload, work, outputs)
 
     def _post(self, verb: str, tensors: list[Tensor], peer: int | None, tag: int) -> MockWork:
         letters = [Letter(verb, self._global_rank, peer, t.data, tag) for t in tensors]

@@ -21,12 +21,12 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from axonlaunch.comm.backend import Backend
-from axonlaunch.comm.baton import Baton
 from axonlaunch.comm.errors import CommError, RankFailedError
-from axonlaunch.comm.internals import forget_meshes_of_thread, isolated_threads
-from axonlaunch.comm.meeting import Board, here
-from axonlaunch.comm.mock_group import MockProcessGroup
-from axonlaunch.comm.mock_store import MockStore
+from axonlaunch.comm.mock.baton import Baton
+from axonlaunch.comm.mock.group import MockProcessGroup
+from axonlaunch.comm.mock.internals import forget_meshes_of_thread, isolated_threads
+from axonlaunch.comm.mock.meeting import Board, here
+from axonlaunch.comm.mock.store import MockStore
 from axonlaunch.comm.process_group import World
 
 P = ParamSpec("P")

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from axonlaunch.comm.baton import Baton
 from axonlaunch.comm.errors import CommError, MismatchError, say_mismatch, say_ranks, say_tensor
+from axonlaunch.comm.mock.baton import Baton
 
 here = threading.local()
 """``board`` and ``rank`` of the mock world whose rank this thread is."""

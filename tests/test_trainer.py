@@ -1,0 +1,199 @@
+"""The loop and what it writes: logging, evaluation, saving, stopping."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from axonlaunch import config, worker
+from axonlaunch.comm import World
+from axonlaunch.config import RunConfig
+from axonlaunch.data.dataset import Batch
+from axonlaunch.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped
+from axonlaunch.metrics import MetricsFile
+
+TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
+TINY += ["data.num_eval_samples=19", "train.sample_tokens=0", "checkpoint.every=0"]
+
+
+def configured(folder: Path, *words: str, ranks: int = 2) -> RunConfig:
+    chosen = config.load([*TINY, f"launch.nproc={ranks}", "strategy=ddp", *words])
+    return dataclasses.replace(chosen, run_dir=str(folder))
+
+
+def train(folder: Path, *words: str, ranks: int = 2, stop_at: int | None = None) -> list[Event]:
+    """Train on the mock world and return what the main rank told."""
+    chosen = configured(folder, *words, ranks=ranks)
+    folder.mkdir(exist_ok=True)
+    events: list[Event] = []
+
+    def stop() -> bool:
+        steps = [e.step for e in events if isinstance(e, Stepped)]
+        return stop_at is not None and bool(steps) and steps[-1] >= stop_at
+
+    World.mock(ranks).run(lambda world: worker.run(chosen, world, report=events.append, stop=stop))
+    return events
+
+
+def of(kind: type, events: list[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def test_the_first_every_nth_and_the_last_step_are_logged(tmp_path: Path) -> None:
+    events = train(tmp_path, "train.steps=7", "train.log_every=3")
+    assert [event.step for event in of(Stepped, events)] == [1, 3, 6, 7]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 3, 6, 7]
+    assert all(line["tokens"] == 64 for line in lines if "loss" in line)
+
+
+def test_evaluation_counts_every_held_out_target_once(tmp_path: Path) -> None:
+    """19 samples in global batches of 8 on 4 ranks: the ragged end is padded, not counted."""
+    words = ["train.steps=4", "train.eval_every=2", "train.eval_batches=100"]
+    many = of(Evaluated, train(tmp_path / "many", *words, ranks=4))
+    one = of(Evaluated, train(tmp_path / "one", *words, "strategy=single", ranks=1))
+    assert [event.step for event in many] == [2, 4]
+    assert {event.eval_tokens for event in many + one} == {19 * 8}
+    assert [e.eval_loss for e in many] == pytest.approx([e.eval_loss for e in one], rel=1e-5)
+
+
+def test_no_evaluation_where_none_is_asked_for(tmp_path: Path) -> None:
+    assert not of(Evaluated, train(tmp_path, "train.steps=2", "train.eval_batches=0"))
+
+
+def test_checkpoints_come_every_so_often_and_at_the_end(tmp_path: Path) -> None:
+    words = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep=2"]
+    saved = of(Saved, train(tmp_path, *words))
+    assert [event.step for event in saved] == [2, 4, 5]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_4", "step_5"]
+
+
+def test_all_ranks_stop_after_the_step_in_which_one_is_asked_to(tmp_path: Path) -> None:
+    words = ["train.steps=9", "train.log_every=1", "checkpoint.every=100"]
+    events = train(tmp_path, *words, stop_at=3)
+    finished = of(Finished, events)[0]
+    assert finished.interrupted
+    assert finished.step < 9
+    assert [event.step for event in of(Saved, events)] == [finished.step]
+
+
+def test_a_run_that_saves_nothing_stops_without_a_checkpoint(tmp_path: Path) -> None:
+    events = train(tmp_path, "train.steps=9", "train.log_every=1", stop_at=2)
+    assert of(Finished, events)[0].interrupted
+    assert not of(Saved, events)
+
+
+def test_a_resumed_run_goes_on_where_it_was_and_logs_no_step_twice(tmp_path: Path) -> None:
+    words = ["train.log_every=1", "checkpoint.every=2", "train.eval_batches=0"]
+    train(tmp_path, *words, "train.steps=4", "scheduler=constant")
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 5, "loss": 0.0}\n{"step": 6, "lo')
+    events = train(tmp_path, *words, "train.steps=6", "scheduler=constant")
+    assert of(Started, events)[0].step == 4
+    assert of(Started, events)[0].resumed_from.endswith("step_4")
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    steps = [json.loads(line)["step"] for line in lines.splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_never_resuming_starts_at_the_first_step(tmp_path: Path) -> None:
+    train(tmp_path, "train.steps=2", "checkpoint.every=2")
+    events = train(tmp_path, "train.steps=2", "checkpoint.resume=never")
+    assert of(Started, events)[0].step == 0
+
+
+def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be " * 40)
+    words = ["data=text", f"data.files=[{tmp_path}/text.txt]", "data.sequence_length=8"]
+    chosen = config.load(
+        [
+            *TINY[:3],
+            *words,
+            "train.steps=2",
+            "train.sample_tokens=5",
+            "checkpoint.every=0",
+            "launch.nproc=2",
+            "strategy=fsdp",
+            "train.prompt=to",
+            "train.global_batch_size=4",
+        ]
+    )
+    chosen = dataclasses.replace(chosen, run_dir=str(tmp_path))
+    events: list[Event] = []
+    World.mock(2).run(lambda world: worker.run(chosen, world, report=events.append))
+    sampled = of(Sampled, events)[0]
+    assert sampled.prompt == "to"
+    assert sampled.text
+
+
+def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    words = ["plugins=[dropout_plugin_of_a_test]", "model=with_dropout", *TINY[3:]]
+    (tmp_path / "dropout_plugin_of_a_test.py").write_text(
+        "from torch import nn\n"
+        "from axonlaunch import register_model\n"
+        "@register_model('with_dropout', inputs='tokens')\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Embedding(256, 8), nn.Dropout(0.5), nn.Linear(8, 256))\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        words += ["launch.nproc=2", "strategy=ddp", "train.log_every=1", "checkpoint.every=2"]
+        words += ["scheduler=constant", "train.eval_batches=0"]
+
+        def losses(folder: Path, steps: int) -> list[float]:
+            chosen = config.load([*words, f"train.steps={steps}"])
+            chosen = dataclasses.replace(chosen, run_dir=str(folder))
+            events: list[Event] = []
+            World.mock(2).run(lambda world: worker.run(chosen, world, report=events.append))
+            return [event.loss for event in of(Stepped, events)]
+
+        whole = losses(tmp_path / "whole", 4)
+        (tmp_path / "parts").mkdir()
+        parts = losses(tmp_path / "parts", 2) + losses(tmp_path / "parts", 4)
+    assert parts == whole
+
+
+def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
+    from axonlaunch.engines.build import build
+
+    def loss_and_norm(*words: str) -> tuple[float, float]:
+        chosen = config.load([*TINY, "launch.nproc=1", "strategy=single", *words])
+        tokens = torch.arange(64).view(8, 8) % 256
+        targets = tokens.clone()
+        targets[0, :7] = -100
+        targets[5] = -100
+
+        def run(world: World) -> tuple[float, float]:
+            result = build(chosen, world).train_step(Batch(tokens, targets))
+            assert result.grad_norm is not None
+            return float(result.loss), float(result.grad_norm)
+
+        return World.mock(1).run(run)[0]
+
+    whole, accumulated = loss_and_norm(), loss_and_norm("train.micro_batch_size=1")
+    assert accumulated == pytest.approx(whole, rel=1e-6)
+
+
+def test_metrics_take_no_event_without_numbers(tmp_path: Path) -> None:
+    write = MetricsFile(tmp_path / "metrics.jsonl", after_step=0)
+    write(Saved(step=1, path="x", seconds=0.1))
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_tensorboard_holds_the_losses(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ["train.steps=3", "train.log_every=1", "train.tensorboard=true"]
+    losses = [event.loss for event in of(Stepped, train(tmp_path, *words))]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses)
