@@ -3,7 +3,6 @@
 It starts no process and trains nothing; it stands on ``torch.distributed`` and hides none of it.
 """
 
-from axonlaunch.comm import nccl
 from axonlaunch.comm.backend import Backend, ReduceOp
 from axonlaunch.comm.collectives import (
     all_gather,
@@ -58,7 +57,6 @@ __all__ = [
     "broadcast_from",
     "gather_tensor",
     "is_main_process",
-    "nccl",
     "rank",
     "recv",
     "reduce_scatter_mean",

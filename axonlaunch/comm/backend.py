@@ -17,6 +17,26 @@ class Backend(StrEnum):
     MOCK = "mock"
     """Threads of one process, on CPU tensors, one at a time and deterministic."""
 
+    @property
+    def torch_name(self) -> str:
+        """What torch's ``init_process_group`` is given.
+
+        A world on NCCL carries CPU tensors by gloo beside it: counters, offloaded gradients'
+        norms and checkpoints' plans never wait for the device.
+        """
+        return "cpu:gloo,cuda:nccl" if self is Backend.NCCL else self.value
+
+    @classmethod
+    def of_torch(cls, name: str) -> Backend:
+        """Return what carries the bytes under a torch backend's name.
+
+        Raises:
+            ValueError: It is none of ours.
+        """
+        if "nccl" in name.split(",")[-1].split(":"):
+            return cls.NCCL
+        return cls(name)
+
 
 class ReduceOp(Enum):
     """How the values of all ranks become one; ``Average`` is for floating-point only."""

@@ -7,6 +7,7 @@ unchanged; nothing here starts a process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterable
@@ -68,16 +69,17 @@ class ProcessGroup:
             )
         return self._torch_group
 
-    @property
+    @functools.cached_property
     def backend(self) -> Backend:
         """What carries this group's bytes."""
-        name = dist.get_backend(self.torch_group)
-        if name not in [known.value for known in Backend]:
+        name = str(dist.get_backend(self.torch_group))
+        try:
+            return Backend.of_torch(name)
+        except ValueError:
             raise ValueError(
                 f"the group {list(self.ranks)} has the torch backend {name!r}; expected one of "
                 f"{', '.join(Backend)}: pass it to init_process_group"
-            )
-        return Backend(name)
+            ) from None
 
     def close(self) -> None:
         """Let go of torch's group: it holds the store, and rank 0's listening port with it."""
@@ -160,12 +162,12 @@ class World:
         device = _device(chosen, place.local_rank)
         timeout = timedelta(seconds=timeout_s)
         with contextlib.ExitStack() as at_close:
-            if chosen is Backend.GLOO and place.on_loopback:
+            if place.on_loopback:
                 at_close.enter_context(gloo_on_loopback())
             at_close.callback(setattr, sys, "excepthook", sys.excepthook)
             store = store or open_store(place, timeout=timeout)
             dist.init_process_group(
-                chosen.value,
+                chosen.torch_name,
                 store=store,
                 rank=place.rank if store is not None else -1,
                 world_size=place.world_size if store is not None else -1,

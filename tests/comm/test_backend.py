@@ -90,3 +90,27 @@ def test_long_lines_that_differ_at_the_end_are_told_apart() -> None:
     one, other = (unpack(pack("x" * LINE_BYTES + end)) for end in ("a", "b"))
     assert one != other
     assert len(one) == LINE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("gloo", Backend.GLOO),
+        ("mock", Backend.MOCK),
+        ("nccl", Backend.NCCL),
+        ("cpu:gloo,cuda:nccl", Backend.NCCL),
+        ("cuda:nccl", Backend.NCCL),
+    ],
+)
+def test_a_torch_backends_name_says_what_carries_the_bytes(name: str, backend: Backend) -> None:
+    assert Backend.of_torch(name) is backend
+
+
+def test_a_world_on_nccl_carries_cpu_tensors_too() -> None:
+    assert Backend.NCCL.torch_name == "cpu:gloo,cuda:nccl"
+    assert Backend.of_torch(Backend.NCCL.torch_name) is Backend.NCCL
+
+
+def test_a_foreign_backend_is_no_backend_of_ours() -> None:
+    with pytest.raises(ValueError, match="fake"):
+        Backend.of_torch("fake")

@@ -337,13 +337,13 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "scheduler.warmup_steps=1000",
+        "scheduler.warmup_steps=1000 train.steps=300",
         [
             "scheduler.warmup_steps=1000: train.steps is 300; use fewer, or auto, or train longer",
         ],
     ),
     (
-        "scheduler=wsd scheduler.decay_steps=400",
+        "scheduler=wsd scheduler.decay_steps=400 train.steps=300",
         [
             "scheduler.decay_steps=400: with 20 steps of warm-up it exceeds train.steps=300; use 280 or less",
         ],
@@ -379,7 +379,7 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "launch.nproc=3",
+        "launch.nproc=3 train.global_batch_size=32",
         [
             "train.global_batch_size=32: 3 ranks can't share it evenly; use 33, or 1, 2, 4, 8, 16 or 32 ranks",
         ],
@@ -391,7 +391,7 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "launch.nproc=4 train.micro_batch_size=3",
+        "launch.nproc=4 train.micro_batch_size=3 train.global_batch_size=32",
         [
             "train.micro_batch_size=3: a rank's share of the global batch is 8 samples; use 1, 2, 4 or 8",
         ],
@@ -721,7 +721,7 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "train.steps=3 train.stepz=4 optimizer.lr=x strategy=fsdp strategy.ddp.sync=no_sync launch.nproc=3",
+        "train.steps=3 train.stepz=4 optimizer.lr=x strategy=fsdp strategy.ddp.sync=no_sync launch.nproc=3 train.global_batch_size=32",
         [
             "optimizer.lr=x: expected a number",
             "train.stepz=4: there is no such key; did you mean train.steps?",

@@ -41,7 +41,7 @@ def test_what_is_left_to_the_machine_is_resolved(
 def test_shares_of_the_batch_follow_from_the_layout(
     overrides: list[str], world: int, replicate: int, shard: int, micro: int, micro_batches: int
 ) -> None:
-    shares = layout(config.load(overrides), world_size=world)
+    shares = layout(config.load(["train.global_batch_size=32", *overrides]), world_size=world)
     assert (shares.dp_replicate, shares.dp_shard) == (replicate, shard)
     assert (shares.micro_batch_size, shares.micro_batches) == (micro, micro_batches)
     assert shares.data_ranks * micro * micro_batches == 32

@@ -22,7 +22,7 @@ STEPS = 10
 # The key projection's bias has a gradient of zero, for softmax ignores it, so what rounding leaves
 # is all there is. With AdamW's usual eps of 1e-8 that noise alone would move it by the whole
 # learning rate in a random direction.
-EPS = ["optimizer.eps=1e-5"]
+EPS = ["optimizer.eps=1e-4"]
 TOKENS = ["data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=12"]
 MODELS = {
     "mlp": [
