@@ -11,7 +11,7 @@ from pathlib import Path
 
 from axonlaunch.config.compose import DEFAULT_ORIGIN, OVERRIDE_ORIGIN, Composed, Composer
 from axonlaunch.config.model import MODEL_CONFIGS
-from axonlaunch.config.plugins import import_entry_point, import_plugins
+from axonlaunch.config.plugins import import_entry_point, import_plugins, search_here
 from axonlaunch.config.problem import ConfigError, Problem
 from axonlaunch.config.rules import broken_rules
 from axonlaunch.config.schema import RunConfig
@@ -92,6 +92,8 @@ def _with_plugins(composed: Composed) -> Composed:
     problems = import_plugins(modules) if isinstance(modules, list) else []
     if isinstance(model, dict):
         problems += import_entry_point(str(model.get("name")), MODEL_CONFIGS)
+        if model.get("name") == "custom":
+            search_here()  # for model.target
     composed = dataclasses.replace(composed, problems=problems + composed.problems)
     return _with_registered_model(composed)
 
@@ -133,4 +135,8 @@ def read(path: str | Path) -> RunConfig:
     file = path / "config.yaml" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError([Problem("", f"{path}: no run folder (it has no config.yaml)")])
-    return typed(_with_plugins(Composed(read_yaml(file), {}, [])))
+    try:
+        tree = read_yaml(file)
+    except ValueError as reason:
+        raise ConfigError([Problem("", f"{file}: {reason}")]) from None
+    return typed(_with_plugins(Composed(tree, {}, [])))

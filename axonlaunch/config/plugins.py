@@ -6,6 +6,7 @@ imported on a configuration's word.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Container, Sequence
@@ -19,16 +20,23 @@ ENTRY_POINT_GROUP = "axonlaunch.models"
 
 def import_plugins(modules: Sequence[str]) -> list[Problem]:
     """Import modules by name, the working folder's included; return what went wrong."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     problems = []
     for name in modules:
+        search_here()
         try:
-            importlib.import_module(name)
+            # What a module prints while it is imported must not mix with a command's output.
+            with contextlib.redirect_stdout(sys.stderr):
+                importlib.import_module(name)
         except Exception as error:  # a user's module may fail in any way
             problems.append(Problem("plugins", _reason(name, error), name))
     return problems
+
+
+def search_here() -> None:
+    """Let modules of the working folder be imported, as ``python script.py`` would."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
 
 
 def import_entry_point(model: str, known: Container[str]) -> list[Problem]:

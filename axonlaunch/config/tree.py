@@ -45,9 +45,17 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read what ``to_yaml`` wrote to plain values."""
+    """Read what ``to_yaml`` wrote to plain values.
+
+    Raises:
+        ValueError: The file is not YAML, or holds no keys.
+    """
     import yaml
 
-    tree = yaml.safe_load(path.read_text())
-    assert isinstance(tree, dict)
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ValueError("holds no keys")
     return {str(key): value for key, value in tree.items()}

@@ -28,13 +28,28 @@ def warm() -> Iterator[ForkServerContext]:
     # Ctrl-C in the terminal is the parent's to handle.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        with _without_working_folder():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     try:
         yield context
     finally:
         stop()
+
+
+@contextmanager
+def _without_working_folder() -> Iterator[None]:
+    """Keep a ``torch.py`` in the working folder from being imported in torch's place."""
+    given = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = given
 
 
 def stop() -> None:
@@ -71,6 +86,9 @@ def call(context: ForkServerContext, target: str, *args: Any) -> Any:
     except EOFError:
         process.join()
         raise RuntimeError(f"{target} died with status {process.exitcode}") from None
+    except BaseException:
+        process.kill()
+        raise
     finally:
         ours.close()
     process.join()
@@ -81,6 +99,7 @@ def call(context: ForkServerContext, target: str, *args: Any) -> Any:
 
 def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
     """Call a function and send what it returned or raised; never returns."""
+    os.dup2(2, 1)  # standard output is the command's own
     try:
         message = ("returned", load(target)(*args))
     except Exception as error:

@@ -5,6 +5,7 @@ Torch imports some of it only when first used, which would cost every rank a sec
 
 import gc
 import importlib
+import os
 
 MODULES = (
     "yaml",
@@ -19,6 +20,8 @@ MODULES = (
     "axonlaunch.preflight",
 )
 
+# It was for this process alone; what a rank starts shall find what its user expects.
+os.environ.pop("PYTHONSAFEPATH", None)
 # Imports make next to no garbage; looking for it would take a fifth of their time.
 gc.disable()
 for module in MODULES:

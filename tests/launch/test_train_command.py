@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,43 @@ def test_compiled_blocks_have_the_same_losses(axonlaunch: Command) -> None:
     axonlaunch.train("name=plain", "strategy=fsdp", "train.steps=3")
     axonlaunch.train("name=compiled", "strategy=fsdp", "train.steps=3", "train.compile=true")
     assert axonlaunch.losses("compiled") == pytest.approx(axonlaunch.losses("plain"), rel=1e-5)
+
+
+def test_what_a_users_module_prints_stays_out_of_json(axonlaunch: Command) -> None:
+    (axonlaunch.folder / "chatty.py").write_text(
+        "from torch import nn\n"
+        "print('imported')\n"
+        "def build():\n"
+        "    print('built')\n"
+        "    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))\n"
+    )
+    words = ["model=custom", "model.target=chatty:build", "plugins=[chatty]", "train.steps=1"]
+    tiny = [word for word in TINY if not word.startswith("model.")]
+    ran = axonlaunch("train", *tiny, *words, "--json")
+    assert json.loads(ran.stdout)["status"] == "done"
+
+
+def test_a_file_named_torch_in_the_working_folder_does_no_harm(axonlaunch: Command) -> None:
+    (axonlaunch.folder / "torch.py").write_text("raise SystemExit('imported in place of torch')")
+    installed = Path(sys.executable).with_name("axonlaunch")
+    ran = subprocess.run(
+        [installed, "train", *TINY, "train.steps=1"],
+        cwd=axonlaunch.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_reader_that_leaves_early_ends_the_run_quietly(axonlaunch: Command) -> None:
+    with axonlaunch.start("train", *TINY, "train.steps=1000") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait(timeout=30) != 0
+    assert "Traceback" not in errors
+    axonlaunch.wait_until_gone(seconds=3)
