@@ -5,7 +5,9 @@ It holds the records; nothing here shows or writes them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,11 @@ class Finished:
 
 
 Event = Started | Stepped | Advanced | Evaluated | Saved | Sampled | Finished
+
+
+def finite(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content with null for what is no number, which JSON can't write."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in content.items()
+    }

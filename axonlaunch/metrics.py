@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from axonlaunch.events import Evaluated, Event, Finished, Stepped
+from axonlaunch.events import Evaluated, Event, Finished, Stepped, finite
 
 
 class MetricsFile:
@@ -35,7 +35,7 @@ class MetricsFile:
         else:
             return
         with self._path.open("a") as stream:
-            stream.write(json.dumps(line) + "\n")
+            stream.write(json.dumps(finite(line), allow_nan=False) + "\n")
 
 
 def _lines(path: Path) -> list[str]:

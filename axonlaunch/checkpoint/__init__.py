@@ -12,7 +12,9 @@ from axonlaunch.checkpoint.store import (
     prune,
     resolve,
     save,
+    saved_states,
     sweep_partial,
+    unreadable,
 )
 
 __all__ = [
@@ -24,5 +26,7 @@ __all__ = [
     "prune",
     "resolve",
     "save",
+    "saved_states",
     "sweep_partial",
+    "unreadable",
 ]

@@ -115,6 +115,12 @@ def resolve(path: Path) -> Checkpoint | None:
     return _read(path) if (path / MANIFEST).is_file() else latest(path)
 
 
+def unreadable(run_dir: Path) -> list[str]:
+    """Return the names of folders that should be checkpoints and are not: damaged, or newer."""
+    folders = sorted((run_dir / "checkpoints").glob("step_*"))
+    return [f.name for f in folders if not f.name.endswith(PARTIAL) and _read(f) is None]
+
+
 def prune(run_dir: Path, *, keep: int) -> None:
     """Delete all but the newest ``keep`` checkpoints."""
     for checkpoint in _all(run_dir)[:-keep]:
@@ -166,7 +172,7 @@ def _read(folder: Path) -> Checkpoint | None:
         return Checkpoint(
             folder, about["step"], about["samples"], about["world_size"], about["loss"]
         )
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -176,6 +182,14 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def saved_states(checkpoint: Checkpoint) -> set[str]:
+    """Return the kinds of optimizer states in a checkpoint, ``{"step", "exp_avg", ...}``."""
+    import torch.distributed.checkpoint as dcp
+
+    keys = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    return {key.rsplit(".", 1)[-1] for key in keys if key.startswith("optimizer.")}
 
 
 def differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:

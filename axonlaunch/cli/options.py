@@ -11,7 +11,7 @@ import typer
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Groups and values, in Hydra's syntax."),
+    typer.Argument(metavar="KEY=VALUE", help="Groups and values, in Hydra's syntax."),
 ]
 ConfigDir = Annotated[
     list[Path] | None,

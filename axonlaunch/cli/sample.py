@@ -27,7 +27,7 @@ def command(
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Draw among so many likeliest bytes.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Starts the draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Starts the draws.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Let a trained model of text continue a prompt."""

@@ -13,7 +13,7 @@ EXAMPLES = """Examples:
 
 \b
   axonlaunch train +strategy=fsdp
-  axonlaunch train strategy=ddp model=llama_debug train.steps=50 launch.nproc=4
+  axonlaunch train strategy=ddp model=llama_debug launch.nproc=4
   axonlaunch train data=text 'data.files=["notes/*.md"]' name=notes
   axonlaunch train -m optimizer.lr=1e-3,3e-3 model.num_hidden_layers=2,4
 """

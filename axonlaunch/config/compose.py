@@ -247,19 +247,22 @@ def _hydra_problem(error: Exception) -> Problem | None:
     Hydra hides the reason of "Error merging override" in ``__cause__``.
     """
     from hydra.errors import HydraException
-    from yaml import MarkedYAMLError
+    from yaml import MarkedYAMLError, YAMLError
 
     if isinstance(error, MarkedYAMLError):
         mark = error.problem_mark
         where = f"{mark.name}:{mark.line + 1}:{mark.column + 1}: " if mark else ""
         return Problem("", f"{where}not YAML: {error.problem}")
+    if isinstance(error, UnicodeDecodeError | RecursionError | YAMLError | ValueError | IndexError):
+        reason = " ".join(str(error).split())
+        return Problem("", f"the configuration can't be composed: {type(error).__name__}: {reason}")
     if not isinstance(error, HydraException):
         return None
-    lines = [str(error).splitlines()[0].rstrip(".")]
+    lines = [(str(error).splitlines() or [type(error).__name__])[0].rstrip(".")]
     options = [line.strip() for line in str(error).splitlines() if line.startswith("\t")]
     provider = [line for line in options if "provider=" not in line]
     if provider:
         lines.append("known: " + ", ".join(provider))
     if error.__cause__ is not None:
-        lines.append(str(error.__cause__).splitlines()[0])
+        lines += str(error.__cause__).splitlines()[:1]
     return Problem("", "; ".join(lines))

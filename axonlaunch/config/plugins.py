@@ -27,7 +27,7 @@ def import_plugins(modules: Sequence[str]) -> list[Problem]:
             # What a module prints while it is imported must not mix with a command's output.
             with contextlib.redirect_stdout(sys.stderr):
                 importlib.import_module(name)
-        except Exception as error:  # a user's module may fail in any way
+        except (Exception, SystemExit) as error:  # a user's module may fail in any way
             problems.append(Problem("plugins", _reason(name, error), name))
     return problems
 
@@ -52,7 +52,7 @@ def import_entry_point(model: str, known: Container[str]) -> list[Problem]:
     return problems
 
 
-def _reason(name: str, error: Exception) -> str:
+def _reason(name: str, error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == name.partition(":")[0]:
         return f"there is no module {name}; looked in {Path.cwd()} and the installed packages"
     return f"importing {name} failed with {type(error).__name__}: {error}"

@@ -42,10 +42,13 @@ def broken_world_rules(config: RunConfig, *, world_size: int) -> list[Problem]:
 
 
 def _name(config: RunConfig) -> Iterator[Problem]:
-    if not config.name or Path(config.name).is_absolute() or ".." in Path(config.name).parts:
+    parts = Path(config.name).parts
+    if not parts or Path(config.name).is_absolute() or ".." in parts:
         yield Problem(
             "name", "must be a folder's name below runs/; use run_dir for a path", config.name
         )
+    if not config.run_dir:
+        yield Problem("run_dir", "is empty; write a path, or auto", config.run_dir)
 
 
 def _unused(config: RunConfig) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from axonlaunch.data.windows import TokenWindows
 
 def encode(text: str) -> list[int]:
     """Turn text into bytes, UTF-8."""
-    return list(text.encode())
+    return list(text.encode(errors="surrogateescape"))
 
 
 def decode(tokens: Sequence[int]) -> str:

@@ -122,10 +122,13 @@ class DataParallelEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, buffers, optimizer states and counters; sharded ones as DTensors."""
-        counters = {"step": torch.tensor(self.step)}
-        if self._scale is not None:
-            counters["loss_scale"] = torch.tensor(self._scale.value, dtype=torch.float64)
-            counters["good_steps"] = torch.tensor(self._scale.good_steps)
+        # Without fp16 there is no scale, told as 0: a run may go on in another precision.
+        scale = self._scale or LossScale(value=0.0)
+        counters = {
+            "step": torch.tensor(self.step),
+            "loss_scale": torch.tensor(scale.value, dtype=torch.float64),
+            "good_steps": torch.tensor(scale.good_steps),
+        }
         return {
             "model": model_state(self.model),
             "optimizer": self._update.state_dict(),
@@ -141,7 +144,7 @@ class DataParallelEngine:
         self._update.load_state_dict(state["optimizer"])
         counters = state["counters"]
         self.step = int(counters["step"])
-        if self._scale is not None and "loss_scale" in counters:
+        if self._scale is not None and float(counters["loss_scale"]) > 0:
             self._scale.value = float(counters["loss_scale"])
             self._scale.good_steps = int(counters["good_steps"])
 

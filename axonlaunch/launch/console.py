@@ -10,6 +10,7 @@ import sys
 from typing import TextIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -62,7 +63,7 @@ class RunConsole:
                 self._evaluated(event)
             case Saved():
                 where = shortened(event.path)
-                self.line(f"[dim]saved {where} in {event.seconds:.1f} s[/dim]")
+                self.line(f"[dim]saved {escape(where)} in {event.seconds:.1f} s[/dim]")
             case Sampled():
                 self.stop()
                 body = Text(event.prompt, style="bold") + Text(event.text)
@@ -89,7 +90,7 @@ class RunConsole:
         self.stop()
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            self._console.print(f"[dim]{name:<{width}}[/dim]  {value}", soft_wrap=True)
+            self._console.print(f"[dim]{name:<{width}}[/dim]  {escape(value)}", soft_wrap=True)
 
     def _start(self, event: Started) -> None:
         self.line(
@@ -97,11 +98,11 @@ class RunConsole:
             f"{quantity(event.parameters)} parameters, {quantity(event.samples)} samples, "
             f"steps {event.step} to {event.steps}"
         )
-        self.line(f"[dim]run folder {self._run_dir}[/dim]")
+        self.line(f"[dim]run folder {escape(self._run_dir)}[/dim]")
         if event.resumed_from:
-            self.line(f"resumed from {shortened(event.resumed_from)}")
+            self.line(f"resumed from {escape(shortened(event.resumed_from))}")
         for note in event.notes:
-            self.line(f"[yellow]note[/yellow] {note}")
+            self.line(f"[yellow]note[/yellow] {escape(note)}")
         if not self._console.is_terminal:
             return
         self._progress = Progress(

@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -24,6 +24,7 @@ def warm() -> Iterator[ForkServerContext]:
     """Start the server in the background, and end it on leaving."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    resource_tracker.ensure_running()  # by itself it would unblock what is blocked next
     # Blocked while the server starts, and so in it and whatever it forks until they say otherwise:
     # Ctrl-C in the terminal is the parent's to handle.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -104,6 +105,8 @@ def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
         message = ("returned", load(target)(*args))
     except Exception as error:
         message = ("raised", error)
+    except SystemExit as error:
+        message = ("raised", RuntimeError(f"a module ended the process with status {error.code}"))
     connection.send(message)
     connection.close()
     # Skip interpreter teardown with torch loaded, which takes up to a second.

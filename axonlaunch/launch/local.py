@@ -17,7 +17,7 @@ from typing import Any
 
 from axonlaunch import checkpoint
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.events import Event, Stepped
+from axonlaunch.events import Event, Stepped, finite
 from axonlaunch.launch import forkserver, run_folder
 from axonlaunch.launch.console import RunConsole, gibibytes, quantity, shortened, show_crash
 from axonlaunch.launch.rank_messages import Place
@@ -43,8 +43,7 @@ def train(
     Raises:
         ConfigError: The port is taken or the folder can't be made; nothing was started.
     """
-    with _listener(config) as listener:
-        config = run_folder.create(config)
+    with _listener(config) as listener, run_folder.create(config) as config:
         console = RunConsole(run_dir=config.run_dir, stream=sys.stderr if as_json else sys.stdout)
         record = _Record(started, console)
         try:
@@ -57,7 +56,7 @@ def train(
             outcome = supervisor.run()
         finally:
             console.stop()
-    return _conclude(config, outcome, record, console)
+        return _conclude(config, outcome, record, console)
 
 
 def _spawn(
@@ -185,6 +184,7 @@ def _conclude(
         process = 0 if config.launch.backend == "mock" else crash.rank
         log = shortened(str(_log(config, process)))
         show_crash(crash, log=log, world_size=config.launch.nproc)
+    summary = finite(summary)
     run_folder.write_json(folder / "summary.json", summary)
     if finished is not None:
         console.summary(_rows(config, summary))

@@ -6,8 +6,12 @@ Everything a run writes is below it.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import itertools
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,9 @@ from axonlaunch.config.layout import layout
 CONFIG = "config.yaml"
 
 
-def create(config: RunConfig) -> RunConfig:
-    """Make the folder, freeze the configuration in it, and return that configuration.
+@contextmanager
+def create(config: RunConfig) -> Iterator[RunConfig]:
+    """Make the folder, freeze the configuration in it, and hold it while the run goes on.
 
     A name of the run's own choosing is numbered until its folder is new; a name that the user
     chose is taken as it is, for that is how a run is resumed.
@@ -29,12 +34,21 @@ def create(config: RunConfig) -> RunConfig:
     try:
         config = _named(config)
         folder = Path(config.run_dir)
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        write(folder / CONFIG, to_yaml(config))
+        (folder / "logs").mkdir(exist_ok=True)
+        lock = os.open(folder / "logs", os.O_RDONLY)
     except OSError as error:
         message = f"can't make the run folder: {error.strerror}: {error.filename}"
         raise ConfigError([Problem("run_dir", message)]) from None
-    return config
+    try:
+        # The kernel lets go of it however the process ends.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        write(folder / CONFIG, to_yaml(config))
+        yield config
+    except BlockingIOError:
+        message = f"another process is training in {folder}; wait for it, or choose another name"
+        raise ConfigError([Problem("run_dir", message)]) from None
+    finally:
+        os.close(lock)
 
 
 def _named(config: RunConfig) -> RunConfig:
@@ -62,6 +76,12 @@ def claim(name: str) -> Path:
     raise AssertionError("count ended")
 
 
+def free_name(name: str) -> str:
+    """Return a name for which there is no folder below ``runs``: this one, or it numbered."""
+    numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(free for free in numbered if not Path("runs", free).exists())
+
+
 def default_name(config: RunConfig) -> str:
     """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
     assert config.launch.nproc != "auto"
@@ -87,4 +107,4 @@ def write(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write one JSON object."""
-    write(path, json.dumps(content, indent=1) + "\n")
+    write(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

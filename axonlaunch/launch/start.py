@@ -44,13 +44,14 @@ def start(
     told = multirun and len(batches) > 1
     load = partial(configuration.load, config_name=config_name, config_dirs=config_dirs)
     configs = [_checked(partial(load, batch), batch, told) for batch in batches]
+    configs = _numbered(configs) if multirun else configs
     resolve = partial(forkserver.call, context, "axonlaunch.preflight:resolve")
     configs = [
         _checked(partial(resolve, config), batch, told)
         for config, batch in zip(configs, batches, strict=True)
     ]
     summaries = []
-    for config in _numbered(configs) if multirun else configs:
+    for config in configs:
         status, summary = local.train(config, context, started=started, as_json=as_json)
         summaries.append(summary)
         if status:
@@ -73,11 +74,21 @@ def _checked(
 
 
 def _numbered(configs: list[RunConfig]) -> list[RunConfig]:
-    """Give each run of a sweep a folder of its own, numbered below the sweep's."""
+    """Give each run of a sweep a folder of its own: its own name's, else numbered ones.
+
+    Raises:
+        ConfigError: Some runs, not all, share a name or a folder.
+    """
+    named = {(config.name, config.run_dir) for config in configs}
+    if len(named) == len(configs) > 1:
+        return configs
     first = configs[0]
+    if len(named) > 1:
+        message = "some runs of the sweep share it; name all alike, or each for itself"
+        raise ConfigError([Problem("name", message, first.name)])
     name, parent = first.name, first.run_dir
     if name == parent == "auto":
-        parent = str(run_folder.claim(f"{first.model.name}-sweep"))
+        name = run_folder.free_name(f"{first.model.name}-sweep")
     name = Path(parent).name if name == "auto" else name
     parent = str(Path("runs", name)) if parent == "auto" else parent
     return [

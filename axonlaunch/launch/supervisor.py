@@ -107,7 +107,7 @@ class Supervisor:
                 self.announce("stopping after this step; once more to stop at once")
                 for rank in self.ranks:
                     _signal(rank.process, signal.SIGTERM)
-            if all(rank.process.exitcode == 0 and not rank.open for rank in self.ranks):
+            if all(rank.finished is not None and not rank.open for rank in self.ranks):
                 self.tick()
                 outcome.finished = self.ranks[0].finished
                 return outcome
