@@ -114,3 +114,42 @@ def test_wrong_words_start_no_rank_and_leave_no_process(axonlaunch: Command) -> 
     assert errors.strip() == "error: train.stepz=3: there is no such key; did you mean train.steps?"
     axonlaunch.wait_until_gone(seconds=1)
     assert list(axonlaunch.folder.iterdir()) == []
+
+
+def test_a_folder_in_which_a_run_goes_on_takes_no_second_one(
+    axonlaunch: Command, faulty: list[str]
+) -> None:
+    first = axonlaunch.start("train", *faulty, "name=run", "model.arguments={pause:1.5}")
+    metrics = axonlaunch.folder / "runs" / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
+    ran = axonlaunch("train", *faulty, "name=run", status=2)
+    assert "another process is training in" in ran.stderr
+    first.communicate(timeout=60)
+    assert first.returncode == 0
+    assert len(axonlaunch.losses("run")) == 6
+
+
+def test_a_damaged_checkpoint_is_told_rather_than_trained_over(axonlaunch: Command) -> None:
+    words = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep=1"]
+    axonlaunch.train(*words)
+    shard = next((axonlaunch.folder / "runs/run/checkpoints/step_6").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    ran = axonlaunch.train(*words, "train.steps=8", status=2)
+    assert "holds step_6, damaged or of a newer version" in ran.stderr
+    assert len(axonlaunch.losses("run")) == 6
+
+
+def test_another_optimizers_states_are_told_before_a_rank_starts(axonlaunch: Command) -> None:
+    axonlaunch.train("strategy=single", "name=run", "checkpoint.every=6")
+    words = [word for word in TINY if not word.startswith("optimizer.")]
+    words += ["optimizer=sgd", "strategy=single", "checkpoint.resume=runs/run", "train.steps=8"]
+    ran = axonlaunch("train", *words, status=2)
+    assert "error: optimizer.name=sgd:" in ran.stderr
+    assert "is of another optimizer; it has states exp_avg, exp_avg_sq, step" in ran.stderr
+
+
+def test_a_loss_that_is_no_number_leaves_json_that_is_json(axonlaunch: Command) -> None:
+    words = ["name=run", "optimizer.lr=1e30", "train.grad_clip=null", "strategy=single"]
+    axonlaunch.train(*words, "scheduler.warmup_steps=0")
+    assert axonlaunch.losses("run")[-1] is None
+    assert axonlaunch.summary("run")["loss"] is None
