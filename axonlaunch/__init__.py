@@ -128,6 +128,23 @@ if TYPE_CHECKING:
         ShardingStrategy as ShardingStrategy,
     )
     from axonlaunch.engines.fsdp_memory import FSDPMemoryStats as FSDPMemoryStats
+    from axonlaunch.engines.pipeline_schedule import PipelineSchedule as PipelineSchedule
+    from axonlaunch.engines.pipeline_timeline import PipelineMemoryStats as PipelineMemoryStats
+    from axonlaunch.engines.tensor import (
+        ColumnParallelLinear as ColumnParallelLinear,
+    )
+    from axonlaunch.engines.tensor import (
+        RowParallelLinear as RowParallelLinear,
+    )
+    from axonlaunch.engines.tensor import (
+        TensorParallelAttention as TensorParallelAttention,
+    )
+    from axonlaunch.engines.tensor import (
+        VocabParallelEmbedding as VocabParallelEmbedding,
+    )
+    from axonlaunch.engines.tensor_loss import (
+        vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
+    )
     from axonlaunch.models import (
         ModelSpec as ModelSpec,
     )
@@ -138,6 +155,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Backend",
     "CPUOffload",
+    "ColumnParallelLinear",
     "CommError",
     "ConfigError",
     "DDP",
@@ -150,11 +168,16 @@ __all__ = [
     "MismatchError",
     "ModelSpec",
     "PeerFailedError",
+    "PipelineMemoryStats",
+    "PipelineSchedule",
     "ProcessGroup",
     "RankFailedError",
     "ReduceOp",
+    "RowParallelLinear",
     "RunConfig",
     "ShardingStrategy",
+    "TensorParallelAttention",
+    "VocabParallelEmbedding",
     "World",
     "all_gather",
     "all_reduce",
@@ -177,6 +200,7 @@ __all__ = [
     "send",
     "sync_gradient",
     "sync_gradients",
+    "vocab_parallel_cross_entropy_sum",
     "world_size",
 ]
 
@@ -190,6 +214,15 @@ _ROOMS = {
     ),
     "axonlaunch.engines.fsdp": ("CPUOffload", "FSDP", "ShardingStrategy"),
     "axonlaunch.engines.fsdp_memory": ("FSDPMemoryStats",),
+    "axonlaunch.engines.pipeline_schedule": ("PipelineSchedule",),
+    "axonlaunch.engines.pipeline_timeline": ("PipelineMemoryStats",),
+    "axonlaunch.engines.tensor": (
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "TensorParallelAttention",
+        "VocabParallelEmbedding",
+    ),
+    "axonlaunch.engines.tensor_loss": ("vocab_parallel_cross_entropy_sum",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}

@@ -27,6 +27,7 @@ from axonlaunch.comm.checks import (
 )
 from axonlaunch.comm.errors import say_tensor
 from axonlaunch.comm.process_group import ProcessGroup, default_group
+from axonlaunch.comm.renamed import all_gather_single, reduce_scatter_single
 
 _TORCH_OP = {
     ReduceOp.Sum: dist.ReduceOp.SUM,
@@ -35,12 +36,6 @@ _TORCH_OP = {
     ReduceOp.Max: dist.ReduceOp.MAX,
     ReduceOp.Average: dist.ReduceOp.AVG,
 }
-
-# torch 2.13 has renamed these and warns of the old names, which are all that 2.11 has.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Any = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
 
 
 def rank() -> int:
@@ -136,7 +131,7 @@ def all_gather(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
     result = tensor.new_empty((group.size, *tensor.shape), requires_grad=False)
     if result.numel():
         source = _bytes(_plain(tensor))
-        _all_gather_single(_bytes(result), source, group=group.torch_group)
+        all_gather_single(_bytes(result), source, group=group.torch_group)
     return result
 
 
@@ -346,7 +341,7 @@ def _reduce_scatter(name: str, tensor: Tensor, op: ReduceOp, group: ProcessGroup
     buffer = _to_buffer(tensor, op, group)
     result = buffer.new_empty((buffer.shape[0] // group.size, *buffer.shape[1:]))
     if result.numel():
-        _reduce_scatter_single(
+        reduce_scatter_single(
             _real(result), _real(buffer), op=_torch_op(op, group), group=group.torch_group
         )
         if _is_composed(op, group):

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 
 
 class Rotary:
-    """Cosines and sines of a sequence's positions, each [T, 1, head_dim / 2].
-
-    A plain class, because FSDP's mixed precision casts the tensors in a block's tuples and
-    dataclasses, and in bf16 the angles of far positions blur.
-    """
+    """Cosines and sines of a sequence's positions, each [T, 1, head_dim / 2]."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos = cos
@@ -37,6 +33,8 @@ class RotaryTable(nn.Module):
     """Cosines and sines of rotary positions (Su et al., RoFormer, 2021).
 
     The tables follow from the configuration, so they are not saved; ``reset_buffers`` fills them.
+    Blocks are passed the table itself: FSDP's mixed precision would cast tensors that a block is
+    passed, and in bf16 the angles of far positions blur.
     """
 
     cos: Tensor
@@ -68,8 +66,12 @@ class RotaryTable(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention with separate projections and, at will, fewer key-value heads.
 
-    The number of heads is read from what the projections return, so a tensor-parallel rank that
-    holds some of the heads runs this code unchanged.
+    How many heads and positions there are is read from what the projections return, so a
+    tensor-parallel rank that holds some of the heads runs this code unchanged.
+
+    Attributes:
+        num_heads: Query heads of the whole layer.
+        num_key_value_heads: Key-value heads of the whole layer.
     """
 
     def __init__(
@@ -82,22 +84,26 @@ class Attention(nn.Module):
         causal: bool = True,
     ) -> None:
         super().__init__()
+        self.num_heads: Final = num_heads
+        self.num_key_value_heads: Final = num_key_value_heads or num_heads
         self.head_dim: Final = hidden_size // num_heads
         self.causal: Final = causal
-        key_value_size = (num_key_value_heads or num_heads) * self.head_dim
+        key_value_size = self.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.k_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
         self.v_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryTable | None = None) -> Tensor:
         """Attend: [B, T, hidden] to [B, T, hidden]."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if rotary is not None:
-            q, k = rotary.turn(q), rotary.turn(k)
+            # Here, because under sequence parallelism the blocks see a part of the positions.
+            positions = rotary(q.shape[1])
+            q, k = positions.turn(q), positions.turn(k)
         # enable_gqa rather than repeated keys: on a CPU as fast or faster, and no copies of them.
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),

@@ -102,10 +102,29 @@ class GPT(nn.Module):
         return x
 
 
+BLOCKS_PLAN = {
+    "layers.*.self_attn": "region",
+    "layers.*.self_attn.[qkv]_proj": "column",
+    "layers.*.self_attn.o_proj": "row",
+    "layers.*.mlp": "region",
+    "layers.*.mlp.up_proj": "column",
+    "layers.*.mlp.down_proj": "row",
+}
+
 SPEC = ModelSpec(
     build=GPT,
     loss=cross_entropy_sum,
     layers="layers",
+    ends=(("embed_tokens", "embed_positions"), ("norm", "lm_head")),
     inputs="tokens",
     initializers=transformer_initializers,
+    tensor_plan={
+        "embed_tokens": "vocabulary",
+        "embed_positions": "sequence",
+        "layers.*_layernorm": "sequence",
+        **BLOCKS_PLAN,
+        "norm": "sequence",
+        "lm_head": "vocabulary",
+    },
+    sequence_parallel=True,
 )

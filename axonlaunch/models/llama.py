@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonlaunch.config.model import LlamaConfig
-from axonlaunch.models.attention import Attention, Rotary, RotaryTable
+from axonlaunch.models.attention import Attention, RotaryTable
 from axonlaunch.models.initialization import transformer_initializers
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = GatedFeedForward(size, config.intermediate_size)
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
         """Map [B, T, hidden] to [B, T, hidden]."""
         x = x + self.self_attn(self.input_layernorm(x), rotary)
         output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
@@ -82,12 +82,11 @@ class Llama(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [B, T] (a later stage: hidden states) to logits [B, T, vocab]."""
-        rotary = self.rotary(x.shape[1])
         if self.embed_tokens is not None:
             x = self.embed_tokens(x)
         for layer in self.layers:
             if layer is not None:
-                x = layer(x, rotary)
+                x = layer(x, self.rotary)
         if self.norm is not None:
             x = self.norm(x)
         return x if self.lm_head is None else self.lm_head(x)
@@ -97,6 +96,21 @@ SPEC = ModelSpec(
     build=Llama,
     loss=cross_entropy_sum,
     layers="layers",
+    ends=(("embed_tokens",), ("norm", "lm_head")),
     inputs="tokens",
     initializers=transformer_initializers,
+    tensor_plan={
+        "embed_tokens": "vocabulary",
+        "layers.*_layernorm": "sequence",
+        "layers.*.self_attn": "region",
+        "layers.*.self_attn.[qkv]_proj": "column",
+        "layers.*.self_attn.o_proj": "row",
+        "layers.*.mlp": "region",
+        "layers.*.mlp.gate_proj": "column",
+        "layers.*.mlp.up_proj": "column",
+        "layers.*.mlp.down_proj": "row",
+        "norm": "sequence",
+        "lm_head": "vocabulary",
+    },
+    sequence_parallel=True,
 )

@@ -6,6 +6,7 @@ Plain code for one device; ``None`` in place of a part makes it a pipeline stage
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,10 +48,22 @@ def _initializers(module: nn.Module) -> dict[str, Initializer]:
     }
 
 
+def _tensor_plan(module: nn.Module) -> dict[str, str]:
+    # Pairs by their place in the whole model, so that a pipeline stage that lacks some agrees.
+    config: Any = module.config
+    names = [f"layers.{index}" for index in range(config.num_hidden_layers)] + ["head"]
+    plan: dict[str, str] = {}
+    for wide, narrow in zip(names[::2], names[1::2], strict=False):
+        plan |= {wide: "column", narrow: "row"}
+    return plan
+
+
 SPEC = ModelSpec(
     build=MLP,
     loss=cross_entropy_sum,
     layers="layers",
+    ends=((), ("head",)),
     inputs="images",
     initializers=_initializers,
+    tensor_plan=_tensor_plan,
 )

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor this rank holds.
+"""Which part of a whole tensor this rank holds, and the whole from the parts.
 
 It reads DTensor's placements; a part that is no box of the whole is refused.
 """
@@ -31,6 +31,20 @@ def local_region(tensor: Tensor) -> list[tuple[int, int]]:
             "unusual way; use degrees that divide its sizes"
         )
     return region
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor on every rank; all ranks of its mesh call this.
+
+    The axis that was cut last is gathered first, which torch can do in one piece.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    for axis, _ in reversed(_cuts(tensor)):
+        placements = list(tensor.placements)
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
 
 
 def _cuts(tensor: DTensor) -> list[tuple[int, int]]:

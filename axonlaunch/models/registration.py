@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from axonlaunch.config.model import MODEL_CONFIGS, FreeModelConfig
 from axonlaunch.config.plugins import ENTRY_POINT_GROUP
-from axonlaunch.models.spec import Inputs, ModelSpec
+from axonlaunch.models.spec import Inputs, ModelSpec, TensorPlan
 from axonlaunch.registry import Entry, Registry
 
 if TYPE_CHECKING:
@@ -94,9 +94,12 @@ def register_model(
     *,
     config: type | None = None,
     layers: str | None = None,
+    ends: tuple[tuple[str, ...], tuple[str, ...]] | None = None,
     inputs: Inputs = "tokens",
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     initializers: Callable[[nn.Module], Mapping[str, Initializer]] | None = None,
+    tensor_plan: TensorPlan | None = None,
+    sequence_parallel: bool = False,
     summary: str | None = None,
 ) -> Callable[[Builder], Builder]:
     """Register a module class or a builder function as ``model.name=NAME``.
@@ -106,9 +109,15 @@ def register_model(
         config: Dataclass with a ``name`` field that types the group ``model``; what is decorated
             is called with one. None: it is called with the keys of ``model.arguments``.
         layers: Path of the ``nn.ModuleList`` of repeated blocks; None: the module is one unit.
+        ends: Attributes of the module that only the first, and only the last, pipeline stage keeps
+            (the forward passes over those that are None, and over blocks that are); None: the
+            module can't be cut, unless it is a plain ``nn.Sequential``.
         inputs: What the module is fed.
         loss: ``(outputs, targets)`` to the sum over counted targets; None: cross entropy.
         initializers: Module to how each parameter starts; None: the module starts itself.
+        tensor_plan: Patterns of module names to styles, or what gives them for a module; None:
+            tensor parallelism can't divide it.
+        sequence_parallel: Whether the plan says what sees a part of the sequence too.
         summary: One line for ``axonlaunch ls models``; None: the docstring's first.
 
     Raises:
@@ -132,8 +141,11 @@ def register_model(
             build=builder if config else build_free,
             loss=loss or cross_entropy_sum,
             layers=layers,
+            ends=ends,
             inputs=inputs,
             initializers=initializers,
+            tensor_plan=tensor_plan,
+            sequence_parallel=sequence_parallel,
         )
         described = summary or (inspect.getdoc(builder) or f"from {builder.__module__}")
         MODELS.add(name, spec, summary=described.splitlines()[0])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from axonlaunch.config.data import IGNORE_INDEX
 from axonlaunch.config.problem import ConfigError, Problem
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from axonlaunch.models.initialization import Initializer
 
-__all__ = ["IGNORE_INDEX", "Inputs", "ModelSpec"]
+__all__ = ["IGNORE_INDEX", "Inputs", "ModelSpec", "TensorPlan"]
 
 Inputs = Literal["tokens", "images", "any"]
+TensorPlan: TypeAlias = "Mapping[str, str] | Callable[[nn.Module], Mapping[str, str]]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,12 @@ class ModelSpec:
         inputs: What the module is fed.
         initializers: Module to ``{parameter name: how it starts}``; None where the module starts
             itself. The module may be a pipeline stage that lacks some parts.
+        tensor_plan: How tensor parallelism divides it: patterns of module names to styles (see
+            ``engines.tensor_plan``), or what gives them for a module, which may be such a stage.
+            None: it can't be divided.
+        sequence_parallel: Whether the plan says what sees a part of the sequence too.
+        ends: Attributes that only the first, and only the last, pipeline stage keeps; the others
+            set them, and the blocks that they leave out, to None. None: it can't be cut.
     """
 
     build: Callable[[Any], nn.Module]
@@ -43,6 +50,14 @@ class ModelSpec:
     layers: str | None = None
     inputs: Inputs = "tokens"
     initializers: Callable[[nn.Module], Mapping[str, Initializer]] | None = None
+    tensor_plan: TensorPlan | None = None
+    sequence_parallel: bool = False
+    ends: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+
+    def plan(self, module: nn.Module) -> dict[str, str]:
+        """Return the tensor plan for a module; empty where there is none."""
+        plan = self.tensor_plan(module) if callable(self.tensor_plan) else self.tensor_plan
+        return dict(plan or {})
 
     def blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         """Return the repeated blocks that a module holds, by their full names, in order.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config.model import ViTConfig
-from axonlaunch.models.gpt import Block
+from axonlaunch.models.gpt import BLOCKS_PLAN, Block
 from axonlaunch.models.initialization import transformer_initializers
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
@@ -60,6 +60,8 @@ SPEC = ModelSpec(
     build=ViT,
     loss=cross_entropy_sum,
     layers="layers",
+    ends=(("embed_patches", "embed_positions"), ("norm", "head")),
     inputs="images",
     initializers=transformer_initializers,
+    tensor_plan=BLOCKS_PLAN,
 )

@@ -138,8 +138,7 @@ def test_a_head_split_off_by_tensor_parallelism_runs_the_same_code():
     model = build(CONFIG)
     attention = model.layers[0].self_attn
     x = torch.randn(1, 5, 48)
-    rotary = model.rotary(5)
-    whole = attention(x, rotary)
+    whole = attention(x, model.rotary)
     parts = []
     for rank in range(2):  # two ranks: 3 query heads and 1 key-value head each
         part = build(CONFIG).layers[0].self_attn
@@ -148,7 +147,7 @@ def test_a_head_split_off_by_tensor_parallelism_runs_the_same_code():
             getattr(part, name).weight = torch.nn.Parameter(weight.detach())
         columns = attention.o_proj.weight[:, rank * 24 : (rank + 1) * 24]
         part.o_proj.weight = torch.nn.Parameter(columns.detach())
-        parts.append(part(x, rotary))
+        parts.append(part(x, model.rotary))
     torch.testing.assert_close(parts[0] + parts[1], whole)
 
 

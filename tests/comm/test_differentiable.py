@@ -1,0 +1,252 @@
+"""Collectives inside autograd: what they compute, their gradients, what they leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from axonlaunch.comm import ProcessGroup, World
+from axonlaunch.comm.differentiable import (
+    collect_from,
+    copy_to,
+    finish,
+    gather_from,
+    max_over,
+    reduce_from,
+    reduce_scatter_to,
+    split_to,
+    start_reduce_scatter,
+    start_sum,
+    sum_over,
+)
+
+Call = Callable[[Tensor, ProcessGroup], Tensor]
+
+
+def drawn(shape: tuple[int, ...], *, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def exchanged(size: int, call: Call, shape: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
+    """Return each rank's input, output, gradient of the output and gradient of the input."""
+
+    def rank(world: World) -> tuple[Tensor, ...]:
+        x = drawn(shape, seed=world.rank).requires_grad_()
+        y = call(x, world.default_group)
+        upstream = drawn(tuple(y.shape), seed=100 + world.rank)
+        y.backward(upstream)
+        assert x.grad is not None
+        return x.detach(), y.detach(), upstream, x.grad
+
+    return World.mock(size).run(rank)
+
+
+def total(parts: Any) -> Tensor:
+    return torch.stack(list(parts)).sum(0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_copying_in_sums_backward_and_reducing_out_sums_forward(size: int) -> None:
+    xs, ys, upstream, gradients = zip(*exchanged(size, copy_to, (3, 4)), strict=True)
+    for rank in range(size):
+        assert torch.equal(ys[rank], xs[rank])
+        torch.testing.assert_close(gradients[rank], total(upstream))
+    xs, ys, upstream, gradients = zip(*exchanged(size, reduce_from, (3, 4)), strict=True)
+    for rank in range(size):
+        torch.testing.assert_close(ys[rank], total(xs))
+        assert torch.equal(gradients[rank], upstream[rank])
+
+
+# Several dims, and both with and without anything before the dim that is cut.
+DIMS = [((8, 4, 3), 0), ((2, 8, 3), 1), ((1, 8, 3), 1), ((2, 3, 8), -1), ((8,), 0), ((1, 1, 8), -1)]
+
+
+@pytest.mark.parametrize(("shape", "dim"), DIMS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_gathering_and_scattering_are_each_others_gradients(
+    size: int, shape: tuple[int, ...], dim: int
+) -> None:
+    def gather(x: Tensor, group: ProcessGroup) -> Tensor:
+        return gather_from(x, group, dim)
+
+    xs, ys, upstream, gradients = zip(*exchanged(size, gather, shape), strict=True)
+    for rank in range(size):
+        assert torch.equal(ys[rank], torch.cat(xs, dim))
+        torch.testing.assert_close(gradients[rank], total(upstream).chunk(size, dim)[rank])
+
+    def scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+        return reduce_scatter_to(x, group, dim)
+
+    xs, ys, upstream, gradients = zip(*exchanged(size, scatter, shape), strict=True)
+    for rank in range(size):
+        torch.testing.assert_close(ys[rank], total(xs).chunk(size, dim)[rank])
+        assert torch.equal(gradients[rank], torch.cat(upstream, dim))
+
+
+@pytest.mark.parametrize(("shape", "dim"), DIMS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_splitting_gathers_backward_and_collecting_splits_backward(
+    size: int, shape: tuple[int, ...], dim: int
+) -> None:
+    def split(x: Tensor, group: ProcessGroup) -> Tensor:
+        return split_to(x, group, dim)
+
+    xs, ys, upstream, gradients = zip(*exchanged(size, split, shape), strict=True)
+    for rank in range(size):
+        assert torch.equal(ys[rank], xs[rank].chunk(size, dim)[rank])
+        assert torch.equal(gradients[rank], torch.cat(upstream, dim))
+
+    def collect(x: Tensor, group: ProcessGroup) -> Tensor:
+        return collect_from(x, group, dim)
+
+    xs, ys, upstream, gradients = zip(*exchanged(size, collect, shape), strict=True)
+    for rank in range(size):
+        assert torch.equal(ys[rank], torch.cat(xs, dim))
+        assert torch.equal(gradients[rank], upstream[rank].chunk(size, dim)[rank])
+
+
+def test_inputs_and_gradients_of_any_layout_will_do() -> None:
+    def rank(world: World) -> None:
+        group = world.default_group
+        x = drawn((8, 6), seed=world.rank).t()  # not contiguous
+        whole = gather_from(x, group, 0)
+        parts = [drawn((8, 6), seed=other).t() for other in range(2)]
+        assert torch.equal(whole, torch.cat(parts))
+        torch.testing.assert_close(reduce_from(x, group), parts[0] + parts[1])
+        torch.testing.assert_close(
+            reduce_scatter_to(x, group, 0), (parts[0] + parts[1]).chunk(2)[world.rank]
+        )
+
+    World.mock(2).run(rank)
+
+
+def test_a_group_of_some_ranks_exchanges_among_them() -> None:
+    def rank(world: World) -> float:
+        even, odd = world.new_group([0, 2]), world.new_group([1, 3])
+        group = odd if world.rank % 2 else even
+        return float(reduce_from(torch.tensor([float(world.rank)]), group))
+
+    assert World.mock(4).run(rank) == [2.0, 4.0, 2.0, 4.0]
+
+
+def test_a_group_of_one_returns_what_it_is_given() -> None:
+    def rank(world: World) -> None:
+        group, x = world.default_group, torch.ones(3, 3)
+        for one in (copy_to, reduce_from, sum_over, max_over, start_sum):
+            assert one(x, group) is x
+        for one in (gather_from, reduce_scatter_to, split_to, collect_from, start_reduce_scatter):
+            assert one(x, group, 0) is x
+
+    World.mock(1).run(rank)
+
+
+def test_sums_and_maxima_without_autograd() -> None:
+    def rank(world: World) -> None:
+        group, x = world.default_group, torch.arange(4.0) * (world.rank + 1)
+        assert sum_over(x, group).tolist() == [0.0, 3.0, 6.0, 9.0]
+        assert max_over(x, group).tolist() == [0.0, 2.0, 4.0, 6.0]
+        begun, part = start_sum(x, group), start_reduce_scatter(x, group, 0)
+        assert finish(begun).tolist() == [0.0, 3.0, 6.0, 9.0]
+        assert finish(part).tolist() == [[0.0, 3.0], [6.0, 9.0]][world.rank]
+
+    World.mock(2).run(rank)
+
+
+def test_no_result_shares_memory_with_what_went_in() -> None:
+    def rank(world: World) -> None:
+        group = world.default_group
+        calls: list[Call] = [reduce_from, sum_over, max_over]
+        calls += [lambda x, g: reduce_scatter_to(x, g, 0), lambda x, g: split_to(x, g, 0)]
+        calls += [lambda x, g: gather_from(x, g, 0), lambda x, g: collect_from(x, g, 0)]
+        for call in calls:
+            x = torch.ones(4)
+            y = call(x, group)
+            kept = y.clone()
+            x.zero_()
+            assert torch.equal(y, kept)
+
+    World.mock(2).run(rank)
+
+
+def test_what_the_group_does_not_divide_is_refused() -> None:
+    def rank(world: World) -> None:
+        for call in (split_to, reduce_scatter_to):
+            with pytest.raises(
+                ValueError,
+                match=r"dim 1 of a tensor \[2, 5\] can't be cut into 2 equal parts, one a rank: "
+                r"make its 5 a multiple of 2",
+            ):
+                call(torch.ones(2, 5), world.default_group, 1)
+
+    World.mock(2).run(rank)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives of the thread that it is used in, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func.namespace == "_c10d_functional" and "wait" not in func.name():
+            self.names.append(func.name().partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_can_save_them() -> None:
+    must = {torch.ops._c10d_functional.all_reduce.default}
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = operation in must
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def rank(world: World) -> list[str]:
+        x = drawn((4, 4), seed=world.rank).requires_grad_()
+
+        def block(x: Tensor) -> Tensor:
+            return reduce_from(x.sin(), world.default_group).exp().sin()
+
+        y = checkpoint(
+            block,
+            x,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        )
+        with Collectives() as during_backward:
+            y.sum().backward()
+        expected = drawn((4, 4), seed=world.rank).requires_grad_()
+        block(expected).sum().backward()
+        torch.testing.assert_close(x.grad, expected.grad)
+        return during_backward.names
+
+    assert World.mock(2).run(rank) == [[], []]
+
+
+def test_fake_tensors_pass() -> None:
+    def rank(world: World) -> None:
+        group = world.default_group
+        with FakeTensorMode():
+            x = torch.empty(2, 4, 6, requires_grad=True)
+            y = gather_from(
+                reduce_scatter_to(reduce_from(copy_to(x, group), group), group, 1), group, 1
+            )
+            assert y.shape == (2, 4, 6)
+            y.sum().backward()
+            assert x.grad is not None
+            assert x.grad.shape == x.shape
+
+    World.mock(2).run(rank)

@@ -1,0 +1,351 @@
+"""A plan divides a whole model from outside and changes nothing that it computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensor_cases import (
+    GPT,
+    LLAMA,
+    TIED_LLAMA,
+    VIT,
+    VOCABULARY,
+    Seen,
+    assert_same_gradients,
+    axis,
+    in_float64,
+    loss_of,
+    on_ranks,
+    tokens_and_targets,
+    whole,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import axonlaunch as ax
+from axonlaunch.config.model import MLPConfig
+from axonlaunch.engines.tensor_plan import parallelize
+from axonlaunch.models.build import build, construct, spec_for
+from axonlaunch.models.loss import cross_entropy_sum
+
+
+@pytest.mark.parametrize("config", [LLAMA, TIED_LLAMA, GPT], ids=["llama", "tied_llama", "gpt"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_divided_transformer_learns_what_the_whole_one_does(
+    config: Any, sequence_parallel: bool, size: int
+) -> None:
+    tokens, targets = tokens_and_targets()
+    one = in_float64(config)
+    expected = F.cross_entropy(one(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+    expected.backward()
+
+    def rank(world: ax.World) -> None:
+        model, mesh = in_float64(config), axis(world)
+        plan = spec_for(config).plan(model)
+        parallelize(model, plan, mesh=mesh, sequence_parallel=sequence_parallel)
+        for _ in range(2):  # gradients of a second backward add to the first's
+            loss = loss_of(model, mesh, tokens, targets)
+            loss.backward()
+        torch.testing.assert_close(loss, expected)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(2)
+        assert_same_gradients(model, one)
+
+    on_ranks(size, rank)
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_an_mlp_alternates_columns_and_rows_and_leaves_an_unpaired_layer_whole(layers: int) -> None:
+    config = MLPConfig(input_size=12, hidden_size=8, num_hidden_layers=layers, num_classes=5)
+    x, targets = torch.randn(3, 12, dtype=torch.float64), torch.tensor([0, 4, 2])
+    one = in_float64(config)
+    cross_entropy_sum(one(x), targets).backward()
+
+    def rank(world: ax.World) -> dict[str, Any]:
+        model, mesh = in_float64(config), axis(world)
+        parallelize(model, spec_for(config).plan(model), mesh=mesh)
+        loss_of(model, mesh, x, targets).backward()
+        assert_same_gradients(model, one)
+        return {n: p.placements[0] for n, p in model.named_parameters() if n.endswith("weight")}
+
+    placed = on_ranks(2, rank)[0]
+    last = Replicate() if layers == 2 else Shard(1)
+    assert list(placed.values()) == [*[Shard(0), Shard(1), Shard(0)][:layers], last]
+
+
+def test_a_stage_without_some_layers_divides_those_that_it_has_alike() -> None:
+    config = MLPConfig(input_size=12, hidden_size=8, num_hidden_layers=3, num_classes=5)
+
+    def rank(world: ax.World) -> list[Any]:
+        model = construct(config, seed=0)
+        model.layers[0] = None
+        parallelize(model, spec_for(config).plan(model), mesh=axis(world))
+        return [model.layers[1].weight.placements, model.layers[2].weight.placements]
+
+    assert on_ranks(2, rank)[0] == [(Shard(1),), (Shard(0),)]
+
+
+def test_a_vision_transformer_is_divided_too() -> None:
+    images, targets = torch.randn(3, 1, 8, 8, dtype=torch.float64), torch.tensor([0, 4, 2])
+    one = in_float64(VIT)
+    cross_entropy_sum(one(images), targets).backward()
+
+    def rank(world: ax.World) -> None:
+        model, mesh = in_float64(VIT), axis(world)
+        parallelize(model, spec_for(VIT).plan(model), mesh=mesh)
+        loss_of(model, mesh, images, targets).backward()
+        assert_same_gradients(model, one)
+        assert model.embed_patches.weight.placements == (Replicate(),)
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "forward", "backward"),
+    [
+        (False, ["all_reduce"] * 2, ["all_reduce"] * 2),
+        # Two that leave, two that enter; backward also sums the gradients of two norms.
+        (
+            True,
+            ["all_gather_into_tensor", "reduce_scatter_tensor"] * 2,
+            ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"] * 2,
+        ),
+    ],
+)
+def test_a_llama_block_communicates_no_more_than_it_must(
+    sequence_parallel: bool, forward: list[str], backward: list[str]
+) -> None:
+    def rank(world: ax.World) -> tuple[list[str], list[str]]:
+        model = build(LLAMA)
+        plan = spec_for(LLAMA).plan(model)
+        parallelize(model, plan, mesh=axis(world), sequence_parallel=sequence_parallel)
+        x = torch.randn(2, 4, 32, requires_grad=True)
+        with Seen() as going:
+            y = model.layers[0](x, model.rotary)
+        with Seen() as coming:
+            y.sum().backward()
+        return going.names, coming.names
+
+    assert on_ranks(2, rank) == [(forward, backward)] * 2
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "operation"), [(False, "all_reduce"), (True, "reduce_scatter_tensor")]
+)
+def test_weights_gradients_are_computed_while_the_inputs_gradient_is_summed(
+    sequence_parallel: bool, operation: str
+) -> None:
+    class Order(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> object:
+            self.names.append(func.name().partition("::")[2])
+            return func(*args, **(kwargs or {}))
+
+    def rank(world: ax.World) -> int:
+        model = build(LLAMA)
+        plan = spec_for(LLAMA).plan(model)
+        parallelize(model, plan, mesh=axis(world), sequence_parallel=sequence_parallel)
+        y = model.layers[0].self_attn(torch.randn(2, 4, 32, requires_grad=True), model.rotary)
+        with Order() as order:
+            y.sum().backward()
+        started = order.names.index(operation)
+        waited = order.names.index("wait_tensor", started)
+        return order.names[started:waited].count("mm")
+
+    assert on_ranks(2, rank) == [3, 3]  # of q, k and v
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_no_rank_ever_has_logits_of_the_whole_vocabulary(sequence_parallel: bool) -> None:
+    tokens, targets = tokens_and_targets()
+
+    def rank(world: ax.World) -> int:
+        model, mesh = build(LLAMA), axis(world)
+        plan = spec_for(LLAMA).plan(model)
+        parallelize(model, plan, mesh=mesh, sequence_parallel=sequence_parallel)
+        with Seen(VOCABULARY) as watched:
+            loss_of(model, mesh, tokens, targets).backward()
+        return watched.tensors
+
+    assert on_ranks(2, rank) == [0, 0]
+
+
+def test_names_states_and_what_looks_from_outside_are_dtensors() -> None:
+    def rank(world: ax.World) -> None:
+        model, mesh = build(GPT), axis(world)
+        names = [name for name, _ in model.named_parameters()]
+        model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+        parallelize(model, spec_for(GPT).plan(model), mesh=mesh)
+        assert [name for name, _ in model.named_parameters()] == names
+        assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        assert all(p.device_mesh is mesh for p in model.parameters())
+        assert isinstance(model.norm.weight, DTensor)
+        assert model.lm_head.weight is model.embed_tokens.weight
+        assert isinstance(model.layers[0].input_layernorm, nn.LayerNorm)
+        assert isinstance(model.layers[0].mlp.down_proj, nn.Linear)
+        assert not model.layers[0].mlp.up_proj.weight.requires_grad
+        placed = {name: p.placements[0] for name, p in model.named_parameters()}
+        assert placed["embed_tokens.weight"] == placed["layers.0.self_attn.q_proj.bias"] == Shard(0)
+        assert placed["layers.1.mlp.down_proj.weight"] == Shard(1)
+        assert placed["layers.1.mlp.down_proj.bias"] == placed["norm.bias"] == Replicate()
+        model(tokens_and_targets()[0])
+        assert isinstance(model.norm.weight, DTensor)
+
+    on_ranks(2, rank)
+
+
+def test_state_loads_and_copies_compute() -> None:
+    tokens, _ = tokens_and_targets()
+
+    def rank(world: ax.World) -> None:
+        models = []
+        for seed in (1, 2):
+            model = build(LLAMA, seed=seed)
+            parallelize(model, spec_for(LLAMA).plan(model), mesh=axis(world))
+            models.append(model)
+        first, second = models
+        second.load_state_dict(first.state_dict())
+        assert torch.equal(first(tokens), second(tokens))
+        twin = copy.deepcopy(first)
+        with torch.no_grad():
+            for parameter in first.parameters():
+                parameter.zero_()
+        assert torch.equal(twin(tokens), second(tokens))
+        twin(tokens).sum().backward()
+        assert all(p.grad is not None for p in twin.parameters())
+        assert all(p.grad is None for p in first.parameters())
+
+    on_ranks(2, rank)
+
+
+class NormedAttention(nn.Module):
+    """A user's attention: fused differently, with a norm and a scale of its own inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.query = nn.Linear(8, 16)
+        self.value = nn.Linear(8, 16, bias=False)
+        self.query_norm = nn.RMSNorm(4)
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, *, hidden: Tensor) -> Tensor:
+        query = self.query_norm(self.query(hidden).unflatten(-1, (-1, 4)))
+        value = self.value(hidden.tanh()).unflatten(-1, (-1, 4))  # not the region's very input
+        return self.out((self.scale * query.tanh() * value).flatten(-2))
+
+
+class Users(nn.Module):
+    """A user's model: parameters of its own, a weight read through its parent, a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(8))
+        self.many = nn.ParameterList([torch.randn(8), torch.randn(8)])
+        self.conv = nn.Conv1d(8, 8, kernel_size=1)
+        self.attention = NormedAttention()
+        self.wide = nn.Linear(8, 12)
+        self.narrow = nn.Linear(12, 8)
+        self.norm = nn.LayerNorm(8)
+        self.read = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2) + self.shift + self.many[0] * self.many[1]
+        x = x + self.attention(hidden=x)
+        x = x + self.narrow(F.gelu(self.wide(self.norm(x))))
+        return F.linear(x, self.read.weight)
+
+
+USERS_PLAN = {
+    "attention": "region",
+    "attention.query": "column",
+    "attention.val*.weight": "column",
+    "*.out": "row",
+    "wide": "column",
+    "narrow": "row",
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_users_own_model_is_divided_by_a_plan_in_words(size: int) -> None:
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+
+    def made() -> Users:
+        torch.manual_seed(4)
+        return Users().double()
+
+    one = made()
+    expected = one(x)
+    expected.square().sum().backward()
+
+    def rank(world: ax.World) -> None:
+        model = made()
+        parallelize(model, USERS_PLAN, mesh=axis(world))
+        got = model(x)
+        torch.testing.assert_close(got, expected)
+        got.square().sum().backward()
+        one.read.bias.grad = None
+        for name, parameter in model.named_parameters():
+            if name == "read.bias":  # nobody reads it
+                continue
+            torch.testing.assert_close(whole(parameter.grad), one.get_parameter(name).grad)
+        assert not isinstance(model.count, DTensor)
+        assert model.attention.value.weight.placements == (Shard(0),)
+        assert isinstance(model.shift, DTensor)
+
+    # Not from threads at once: draws of a seeded model come from the rank's own generator.
+    on_ranks(size, rank)
+
+
+def test_padding_of_an_embedding_gets_no_gradient() -> None:
+    def rank(world: ax.World) -> None:
+        module = nn.Sequential(nn.Embedding(8, 4, padding_idx=5))
+        parallelize(module, {"0": "vocabulary"}, mesh=axis(world))
+        module(torch.tensor([5, 1, 6])).sum().backward()
+        rows = whole(module[0].weight.grad).sum(1)
+        assert rows.tolist() == [0, 4, 0, 0, 0, 0, 4, 0]
+
+    on_ranks(2, rank)
+
+
+def test_a_plan_that_cannot_be_is_refused_before_anything_changes() -> None:
+    def rank(world: ax.World) -> None:
+        model = build(GPT)
+        plan = {**spec_for(GPT).plan(model), "norm": "column"}
+        with pytest.raises(ValueError, match="norm: names norm, of type LayerNorm; column is for"):
+            parallelize(model, plan, mesh=axis(world))
+        with pytest.raises(
+            ValueError, match="norm: there is no style 'colum'; did you mean column"
+        ):
+            parallelize(model, {"norm": "colum"}, mesh=axis(world))
+        assert not [p for p in model.parameters() if isinstance(p, DTensor)]
+        square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))
+        with pytest.raises(ValueError, match="pass the tensor axis alone"):
+            parallelize(model, {}, mesh=square)
+
+    on_ranks(2, rank)
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
+    def rank(world: ax.World) -> None:
+        model = build(GPT)
+        plan = spec_for(GPT).plan(model)
+        parallelize(model, plan, mesh=axis(world), sequence_parallel=True)
+        with pytest.raises(ValueError, match=r"dim 1 .* 5 a multiple of 2"):
+            model(torch.zeros(2, 5, dtype=torch.long))
+
+    on_ranks(2, rank)
