@@ -9,57 +9,134 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from axonlaunch.config.schema import RunConfig
+from axonlaunch.config.schedules import SCHEDULES
+from axonlaunch.config.schema import RunConfig, StrategyConfig
 
 DataParallel = Literal["none", "ddp", "zero1", "fsdp"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the mesh axes and of a rank's share of a step.
 
     Attributes:
         data_parallel: The engine's kind, ``null`` resolved.
+        pipeline: Ranks that layers are divided among.
         dp_replicate: Ranks that hold the same shard.
         dp_shard: Ranks that one copy of the parameters is divided among.
+        context: Ranks that each sequence is divided among.
+        tensor: Ranks that each layer is divided among.
+        schedule: The pipeline's.
+        stages_per_rank: Stages of the pipeline on each rank.
         micro_batch_size: Samples per forward on one rank.
         micro_batches: Forwards per optimizer step on one rank (gradient accumulation).
+        round_microbatches: Micro-batches of one round of the pipeline's schedule.
     """
 
     data_parallel: DataParallel
+    pipeline: int
     dp_replicate: int
     dp_shard: int
+    context: int
+    tensor: int
+    schedule: str
+    stages_per_rank: int
     micro_batch_size: int
     micro_batches: int
+    round_microbatches: int
 
     @property
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks whose gradients of one parameter are different parts of one sum."""
+        return self.data_ranks * self.context
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; 1 without one."""
+        return self.pipeline * self.stages_per_rank
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the pipeline's schedule in an optimizer step."""
+        return self.micro_batches // self.round_microbatches
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh axes, outermost first; the innermost stays inside a node."""
+        return {
+            "pp": self.pipeline,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.context,
+            "tp": self.tensor,
+        }
+
+    def data_shard(self, rank: int) -> int:
+        """Return which of the ``data_ranks`` shares of a batch a rank works on."""
+        return rank // (self.context * self.tensor) % self.data_ranks
+
     def __str__(self) -> str:
-        if self.data_parallel == "none":
-            return "single"
+        parts = []
         if self.data_parallel == "fsdp" and self.dp_replicate > 1 and self.dp_shard > 1:
-            return f"fsdp {self.dp_replicate} x {self.dp_shard}"
-        return f"{self.data_parallel} {self.data_ranks}"
+            parts.append(f"fsdp {self.dp_replicate} x {self.dp_shard}")
+        elif self.data_parallel != "none":
+            parts.append(f"{self.data_parallel} {self.data_ranks}")
+        if self.context > 1:
+            parts.append(f"context {self.context}")
+        if self.tensor > 1:
+            parts.append(f"tensor {self.tensor}")
+        if self.pipeline > 1:
+            parts.append(f"pipeline {self.pipeline} ({self.schedule})")
+        return " x ".join(parts) or "single"
 
 
 def layout(config: RunConfig, *, world_size: int) -> Layout:
     """Lay a run out over a world; sizes are rounded down where they don't divide."""
-    kind = config.strategy.data_parallel or ("ddp" if world_size > 1 else "none")
+    strategy = config.strategy
+    ranks = max(1, world_size // model_ranks(strategy))
     replicate = replicas(config, world_size=world_size)
-    share = max(1, config.train.global_batch_size // world_size)
-    micro = config.train.micro_batch_size
-    size = share if micro == "auto" else min(micro, share)
-    return Layout(kind, replicate, max(1, world_size // replicate), size, max(1, share // size))
+    size, count = _micro_batches(config, share=max(1, config.train.global_batch_size // ranks))
+    in_round = strategy.pipeline.microbatches
+    return Layout(
+        data_parallel=strategy.data_parallel or _leftover(ranks * strategy.context.degree),
+        pipeline=strategy.pipeline.degree,
+        dp_replicate=replicate,
+        dp_shard=max(1, ranks // replicate),
+        context=strategy.context.degree,
+        tensor=strategy.tensor.degree,
+        schedule=strategy.pipeline.schedule,
+        stages_per_rank=stages_per_rank(strategy),
+        micro_batch_size=size,
+        micro_batches=count,
+        round_microbatches=count if in_round == "auto" else min(in_round, count),
+    )
+
+
+def model_ranks(strategy: StrategyConfig) -> int:
+    """Return how many ranks work on the same samples: all degrees but the data's."""
+    return strategy.pipeline.degree * strategy.context.degree * strategy.tensor.degree
+
+
+def stages_per_rank(strategy: StrategyConfig) -> int:
+    """Return how many stages of the pipeline a rank holds; 1 without a pipeline."""
+    pipeline = strategy.pipeline
+    if pipeline.degree == 1:
+        return 1
+    if pipeline.stages_per_rank == "auto":
+        return SCHEDULES[pipeline.schedule].stages_per_rank
+    return pipeline.stages_per_rank
 
 
 def replicas(config: RunConfig, *, world_size: int) -> int:
-    """Return how many whole copies of the parameters the world holds."""
-    fsdp = config.strategy.fsdp
+    """Return how many whole copies of the parameters the data-parallel ranks hold."""
+    fsdp, ranks = config.strategy.fsdp, max(1, world_size // model_ranks(config.strategy))
     if config.strategy.data_parallel != "fsdp" or fsdp.sharding == "no_shard":
-        return world_size
+        return ranks
     if fsdp.sharding != "hybrid_shard" or fsdp.replicate == "auto":
         return 1  # one machine: hybrid sharding has one replica a node
     return fsdp.replicate
@@ -68,15 +145,51 @@ def replicas(config: RunConfig, *, world_size: int) -> int:
 def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
     """Decide what was left to the machine: the number of ranks, and by it the strategy.
 
-    ``launch.nproc=auto`` is one rank for one device, else one an accelerator, 2 without any.
+    ``launch.nproc=auto`` is one rank for one device, else one an accelerator. Without any it is 2,
+    or what the strategy's degrees need: as many, and twice as many for a data-parallel kind.
     """
-    nproc, kind = config.launch.nproc, config.strategy.data_parallel
+    nproc, strategy = config.launch.nproc, config.strategy
     if nproc == "auto":
-        nproc = 1 if kind == "none" else accelerators or 2
+        degrees = model_ranks(strategy)
+        if strategy.data_parallel == "none":
+            nproc = degrees
+        elif accelerators or degrees == 1:
+            nproc = accelerators or 2
+        else:
+            nproc = degrees * (2 if strategy.data_parallel else 1)
+    kind = strategy.data_parallel or _leftover(nproc // model_ranks(strategy))
     return dataclasses.replace(
         config,
         launch=dataclasses.replace(config.launch, nproc=nproc),
-        strategy=dataclasses.replace(
-            config.strategy, data_parallel=kind or ("ddp" if nproc > 1 else "none")
-        ),
+        strategy=dataclasses.replace(strategy, data_parallel=kind),
     )
+
+
+def _leftover(ranks: int) -> DataParallel:
+    """Return what ranks do that were given nothing else to do."""
+    return "ddp" if ranks > 1 else "none"
+
+
+def _micro_batches(config: RunConfig, *, share: int) -> tuple[int, int]:
+    """Return the size and the number of a rank's micro-batches."""
+    micro = config.train.micro_batch_size
+    if micro != "auto":
+        size = min(micro, share)
+    elif config.strategy.pipeline.degree == 1:
+        size = share
+    else:
+        size = _pipeline_micro_batch(config.strategy, share)
+    return size, max(1, share // size)
+
+
+def _pipeline_micro_batch(strategy: StrategyConfig, share: int) -> int:
+    """Choose the largest micro-batch that gives two a stage, or as many as the schedule needs."""
+    rule, degree = SCHEDULES[strategy.pipeline.schedule], strategy.pipeline.degree
+    stages = stages_per_rank(strategy)
+    legal = [
+        size
+        for size in range(share, 0, -1)
+        if share % size == 0 and rule.fits(share // size, degree=degree, stages_per_rank=stages)
+    ]
+    filled = [size for size in legal if share // size >= 2 * degree * stages]
+    return max(filled, default=max(legal, default=1))

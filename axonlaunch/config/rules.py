@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from axonlaunch.config.layout import layout, replicas
+from axonlaunch.config.layout import model_ranks, replicas
 from axonlaunch.config.optimizer import WSDConfig
+from axonlaunch.config.parallel_rules import broken_degrees, broken_rounds, broken_world_degrees
 from axonlaunch.config.problem import Problem, divisors
 from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
 
@@ -23,6 +24,7 @@ def broken_rules(config: RunConfig) -> list[Problem]:
         *_name(config),
         *_unused(config),
         *_no_replicas(config),
+        *broken_degrees(config),
         *_schedule(config),
         *_extras(config),
         *_resume(config),
@@ -34,6 +36,8 @@ def broken_rules(config: RunConfig) -> list[Problem]:
 
 def broken_world_rules(config: RunConfig, *, world_size: int) -> list[Problem]:
     """Return the problems of a typed tree on a world of a known size."""
+    if problems := broken_world_degrees(config, world_size=world_size):
+        return problems
     return [
         *_single(config, world_size),
         *_replicas(config, world_size),
@@ -67,8 +71,10 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
 
 
 def _single(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    if config.strategy.data_parallel == "none" and world_size > 1:
-        message = f"{world_size} ranks would train the same model apart; use strategy=ddp or 1 rank"
+    needed = model_ranks(config.strategy)
+    if config.strategy.data_parallel == "none" and world_size > needed:
+        many = "1 rank" if needed == 1 else f"{needed} ranks"
+        message = f"{world_size} ranks would train the same model apart; use strategy=ddp or {many}"
         yield Problem("launch.nproc", message, world_size)
 
 
@@ -82,16 +88,17 @@ def _no_replicas(config: RunConfig) -> Iterator[Problem]:
 
 
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    if world_size % replicas(config, world_size=world_size):
-        message = f"{world_size} ranks are not divisible by it; use {divisors(world_size)}"
+    ranks = world_size // model_ranks(config.strategy)
+    if ranks % replicas(config, world_size=world_size):
+        message = f"{ranks} ranks are not divisible by it; use {divisors(ranks)}"
         yield Problem("strategy.fsdp.replicate", message, config.strategy.fsdp.replicate)
 
 
 def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     train = config.train
-    if world_size % replicas(config, world_size=world_size):
+    ranks = world_size // model_ranks(config.strategy)
+    if ranks % replicas(config, world_size=world_size):
         return  # told already
-    ranks = layout(config, world_size=world_size).data_ranks
     if train.global_batch_size % ranks:
         nearest = max(1, round(train.global_batch_size / ranks)) * ranks
         counts = divisors(train.global_batch_size)
@@ -103,6 +110,8 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if micro != "auto" and share % micro:
         message = f"a rank's share of the global batch is {share} samples; use {divisors(share)}"
         yield Problem("train.micro_batch_size", message, micro)
+        return
+    yield from broken_rounds(config, world_size=world_size)
 
 
 def _schedule(config: RunConfig) -> Iterator[Problem]:

@@ -64,15 +64,66 @@ class FSDPConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TensorConfig:
+    """How each layer's matrices are divided among ranks."""
+
+    degree: int = field(default=1, metadata={"min": 1})
+    """ranks that share every layer; they see the same samples"""
+    sequence_parallel: bool = False
+    """keep norms and dropout on a part of the sequence: less activation memory, as much traffic"""
+    plan: dict[str, str] = field(default_factory=dict)
+    """pattern of a module's or a parameter's name to column, row, vocabulary, sequence or region;
+    empty: the model's own plan
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How layers are divided among ranks, and in which order micro-batches pass through them."""
+
+    degree: int = field(default=1, metadata={"min": 1})
+    """ranks that micro-batches pass through, one after another"""
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipev",
+    ] = "1f1b"
+    """order of forwards and backwards; axonlaunch schedule draws it"""
+    stages_per_rank: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """stages that each rank holds; auto: 1 for gpipe and 1f1b, 2 for the others"""
+    split: list[int] | Literal["auto"] = "auto"
+    """repeated blocks of each stage, [8,8,9,7]; auto: balanced by parameters and activations"""
+    microbatches: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """micro-batches of one round of the schedule; auto: all of a step's"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """How each sample's sequence is divided among ranks."""
+
+    degree: int = field(default=1, metadata={"min": 1})
+    """ranks that share every sequence, by ring attention; needs an accelerator"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """Where the work happens; it never changes what is computed."""
 
     data_parallel: Literal["none", "ddp", "zero1", "fsdp"] | None = None
-    """none: one device; ddp: replicas; zero1: replicas with sharded optimizer states; fsdp:
-    sharded; null: none on one device, ddp on more
+    """what ranks that tensor, pipeline and context leave over do. none: there are none left; ddp:
+    replicas; zero1: replicas with sharded optimizer states; fsdp: sharded; null: none or ddp
     """
     ddp: DDPConfig = field(default_factory=DDPConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """type in which gradients are summed over data-parallel ranks; bf16 halves the traffic"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +138,7 @@ class TrainConfig:
     """
     micro_batch_size: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """samples per forward on one rank; what is left of the global batch is gradient accumulation;
-    auto: the rank's whole share
+    auto: the rank's whole share, under a pipeline two micro-batches a stage where it allows that
     """
     grad_clip: float | None = field(default=1.0, metadata={"above": 0})
     """largest norm of the whole model's gradient; null: no clipping"""
@@ -95,7 +146,7 @@ class TrainConfig:
     """arithmetic of forward and backward; parameters and optimizer states stay fp32"""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """recompute activations in backward. full: each block keeps its input alone; selective:
-    attention and every second matrix product are kept
+    attention, collectives and every second matrix product are kept
     """
     compile: bool = False
     """torch.compile each block"""
@@ -136,7 +187,9 @@ class LaunchConfig:
     name: Literal["local"] = "local"
     """local: ranks on this machine"""
     nproc: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """ranks on this machine; auto: one an accelerator, 2 where there is none"""
+    """ranks on this machine; auto: one an accelerator; where there is none 2, or what the degrees
+    of the strategy need
+    """
     master_port: int | Literal["auto"] = field(default="auto", metadata={"min": 1, "max": 65535})
     """port of the rendezvous, on loopback; auto: a free one"""
     backend: Literal["auto", "gloo", "nccl", "mock"] = "auto"

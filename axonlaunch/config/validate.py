@@ -29,6 +29,10 @@ FOREIGN_NAMES = {
     "num_gpus": "launch.nproc",
     "num_processes": "launch.nproc",
     "output_dir": "run_dir",
+    "pipeline_parallel_size": "strategy.pipeline.degree",
+    "pp": "strategy.pipeline.degree",
+    "tensor_parallel_size": "strategy.tensor.degree",
+    "tp": "strategy.tensor.degree",
 }
 """What other tools call a key, to the key that it is here."""
 

@@ -423,19 +423,19 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "strategy=fsdq",
         [
-            "strategy=fsdq: there is no such option; did you mean fsdp? known: ddp, fsdp, hsdp, single, zero1, zero2",
+            "strategy=fsdq: there is no such option; did you mean fsdp? known: ddp, fsdp, hsdp, hybrid, pipeline, single, tensor, zero1, zero2",
         ],
     ),
     (
         "strategy=FSDP3",
         [
-            "strategy=FSDP3: there is no such option; did you mean fsdp? known: ddp, fsdp, hsdp, single, zero1, zero2",
+            "strategy=FSDP3: there is no such option; did you mean fsdp? known: ddp, fsdp, hsdp, hybrid, pipeline, single, tensor, zero1, zero2",
         ],
     ),
     (
         "+strategy=dpd",
         [
-            "strategy=dpd: there is no such option; did you mean ddp? known: ddp, fsdp, hsdp, single, zero1, zero2",
+            "strategy=dpd: there is no such option; did you mean ddp? known: ddp, fsdp, hsdp, hybrid, pipeline, single, tensor, zero1, zero2",
         ],
     ),
     (
@@ -727,6 +727,168 @@ WRONG: list[tuple[str, list[str]]] = [
             "train.stepz=4: there is no such key; did you mean train.steps?",
             "strategy.ddp.sync=no_sync: data_parallel is fsdp; use strategy=ddp or leave it out",
             "train.global_batch_size=32: 3 ranks can't share it evenly; use 33, or 1, 2, 4, 8, 16 or 32 ranks",
+        ],
+    ),
+    (
+        "strategy.tensor.degree=0",
+        [
+            "strategy.tensor.degree=0: must be at least 1",
+        ],
+    ),
+    (
+        "strategy.tensor.sequence_parallel=true",
+        [
+            "strategy.tensor.sequence_parallel=true: strategy.tensor.degree is 1; use 2 or more, or leave this out",
+        ],
+    ),
+    (
+        "strategy.tensor.plan=column",
+        [
+            "strategy.tensor.plan=column: expected keys with values, as in {key: value}",
+        ],
+    ),
+    (
+        "strategy=tensor launch.nproc=3",
+        [
+            "strategy.tensor.degree=2: 3 ranks are not divisible by it; use 1 or 3",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.degree=4 launch.nproc=6",
+        [
+            "strategy.pipeline.degree=4: 6 ranks are not divisible by it; use 1, 2, 3 or 6",
+        ],
+    ),
+    (
+        "strategy=hybrid launch.nproc=6",
+        [
+            "launch.nproc=6: strategy.pipeline.degree=2 x strategy.tensor.degree=2 take 4 ranks; use 4, 8 or another multiple",
+        ],
+    ),
+    (
+        "strategy=tensor strategy.pipeline.degree=2 strategy.context.degree=2 launch.nproc=4",
+        [
+            "launch.nproc=4: strategy.pipeline.degree=2 x strategy.context.degree=2 x strategy.tensor.degree=2 take 8 ranks; use 8, 16 or another multiple",
+        ],
+    ),
+    (
+        "strategy=single strategy.tensor.degree=2 launch.nproc=4",
+        [
+            "launch.nproc=4: 4 ranks would train the same model apart; use strategy=ddp or 2 ranks",
+        ],
+    ),
+    (
+        "strategy=hsdp strategy.fsdp.replicate=3 strategy.tensor.degree=2 launch.nproc=8",
+        [
+            "strategy.fsdp.replicate=3: 4 ranks are not divisible by it; use 1, 2 or 4",
+        ],
+    ),
+    (
+        "strategy.pipeline.schedule=gpipe",
+        [
+            "strategy.pipeline.schedule=gpipe: strategy.pipeline.degree is 1; use 2 or more, or leave this out",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.schedule=1f2b",
+        [
+            "strategy.pipeline.schedule=1f2b: did you mean 1f1b? use gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv_zero_bubble or dualpipev",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.stages_per_rank=2",
+        [
+            "strategy.pipeline.stages_per_rank=2: schedule=1f1b has 1; use 1 or auto, or schedule=interleaved_1f1b, looped_bfs or interleaved_zero_bubble",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.schedule=zbv_zero_bubble strategy.pipeline.stages_per_rank=3",
+        [
+            "strategy.pipeline.stages_per_rank=3: schedule=zbv_zero_bubble has 2; use 2 or auto, or schedule=interleaved_1f1b, looped_bfs or interleaved_zero_bubble",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.split=[1,2,3]",
+        [
+            "strategy.pipeline.split=[1,2,3]: 2 ranks with 1 each have 2 stages; list so many",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.split=[0,4]",
+        [
+            "strategy.pipeline.split=[0,4]: each stage holds at least 1 block",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.split=even",
+        [
+            "strategy.pipeline.split=even: expected a list, as in [a,b] or auto",
+        ],
+    ),
+    (
+        "strategy=pipeline launch.nproc=2 strategy.pipeline.microbatches=3",
+        [
+            "strategy.pipeline.microbatches=3: a rank has 4 a step; use 1, 2 or 4",
+        ],
+    ),
+    (
+        "strategy=pipeline launch.nproc=2 strategy.pipeline.microbatches=1",
+        [
+            "strategy.pipeline.microbatches=1: schedule=1f1b on 2 ranks needs at least 2 micro-batches; use 2 or 4",
+        ],
+    ),
+    (
+        "strategy=pipeline launch.nproc=2 train.micro_batch_size=16",
+        [
+            "train.micro_batch_size=16: schedule=1f1b on 2 ranks needs at least 2 micro-batches, a rank has 1 of 16 samples; use 1, 2, 4 or 8",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.degree=4 launch.nproc=4 train.global_batch_size=2",
+        [
+            "train.global_batch_size=2: schedule=1f1b on 4 ranks needs at least 4 micro-batches, a rank has 2 of 1 samples; use 4 or a multiple of it",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.degree=2 strategy.pipeline.schedule=dualpipev launch.nproc=2 train.micro_batch_size=8",
+        [
+            "train.micro_batch_size=8: schedule=dualpipev on 2 ranks needs at least 4 micro-batches, a rank has 2 of 8 samples; use 1, 2 or 4",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.degree=4 strategy.pipeline.schedule=interleaved_1f1b launch.nproc=4 train.global_batch_size=9 train.micro_batch_size=1",
+        [
+            "train.global_batch_size=9: schedule=interleaved_1f1b needs micro-batches that fill rounds of about 4, a rank has 9 of 1 samples; use 4 or a multiple of it",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.schedule=zbv_zero_bubble train.compile=true",
+        [
+            "train.compile=true: strategy.pipeline.schedule=zbv_zero_bubble computes weight gradients apart, which compiled blocks can't; use false, or a schedule that keeps backward whole",
+        ],
+    ),
+    (
+        "strategy=pipeline strategy.pipeline.schedule=dualpipev train.activation_checkpointing=selective",
+        [
+            "train.activation_checkpointing=selective: strategy.pipeline.schedule=dualpipev goes back through a block twice, for which selective recomputation has no second set of activations; use full or none",
+        ],
+    ),
+    (
+        "strategy.reduce_dtype=fp8",
+        [
+            "strategy.reduce_dtype=fp8: use fp32 or bf16",
+        ],
+    ),
+    (
+        "strategy.tensor.degre=2",
+        [
+            "strategy.tensor.degre=2: there is no such key; did you mean strategy.tensor.degree?",
+        ],
+    ),
+    (
+        "strategy.tp.degree=2",
+        [
+            "strategy.tp: there is no such key; did you mean strategy.tensor.degree?",
         ],
     ),
 ]

@@ -17,6 +17,11 @@ from axonlaunch.config.layout import layout, resolved
         (["strategy=fsdp"], 8, 8, "fsdp"),
         (["launch.nproc=1"], 8, 1, "none"),
         (["launch.nproc=4", "strategy=zero1"], 0, 4, "zero1"),
+        (["strategy=tensor"], 0, 2, "none"),
+        (["strategy=pipeline"], 8, 8, "ddp"),
+        (["strategy=tensor", "strategy.pipeline.degree=4"], 0, 8, "none"),
+        (["strategy=hybrid"], 0, 8, "fsdp"),
+        (["strategy=single", "strategy.tensor.degree=2"], 8, 2, "none"),
     ],
 )
 def test_what_is_left_to_the_machine_is_resolved(
@@ -45,3 +50,44 @@ def test_shares_of_the_batch_follow_from_the_layout(
     assert (shares.dp_replicate, shares.dp_shard) == (replicate, shard)
     assert (shares.micro_batch_size, shares.micro_batches) == (micro, micro_batches)
     assert shares.data_ranks * micro * micro_batches == 32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "axes", "micro", "micro_batches"),
+    [
+        (["strategy=hybrid"], 8, (2, 1, 2, 1, 2), 4, 4),
+        (["strategy=tensor"], 8, (1, 4, 1, 1, 2), 8, 1),
+        (["strategy=pipeline"], 2, (2, 1, 1, 1, 1), 8, 4),
+        (["strategy=pipeline", "strategy.pipeline.degree=4"], 4, (4, 1, 1, 1, 1), 4, 8),
+        (
+            ["strategy=pipeline", "strategy.pipeline.schedule=dualpipev"],
+            2,
+            (2, 1, 1, 1, 1),
+            4,
+            8,
+        ),
+        (["strategy=pipeline", "train.micro_batch_size=1"], 2, (2, 1, 1, 1, 1), 1, 32),
+        (["strategy=hsdp", "strategy.fsdp.replicate=2", "strategy.tensor.degree=2"], 8,
+         (1, 2, 2, 1, 2), 8, 1),
+        (["strategy=zero1", "strategy.pipeline.degree=2"], 8, (2, 4, 1, 1, 1), 2, 4),
+    ],
+)  # fmt: skip
+def test_what_degrees_leave_over_is_data_parallel(
+    overrides: list[str], world: int, axes: tuple[int, ...], micro: int, micro_batches: int
+) -> None:
+    shares = layout(config.load(["train.global_batch_size=32", *overrides]), world_size=world)
+    assert tuple(shares.axes.values()) == axes
+    assert (shares.micro_batch_size, shares.micro_batches) == (micro, micro_batches)
+    assert shares.rounds * shares.round_microbatches == micro_batches
+
+
+def test_a_layout_is_told_in_a_few_words() -> None:
+    shares = layout(config.load(["strategy=hybrid"]), world_size=16)
+    assert str(shares) == "fsdp 4 x tensor 2 x pipeline 2 (1f1b)"
+    assert str(layout(config.load(["strategy=tensor"]), world_size=2)) == "tensor 2"
+
+
+def test_a_pipeline_runs_in_rounds() -> None:
+    chosen = ["strategy=pipeline", "train.micro_batch_size=1", "strategy.pipeline.microbatches=4"]
+    shares = layout(config.load(["train.global_batch_size=32", *chosen]), world_size=2)
+    assert (shares.micro_batches, shares.round_microbatches, shares.rounds) == (32, 4, 8)
