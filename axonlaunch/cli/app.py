@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from axonlaunch.cli import config, doctor, ls, sample, train
+from axonlaunch.cli import config, doctor, ls, sample, schedule, train, verify
 
 STARTED = time.time()
 
@@ -27,6 +27,8 @@ for name, module in {
     "train": train,
     "sample": sample,
     "config": config,
+    "schedule": schedule,
+    "verify": verify,
     "ls": ls,
     "doctor": doctor,
 }.items():

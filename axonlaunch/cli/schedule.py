@@ -1,0 +1,109 @@
+"""``axonlaunch schedule``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+
+HELP = "Draw the pipeline's schedule: who does what when, and who waits."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch schedule strategy=pipeline
+  axonlaunch schedule strategy=pipeline strategy.pipeline.degree=4 strategy.pipeline.schedule=gpipe
+  axonlaunch schedule strategy=pipeline strategy.pipeline.degree=4 \\
+      strategy.pipeline.schedule=zbv_zero_bubble --plot bubble.svg
+"""
+
+
+def command(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    config_name: ConfigName = "config",
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Also draw a picture, .png or .svg.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw the pipeline's schedule."""
+    from axonlaunch import config as configuration
+    from axonlaunch.config import ConfigError, Problem
+    from axonlaunch.config.layout import layout, resolved
+    from axonlaunch.config.rules import broken_world_rules
+
+    config = configuration.load(
+        overrides or [], config_name=config_name, config_dirs=config_dir or []
+    )
+    if config.strategy.pipeline.degree == 1:
+        message = "there is no schedule to show; use strategy=pipeline or a degree of 2 or more"
+        raise ConfigError([Problem("strategy.pipeline.degree", message, 1)])
+    # No accelerators: as many ranks as the degrees need, whatever machine this is.
+    config = resolved(config, accelerators=0)
+    assert config.launch.nproc != "auto"
+    if problems := broken_world_rules(config, world_size=config.launch.nproc):
+        raise ConfigError(problems)
+    shares = layout(config, world_size=config.launch.nproc)
+
+    from axonlaunch.engines import pipeline_plot  # torch, from here on
+
+    if plot is not None:
+        pipeline_plot.check_plot(plot)
+    from axonlaunch.engines.pipeline_schedule import PipelineSchedule
+    from axonlaunch.engines.pipeline_timeline import PipelineMemoryStats, timeline
+
+    schedule = PipelineSchedule(
+        shares.schedule,
+        degree=shares.pipeline,
+        microbatches=shares.round_microbatches,
+        stages_per_rank=shares.stages_per_rank,
+    )
+    # By rank, not by stage, so that schedules with different numbers of stages can be compared.
+    times = timeline(
+        schedule, forward=1 / schedule.stages_per_rank, backward=2 / schedule.stages_per_rank
+    )
+    stats = PipelineMemoryStats.from_schedule(schedule)
+    if plot is not None:
+        pipeline_plot.plot(times, plot)
+    if as_json:
+        print_json(
+            {
+                "schedule": schedule.name,
+                "degree": schedule.degree,
+                "stages_per_rank": schedule.stages_per_rank,
+                "microbatches": schedule.microbatches,
+                "rounds": shares.rounds,
+                "bubble_fraction": stats.bubble_fraction,
+                "span": times.span,
+                "live_activations": list(stats.live_activations),
+                "ranks": [
+                    {
+                        "rank": rank,
+                        "stages": list(schedule.stages_of(rank)),
+                        "actions": [str(action) for action in row],
+                    }
+                    for rank, row in enumerate(schedule.actions)
+                ],
+                "plot": None if plot is None else str(plot),
+            }
+        )
+        return
+    from rich.console import Console
+
+    from axonlaunch.engines.pipeline_text import text_stats, text_timeline
+
+    console = Console(highlight=False)
+    stages = f" of {schedule.stages_per_rank} stages" if schedule.stages_per_rank > 1 else ""
+    rounds = f", {shares.rounds} rounds a step" if shares.rounds > 1 else ""
+    console.print(
+        f"[bold]{schedule.name}[/bold]: {schedule.degree} ranks{stages}, "
+        f"{schedule.microbatches} micro-batches{rounds}\n"
+    )
+    console.print(text_timeline(times, width=console.width), no_wrap=True)
+    console.print(text_stats(stats, width=console.width), markup=False)
+    if plot is not None:
+        console.print(f"picture      {plot}", markup=False, soft_wrap=True)

@@ -1,0 +1,186 @@
+"""Cuts a model into pipeline stages: which blocks a stage keeps, and how it is cut out.
+
+It refuses a model that doesn't say what belongs to its two ends, and more stages than blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.models.spec import ModelSpec
+
+# fp32 parameter, gradient and AdamW's two moments.
+_BYTES_A_PARAMETER = 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one stage keeps of a model.
+
+    Attributes:
+        index: The stage, from 0.
+        num_stages: Stages of the pipeline.
+        first: Its first block.
+        last: One past its last block.
+    """
+
+    index: int
+    num_stages: int
+    first: int
+    last: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage is fed the samples."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage gives the outputs."""
+        return self.index == self.num_stages - 1
+
+
+def parts(counts: Sequence[int]) -> list[Part]:
+    """Return the stages that hold so many blocks each."""
+    stops = list(itertools.accumulate(counts))
+    starts = [0, *stops[:-1]]
+    return [
+        Part(index, len(counts), first, last)
+        for index, (first, last) in enumerate(zip(starts, stops, strict=True))
+    ]
+
+
+def cuttable(spec: ModelSpec, model: nn.Module) -> bool:
+    """Say whether a model can be cut: it names its ends, or is a plain sequence."""
+    return spec.ends is not None or type(model) is nn.Sequential
+
+
+def block_names(spec: ModelSpec, model: nn.Module) -> list[str]:
+    """Return the full names of what stages are made of, in order."""
+    if spec.layers is None and type(model) is nn.Sequential:
+        return [name for name, _ in model.named_children()]
+    return list(spec.blocks(model))
+
+
+def cut(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
+    """Take out of a whole model, in place, what the stage does not keep; return it.
+
+    What is kept keeps its name, so a stage's state is a part of the model's.
+    """
+    names = block_names(spec, model)
+    for index, name in enumerate(names):
+        if not part.first <= index < part.last:
+            parent, _, child = name.rpartition(".")
+            owner = model.get_submodule(parent)
+            if type(owner) is nn.Sequential:
+                del owner._modules[child]
+            else:
+                owner._modules[child] = None
+    for ends, kept in zip(spec.ends or ((), ()), (part.is_first, part.is_last), strict=True):
+        for name in () if kept else ends:
+            setattr(model, name, None)
+    return model
+
+
+def balanced(costs: Sequence[float], *, num_stages: int, first: float, last: float) -> list[int]:
+    """Divide blocks among stages so that the costliest stage costs least.
+
+    Args:
+        costs: Of each block, in order.
+        num_stages: Stages; each gets one block or more.
+        first: Cost of what only the first stage holds.
+        last: Cost of what only the last stage holds.
+
+    Returns:
+        Blocks of each stage. Among equals, the one whose stages cost most alike.
+    """
+    before = [0.0, *itertools.accumulate(costs)]
+
+    def cost(index: int, start: int, stop: int) -> float:
+        ends = (first if index == 0 else 0.0) + (last if index == num_stages - 1 else 0.0)
+        return before[stop] - before[start] + ends
+
+    # best[stop]: (costliest stage, sum of squares, counts) of the stages so far over blocks[:stop].
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for index in range(num_stages):
+        found: dict[int, tuple[float, float, list[int]]] = {}
+        for start, (most, squares, counts) in best.items():
+            for stop in range(start + 1, len(costs) - (num_stages - 1 - index) + 1):
+                mine = cost(index, start, stop)
+                option = (max(most, mine), squares + mine**2, [*counts, stop - start])
+                if stop not in found or option < found[stop]:
+                    found[stop] = option
+        best = found
+    return best[len(costs)][2]
+
+
+def stage_counts(
+    spec: ModelSpec, model: nn.Module, *, num_stages: int, sample: Tensor, in_flight: int
+) -> list[int]:
+    """Balance a model's blocks over stages by the bytes that training them holds.
+
+    Args:
+        spec: The model's.
+        model: Whole, on the meta device or with values.
+        num_stages: Stages.
+        sample: One micro-batch of inputs, on the model's device; values don't matter.
+        in_flight: Micro-batches whose activations a stage holds at once.
+    """
+    names = block_names(spec, model)
+    saved = _saved_bytes(model, names, sample)
+
+    def bytes_of(parameters: Iterator[nn.Parameter], activations: int) -> float:
+        count = sum(p.numel() for p in parameters)
+        return _BYTES_A_PARAMETER * count + activations * in_flight
+
+    costs = [
+        bytes_of(model.get_submodule(name).parameters(), saved[index + 1])
+        for index, name in enumerate(names)
+    ]
+    ends = [
+        bytes_of((p for name in end for p in getattr(model, name).parameters()), saved[place])
+        for end, place in zip(spec.ends or ((), ()), (0, -1), strict=True)
+    ]
+    return balanced(costs, num_stages=num_stages, first=ends[0], last=ends[1])
+
+
+def _saved_bytes(model: nn.Module, names: Sequence[str], sample: Tensor) -> list[int]:
+    """Return bytes that backward keeps: before the blocks, of each block, after them."""
+    saved = [0] * (len(names) + 2)
+    place = 0
+    seen: set[int] = {p.untyped_storage()._cdata for p in model.parameters()}
+    alive: list[Tensor] = []
+
+    def move_to(index: int) -> None:
+        nonlocal place
+        place = index
+
+    def count(tensor: Tensor) -> Tensor:
+        key = tensor.untyped_storage()._cdata
+        if key not in seen:
+            seen.add(key)
+            alive.append(tensor)  # or its address could be given to another
+            saved[place] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    with ExitStack() as stack:
+        for index, name in enumerate(names, start=1):
+            block = model.get_submodule(name)
+            before = block.register_forward_pre_hook(lambda *_, i=index: move_to(i))
+            after = block.register_forward_hook(
+                lambda *_, i=index: move_to(-1 if i == len(names) else i)
+            )
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(count, lambda t: t))
+        training = model.training
+        model.eval()  # neither running statistics nor random numbers move
+        model(sample)
+        model.train(training)
+    return saved
