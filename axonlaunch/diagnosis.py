@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from axonlaunch.comm import World, all_reduce_sum, nccl
+from axonlaunch.memory import host_memory_bytes
 
 GIB = 1024**3
 
@@ -27,7 +28,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
+        "memory_gib": round(host_memory_bytes() / GIB, 1),
         "accelerator": accelerator.type if accelerator else None,
         "devices": _devices(),
         "driver": _driver(),

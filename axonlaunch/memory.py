@@ -5,6 +5,7 @@ It measures; ``planning`` is where memory will be foretold.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 
@@ -21,3 +22,8 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.accelerator.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def host_memory_bytes() -> int:
+    """Return this machine's memory, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -20,6 +20,8 @@ from axonlaunch.config.layout import Layout, layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import broken_world_rules
 from axonlaunch.data.dataset import Dataset
+from axonlaunch.division import pipeline_problems, tensor_problems
+from axonlaunch.memory import host_memory_bytes
 from axonlaunch.models.build import construct, spec_for
 from axonlaunch.models.spec import ModelSpec
 
@@ -57,7 +59,9 @@ def check(config: RunConfig) -> list[Problem]:
         problems += _samples(config, dataset)
     if spec is not None and dataset is not None:
         problems += _fit_each_other(config, spec, dataset)
-    if model is not None:
+    if model is not None and spec is not None:
+        problems += tensor_problems(config, spec, model)
+        problems += pipeline_problems(config, spec, model)
         problems += _memory(config, model, shares)
         problems += _disk(config, model)
         problems += _resume(config, model)
@@ -81,6 +85,11 @@ def _backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
             f"{world_size} ranks need an accelerator each; {have}; use gloo",
             backend,
         )
+    if config.strategy.context.degree > 1 and not (found and backend in ("auto", "nccl")):
+        message = (
+            "torch's ring attention has no kernel for the CPU; use 1, or accelerators with nccl"
+        )
+        yield Problem("strategy.context.degree", message, config.strategy.context.degree)
     if backend == "mock" and config.train.compile:
         message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
         yield Problem("launch.backend", message, backend)
@@ -172,9 +181,10 @@ def _length(config: RunConfig) -> int | None:
 def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Problem]:
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
+    held = count // (shares.tensor * shares.pipeline)
     whole = STATE_BYTES[config.optimizer.name]
     share = {"fsdp": whole / shares.dp_shard, "zero1": 8 + (whole - 8) / shares.data_ranks}
-    per_rank = int(count * share.get(shares.data_parallel, whole))
+    per_rank = int(held * share.get(shares.data_parallel, whole))
     assert config.launch.nproc != "auto"
     hardware, memory = config.hardware, None
     if hardware is not None and hardware.memory_gib is not None:
@@ -182,7 +192,7 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Pro
     elif accelerators() and config.launch.backend in ("auto", "nccl"):
         memory, where = torch.accelerator.get_memory_info(0)[1], "a device here"
     else:
-        memory, where = _host_memory() // config.launch.nproc, "a rank's share of this machine"
+        memory, where = host_memory_bytes() // config.launch.nproc, "a rank's share of this machine"
     offload = config.strategy.fsdp.cpu_offload
     if memory is not None and per_rank > memory and offload == "none":
         message = (
@@ -191,13 +201,6 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Pro
             "use a smaller model, more ranks with strategy=fsdp, or other hardware"
         )
         yield Problem("model", message, config.model.name)
-
-
-def _host_memory() -> int:
-    """Return bytes of this machine's memory."""
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:

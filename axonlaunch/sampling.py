@@ -34,7 +34,7 @@ def continue_prompt(
         message = f"{run_dir}: the run was on data={saved.data.name}, which is not text"
         raise ConfigError([Problem("", message)])
     from axonlaunch.data.text import decode, encode
-    from axonlaunch.engines.data_parallel import model_state
+    from axonlaunch.engines.mesh_engine import model_state
     from axonlaunch.models.build import build
     from axonlaunch.models.generation import generate
 

@@ -14,11 +14,10 @@ from axonlaunch import checkpoint, data
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout
-from axonlaunch.data.dataset import Dataset
+from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import Loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build
-from axonlaunch.engines.data_parallel import DataParallelEngine
 from axonlaunch.events import Event, Finished, Sampled, Started
 from axonlaunch.metrics import MetricsFile, TensorBoard
 from axonlaunch.models.generation import generate
@@ -51,17 +50,17 @@ def run(
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
         num_shards=shares.data_ranks,
-        shard=world.rank,
+        shard=shares.data_shard(world.rank),
         pin_memory=world.device.type != "cpu",
     )
-    engine = build(config, world)
+    engine = build(config, world, sample=sample_inputs(dataset))
     resumed = _restore(config, engine)
     report = _on_main(report, run_dir, engine.step, config, world)
     report(
         Started(
             layout=str(shares),
             device=str(world.device),
-            parameters=_count(engine),
+            parameters=engine.num_parameters,
             samples=dataset.num_samples,
             step=engine.step,
             steps=config.train.steps,
@@ -137,11 +136,6 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report)
         seed=config.seed,
     )
     report(Sampled(prompt, dataset.decode(tokens)))
-
-
-def _count(engine: Engine) -> int:
-    assert isinstance(engine, DataParallelEngine)
-    return sum(p.numel() for p in engine.model.parameters())
 
 
 def _notes(config: RunConfig, world: World) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.rendezvous import Place, find_place, gloo_on_loopback, open_store
 
 if TYPE_CHECKING:
+    from axonlaunch.comm.mesh import Mesh
     from axonlaunch.comm.mock import MockWorld
 
 
@@ -216,6 +217,18 @@ class World:
         group = ProcessGroup(members, made if self.rank in members else None)
         self._groups.append(group)
         return group
+
+    def mesh(self, **sizes: int) -> Mesh:
+        """Lay the world's ranks out on named axes, ``mesh(pp=2, dp_shard=2, tp=2)``.
+
+        The last axis counts fastest, so its ranks are neighbours. Every rank calls this.
+
+        Raises:
+            ValueError: The sizes don't multiply to the world.
+        """
+        from axonlaunch.comm.mesh import Mesh
+
+        return Mesh(self, sizes)
 
     def close(self) -> None:
         """Leave the world: destroy its groups. A second call does nothing."""

@@ -88,6 +88,14 @@ class Dataset(Protocol):
         """Turn tokens into text; only where ``is_text``."""
 
 
+def sample_inputs(dataset: Dataset) -> Tensor:
+    """Return one sample's inputs, shape and type alone."""
+    import torch
+
+    dtype = torch.int64 if dataset.kind == "tokens" else torch.float32
+    return torch.empty(dataset.sample_shape, dtype=dtype, device="meta")
+
+
 class NoText:
     """The text side of a dataset that has none."""
 

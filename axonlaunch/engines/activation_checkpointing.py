@@ -5,8 +5,7 @@ It changes each block's forward in place and no parameter's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -21,6 +20,9 @@ Mode = Literal["none", "full", "selective"]
 
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _ALWAYS_SAVED = {
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -29,7 +31,7 @@ _ALWAYS_SAVED = {
 
 
 class _SaveEverySecondProduct:
-    """Save attention, and every second matrix product, of one run through a block.
+    """Save attention, collectives and every second matrix product of one run through a block.
 
     Forward and recomputation are counted apart, for both must decide alike.
     """
@@ -53,7 +55,7 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], *, mode: Mode) -
     Args:
         blocks: Repeated blocks of a model.
         mode: ``none``; ``full`` keeps each block's inputs alone; ``selective`` also keeps
-            attention and every second matrix product (torchtitan's per-op policy).
+            attention, collectives and every second matrix product (torchtitan's per-op policy).
     """
     if mode == "none":
         return
@@ -64,4 +66,13 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], *, mode: Mode) -
         )
     for block in blocks:
         # The forward is replaced rather than the module wrapped: parameters keep their names.
-        block.forward = partial(checkpoint, block.forward, **kwargs)
+        block.forward = _recomputing(block.forward, kwargs)
+
+
+def _recomputing(forward: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """Return a forward that recomputes; a function of ours, for torch.compile skips torch's."""
+
+    def recomputed(*inputs: Any, **given: Any) -> Any:
+        return checkpoint(forward, *inputs, **kwargs, **given)
+
+    return recomputed

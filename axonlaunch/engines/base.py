@@ -5,10 +5,11 @@ It holds the interface and the numbers of a step; no engine.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from axonlaunch.data.dataset import Batch
 
@@ -34,9 +35,19 @@ class Engine(Protocol):
     """Carries out a strategy for one model: a step, an evaluation, a state."""
 
     step: int
+    num_parameters: int
 
     def train_step(self, batch: Batch) -> StepResult:
-        """Run every micro-batch: forward, backward, synchronisation, clipping, update."""
+        """Run every micro-batch and update: ``backward``, then ``update``."""
+
+    def backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Run forward and backward and synchronise gradients; return the loss and the targets."""
+
+    def update(self) -> tuple[Tensor | None, bool]:
+        """Clip and update; return the gradient's norm, and whether the update was left out."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what this rank holds by its name in the whole model, divided ones as DTensors."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64."""

@@ -1,134 +1,302 @@
 """Builds the engine that a configuration asks for, in one fixed order.
 
-Activation checkpointing, compile, then sharding or replication: each wraps what the one before
-left, and none knows of the next.
+Tensor parallelism, pipeline stages, activation checkpointing, compile, then sharding or
+replication: each takes what the one before left, and none knows of the next.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from axonlaunch.comm import World
+from axonlaunch.comm.differentiable import collect_from
+from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout, layout, replicas
+from axonlaunch.config.layout import Layout, layout
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.data_parallel import DataParallelEngine
-from axonlaunch.engines.ddp import DDP
+from axonlaunch.engines.ddp import DDP, GradSyncStrategy
 from axonlaunch.engines.fsdp import FSDP, CPUOffload
-from axonlaunch.engines.mesh import data_mesh
+from axonlaunch.engines.mesh import run_mesh, sharding_mesh
+from axonlaunch.engines.mesh_engine import MeshEngine
 from axonlaunch.engines.offload import HOST, StreamedUpdate
 from axonlaunch.engines.optimizer import learning_rate
-from axonlaunch.engines.precision import sharded_policy
+from axonlaunch.engines.passes import Loss, Passes, PipelinePasses, WholePasses
+from axonlaunch.engines.pipeline import Pipeline
+from axonlaunch.engines.pipeline_schedule import PipelineSchedule
+from axonlaunch.engines.pipeline_split import cut, parts, stage_counts
+from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded_policy
+from axonlaunch.engines.tensor_loss import vocab_parallel_cross_entropy_sum
+from axonlaunch.engines.tensor_plan import has_divided_logits, parallelize
+from axonlaunch.engines.tied import TiedGradients, tied_names
 from axonlaunch.engines.update import Update
 from axonlaunch.engines.zero1 import ShardedUpdate
 from axonlaunch.models.build import construct, spec_for, start
 from axonlaunch.models.spec import ModelSpec
 
 
-def build(config: RunConfig, world: World) -> Engine:
-    """Build a model, wrap it, fill it with its initial weights.
+@dataclass
+class _Plan:
+    """What the steps of building share.
+
+    Attributes:
+        owners: The global rank that holds each of the two ends of a tied weight.
+    """
+
+    config: RunConfig
+    world: World
+    shares: Layout
+    mesh: Mesh
+    spec: ModelSpec
+    owners: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def whole_on_host(self) -> bool:
+        """Whether FSDP keeps parameters in host memory."""
+        offload = CPUOffload(self.config.strategy.fsdp.cpu_offload)
+        return self.shares.data_parallel == "fsdp" and offload.keeps_parameters_on_host
+
+
+def build(config: RunConfig, world: World, *, sample: Tensor | None = None) -> Engine:
+    """Build a model, divide it, wrap it, fill it with its initial weights.
 
     Args:
         config: A checked configuration.
         world: Its ranks; all of them call this.
+        sample: One sample's inputs [...], for balancing the stages of a pipeline; values don't
+            matter.
     """
-    spec = spec_for(config.model)
     shares = layout(config, world_size=world.world_size)
-    model = construct(config.model, seed=config.seed)
-    blocks = list(spec.blocks(model).values())
-    train = config.train
-    apply_activation_checkpointing(blocks, mode=train.activation_checkpointing)
-    if train.compile:
-        for block in blocks or [model]:
-            block.compile()
-    parallel = _wrap(config, spec, model, blocks, world, shares)
-    return DataParallelEngine(
-        model,
-        parallel=parallel,
-        update=_update(config, model, parallel, world, shares),
-        loss=spec.loss,
+    mesh = run_mesh(world, shares)
+    plan = _Plan(config, world, shares, mesh, spec_for(config.model))
+    whole = construct(config.model, seed=config.seed)
+    num_parameters = sum(p.numel() for p in whole.parameters())
+    ties = tied_names(whole)
+    counts = _counts(plan, whole, sample) if shares.pipeline > 1 else []
+    _parallelize(plan, whole)
+    divided_logits = has_divided_logits(whole)
+    passes: Passes
+    wrapped: DDP | FSDP | None
+    if shares.pipeline == 1:
+        passes, wrapped = _whole(plan, whole)
+    else:
+        passes, wrapped = _pipeline(plan, whole, counts, ties)
+    trained = {
+        name: parameter
+        for module in passes.modules
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    crossing = {other: first for other, first in ties.items() if shares.pipeline > 1}
+    tied = None
+    if crossing.keys() & trained.keys() or set(crossing.values()) & trained.keys():
+        tied = TiedGradients(trained, ties=crossing, owners=plan.owners, group=mesh.group("pp"))
+    tensor_group = mesh.group("tp")
+    loss: Loss = plan.spec.loss
+    gather: Callable[[Tensor], Tensor] = _as_is
+    if divided_logits:
+        loss = partial(vocab_parallel_cross_entropy_sum, group=tensor_group)
+        gather = partial(collect_from, group=tensor_group, dim=-1)
+    return MeshEngine(
+        passes,
+        update=_update(plan, trained),
+        replicas=wrapped if isinstance(wrapped, DDP) else None,
+        tied=tied,
+        aliases={n: crossing[n] for n in trained if n in crossing},
+        loss=loss,
+        gather_outputs=gather,
+        input_multiple=shares.tensor if config.strategy.tensor.sequence_parallel else 1,
+        num_parameters=num_parameters,
         world=world,
+        mesh=mesh,
         layout=shares,
-        precision=train.precision,
-        grad_clip=train.grad_clip,
+        loss_scale=LossScale() if config.train.precision == "fp16" else None,
+        grad_clip=config.train.grad_clip,
         seed=config.seed,
         rate=partial(_rate, config),
     )
 
 
-def _wrap(
-    config: RunConfig,
-    spec: ModelSpec,
-    model: nn.Module,
-    blocks: list[nn.Module],
-    world: World,
-    shares: Layout,
-) -> DDP | FSDP | None:
-    if shares.data_parallel == "fsdp":
-        fsdp = config.strategy.fsdp
-        hybrid = fsdp.sharding == "hybrid_shard"
-        parallel = FSDP(
+def _parallelize(plan: _Plan, model: nn.Module) -> None:
+    """Divide a whole model's layers over the tensor axis."""
+    tensor = plan.config.strategy.tensor
+    if tensor.degree > 1:
+        parallelize(
             model,
-            world=world,
-            layers=blocks,
-            sharding=fsdp.sharding,
-            cpu_offload=fsdp.cpu_offload,
-            replicate=replicas(config, world_size=world.world_size) if hybrid else 1,
-            mixed_precision=sharded_policy(config.train.precision),
+            tensor.plan or plan.spec.plan(model),
+            mesh=plan.mesh.device_mesh["tp"],
+            sequence_parallel=tensor.sequence_parallel,
         )
-        on_host = parallel.cpu_offload.keeps_parameters_on_host
-        _fill(config, spec, model, parameters_on=HOST if on_host else world.device, world=world)
-        return parallel
-    _fill(config, spec, model, parameters_on=world.device, world=world)
-    if shares.data_parallel == "none":
-        return None
-    ddp = config.strategy.ddp
-    return DDP(
+
+
+def _whole(plan: _Plan, model: nn.Module) -> tuple[WholePasses, DDP | FSDP | None]:
+    wrapped = _wrap(plan, model)
+    passes = WholePasses(
         model,
-        group=world.default_group,
-        sync=ddp.sync,
-        bucket_size_mb=ddp.bucket_size_mb,
-        broadcast_buffers=ddp.broadcast_buffers,
-        gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+        forward=wrapped or model,
+        micro_batch_size=plan.shares.micro_batch_size,
+        device=plan.world.device,
+    )
+    return passes, wrapped
+
+
+def _pipeline(
+    plan: _Plan, whole: nn.Module, counts: list[int], ties: dict[str, str]
+) -> tuple[PipelinePasses, DDP | None]:
+    """Cut this rank's stages out of copies of the model."""
+    shares, group = plan.shares, plan.mesh.group("pp")
+    schedule = PipelineSchedule(
+        shares.schedule,
+        degree=shares.pipeline,
+        microbatches=shares.round_microbatches,
+        stages_per_rank=shares.stages_per_rank,
+    )
+    stages = parts(counts)
+    for other, first in ties.items():
+        # A weight's first end is at the model's first one, the other at its last.
+        plan.owners[first] = group.ranks[schedule.rank_of_stage[0]]
+        plan.owners[other] = group.ranks[schedule.rank_of_stage[-1]]
+    mine: dict[int, nn.Module] = {}
+    for index in schedule.stages_of(group.rank):
+        model = whole
+        if mine:
+            model = construct(plan.config.model, seed=plan.config.seed)
+            _parallelize(plan, model)
+        mine[index] = cut(plan.spec, model, stages[index])
+    replicas = None
+    for stage in mine.values():
+        _wrap_stage(plan, stage)
+    if plan.shares.data_parallel in ("ddp", "zero1"):
+        # Schedules split and reorder backwards, so replicas agree when all of them have run.
+        replicas = _replicate(plan, nn.ModuleList(mine.values()), sync=GradSyncStrategy.NO_SYNC)
+    pipeline = Pipeline(mine, schedule=schedule, group=group)
+    return PipelinePasses(pipeline, micro_batch_size=shares.micro_batch_size), replicas
+
+
+def _counts(plan: _Plan, whole: nn.Module, sample: Tensor | None) -> list[int]:
+    """Return the blocks of each stage: as given, or balanced."""
+    split = plan.config.strategy.pipeline.split
+    if split != "auto":
+        return split
+    assert sample is not None, "a pipeline is balanced by what a sample takes"
+    device = next(whole.parameters()).device
+    batch = torch.zeros(
+        (plan.shares.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device
+    )
+    return stage_counts(
+        plan.spec,
+        whole,
+        num_stages=plan.shares.num_stages,
+        sample=batch,
+        in_flight=plan.shares.pipeline,
     )
 
 
-def _fill(
-    config: RunConfig,
-    spec: ModelSpec,
-    model: nn.Module,
-    *,
-    parameters_on: torch.device,
-    world: World,
-) -> None:
+def _wrap(plan: _Plan, model: nn.Module) -> DDP | FSDP | None:
+    """Recompute, compile, then shard or replicate; and fill the model with its weights."""
+    _wrap_blocks(plan, model)
+    if plan.shares.data_parallel == "fsdp":
+        return _shard(plan, model)
+    _replicated_arithmetic(plan, model)
+    _fill(plan, model)
+    if plan.shares.data_parallel == "none":
+        return None
+    return _replicate(plan, model, sync=plan.config.strategy.ddp.sync)
+
+
+def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
+    _wrap_blocks(plan, stage)
+    if plan.shares.data_parallel == "fsdp":
+        _shard(plan, stage)
+    else:
+        _replicated_arithmetic(plan, stage)
+        _fill(plan, stage)
+
+
+def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
+    train, blocks = plan.config.train, _blocks(plan, model)
+    apply_activation_checkpointing(blocks, mode=train.activation_checkpointing)
+    if train.compile:
+        for block in blocks or [model]:
+            block.compile()
+
+
+def _blocks(plan: _Plan, model: nn.Module) -> list[nn.Module]:
+    return list(plan.spec.blocks(model).values())
+
+
+def _shard(plan: _Plan, model: nn.Module) -> FSDP:
+    config, fsdp = plan.config, plan.config.strategy.fsdp
+    sharded = FSDP(
+        model,
+        world=plan.world,
+        mesh=sharding_mesh(plan.mesh),
+        layers=_blocks(plan, model),
+        sharding=fsdp.sharding,
+        cpu_offload=fsdp.cpu_offload,
+        mixed_precision=sharded_policy(
+            config.train.precision, reduce_dtype=DTYPES[config.strategy.reduce_dtype]
+        ),
+        # torch's schedules of several stages a rank gather a stage before its first micro-batch and
+        # reshard it after its last; they look for the gathered parameters in between.
+        keep_gathered=plan.shares.stages_per_rank > 1,
+    )
+    _fill(plan, model)
+    return sharded
+
+
+def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> None:
+    """Compute in the lower precision, which sharded parameters are gathered in anyway."""
+    precision = plan.config.train.precision
+    if precision != "fp32":
+        model.forward = autocasting(model.forward, precision, plan.world.device)
+
+
+def _replicate(plan: _Plan, model: nn.Module, *, sync: GradSyncStrategy | str) -> DDP:
+    ddp, reduce = plan.config.strategy.ddp, plan.config.strategy.reduce_dtype
+    return DDP(
+        model,
+        group=plan.mesh.group("dp_replicate"),
+        sync=sync,
+        bucket_size_mb=ddp.bucket_size_mb,
+        broadcast_buffers=ddp.broadcast_buffers,
+        gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+        reduce_dtype=None if reduce == "fp32" else DTYPES[reduce],
+    )
+
+
+def _fill(plan: _Plan, model: nn.Module) -> None:
     """Put a model on its device and give it its initial weights."""
-    if spec.initializers is None and config.strategy.data_parallel == "fsdp":
+    config, world = plan.config, plan.world
+    if plan.spec.initializers is None and plan.shares.data_parallel == "fsdp":
         return  # fully_shard has moved what the model filled itself
-    start(model, config.model, seed=config.seed, device=parameters_on)
+    device = HOST if plan.whole_on_host else world.device
+    start(model, config.model, seed=config.seed, device=device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(world.device))
 
 
-def _update(
-    config: RunConfig, model: nn.Module, parallel: DDP | FSDP | None, world: World, shares: Layout
-) -> Update:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if shares.data_parallel == "zero1":
-        mesh = data_mesh(world, replicate=1, shard=world.world_size)
-        return ShardedUpdate(config.optimizer, trained, mesh=mesh)
-    if isinstance(parallel, FSDP):
-        if parallel.cpu_offload is CPUOffload.PARAMS:
-            return StreamedUpdate(
-                config.optimizer, trained, device=world.device, states_on=world.device
-            )
-        if parallel.cpu_offload is CPUOffload.OPTIMIZER_STATES:
-            return StreamedUpdate(config.optimizer, trained, device=world.device, states_on=HOST)
+def _update(plan: _Plan, trained: dict[str, nn.Parameter]) -> Update:
+    config, device = plan.config, plan.world.device
+    if plan.shares.data_parallel == "zero1":
+        return ShardedUpdate(config.optimizer, trained, mesh=plan.mesh.device_mesh)
+    if plan.shares.data_parallel == "fsdp":
+        offload = CPUOffload(config.strategy.fsdp.cpu_offload)
+        if offload is CPUOffload.PARAMS:
+            return StreamedUpdate(config.optimizer, trained, device=device, states_on=device)
+        if offload is CPUOffload.OPTIMIZER_STATES:
+            return StreamedUpdate(config.optimizer, trained, device=device, states_on=HOST)
     return Update(config.optimizer, trained)
+
+
+def _as_is(outputs: Tensor) -> Tensor:
+    return outputs
 
 
 def _rate(config: RunConfig, step: int) -> float:

@@ -69,22 +69,29 @@ class FSDP(nn.Module):
         module: nn.Module,
         *,
         world: World,
+        mesh: DeviceMesh | None = None,
         layers: Sequence[nn.Module] = (),
         sharding: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
         cpu_offload: CPUOffload | str = CPUOffload.NONE,
         replicate: int = 1,
         mixed_precision: MixedPrecisionPolicy | None = None,
+        keep_gathered: bool = False,
     ) -> None:
         """Shard a module in place.
 
         Args:
             module: On its device or on ``meta`` (then fill the shards after this).
-            world: Who shares it.
+            world: Who takes part.
+            mesh: Who shares it: one axis, or replicas x shards; None: the whole world, laid out
+                by ``sharding`` and ``replicate``. Parameters that are DTensors already must be on
+                another slice of the same mesh.
             layers: Blocks that are gathered one at a time; what is left is gathered as one more.
             sharding: What is divided.
             cpu_offload: What lives in host memory between uses.
             replicate: Copies of the parameters under hybrid_shard; divides the world.
             mixed_precision: torch's policy: in which type to gather, compute and reduce.
+            keep_gathered: Keep what is gathered after a forward, whatever ``sharding`` says: for
+                who gathers and reshards by himself, as pipeline schedules do.
 
         Raises:
             ValueError: The world can't be divided so.
@@ -92,13 +99,14 @@ class FSDP(nn.Module):
         super().__init__()
         self.sharding = ShardingStrategy(sharding)
         self.cpu_offload = CPUOffload(cpu_offload)
-        self.mesh = _mesh(world, self.sharding, replicate)
+        self.mesh = mesh or _mesh(world, self.sharding, replicate)
         self.module = module
         total = sum(p.numel() * p.element_size() for p in module.parameters())
         offload = OffloadPolicy()
         if self.cpu_offload.keeps_parameters_on_host:
             offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
         reshard = self.sharding in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+        reshard = reshard and not keep_gathered
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": mixed_precision or MixedPrecisionPolicy(),

@@ -8,6 +8,23 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axonlaunch.comm import World
+from axonlaunch.comm.mesh import Mesh
+from axonlaunch.config.layout import Layout
+
+# Axes whose mesh the engine of a kind needs even where it has one rank.
+_KEPT = {"fsdp": ("dp_shard",), "zero1": ("dp_replicate",)}
+
+
+def run_mesh(world: World, shares: Layout) -> Mesh:
+    """Return the mesh of a run: axes pp, dp_replicate, dp_shard, cp, tp."""
+    return Mesh(world, shares.axes, keep=_KEPT.get(shares.data_parallel, ()))
+
+
+def sharding_mesh(mesh: Mesh) -> DeviceMesh:
+    """Return the part of a run's mesh that ``fully_shard`` divides parameters over."""
+    if mesh.size("dp_replicate") > 1:
+        return mesh.device_mesh["dp_replicate", "dp_shard"]
+    return mesh.device_mesh["dp_shard"]
 
 
 def data_mesh(world: World, *, replicate: int, shard: int) -> DeviceMesh:

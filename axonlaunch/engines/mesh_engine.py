@@ -1,127 +1,181 @@
-"""The engine of one device and of data parallelism: a step from micro-batches to the update.
+"""The engine of every layout: a step from micro-batches to the update, on a mesh of ranks.
 
-It composes what the other files offer; how a layout synchronises is theirs.
+It composes what the other files offer; how a layout computes or synchronises is theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from axonlaunch.comm import World
+from axonlaunch.comm import ProcessGroup, World
+from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import StepResult
 from axonlaunch.engines.ddp import DDP, GradSyncStrategy
-from axonlaunch.engines.fsdp import FSDP
-from axonlaunch.engines.precision import LossScale, Precision, autocast
+from axonlaunch.engines.passes import Loss, Passes
+from axonlaunch.engines.precision import LossScale
+from axonlaunch.engines.tied import TiedGradients
 from axonlaunch.engines.update import Update
 from axonlaunch.models.spec import IGNORE_INDEX
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 
-
-class DataParallelEngine:
+class MeshEngine:
     """Trains one model on every data rank's share of the global batch."""
 
     def __init__(
         self,
-        model: nn.Module,
+        passes: Passes,
         *,
-        parallel: DDP | FSDP | None,
         update: Update,
+        replicas: DDP | None,
+        tied: TiedGradients | None,
+        aliases: Mapping[str, str],
         loss: Loss,
+        gather_outputs: Callable[[Tensor], Tensor],
+        input_multiple: int,
+        num_parameters: int,
         world: World,
+        mesh: Mesh,
         layout: Layout,
-        precision: Precision,
+        loss_scale: LossScale | None,
         grad_clip: float | None,
         seed: int,
         rate: Callable[[int], float],
     ) -> None:
-        """Take over a model that is on its device, sharded and initialised.
+        """Take over a model that is on its device, divided and initialised.
 
         Args:
-            model: Owner of the parameters, under their own names.
-            parallel: What wraps it; None on one device.
+            passes: Forward and backward.
             update: The optimizer's side.
+            replicas: Who averages gradients that forward and backward leave apart; None: nobody.
+            tied: Sums gradients of weights that two pipeline stages share.
+            aliases: ``{name here: name in the whole model}`` of this rank's copies of a weight
+                that another stage owns.
             loss: ``(outputs, targets) -> sum over counted targets``, 0-dim fp32.
+            gather_outputs: Makes a rank's outputs whole.
+            input_multiple: What the length of a sequence must be a multiple of.
+            num_parameters: Of the whole model.
             world: Who takes part.
+            mesh: Where this rank stands.
             layout: Shares of the batch.
-            precision: Arithmetic of forward and backward.
+            loss_scale: fp16's; None: the loss is not scaled.
             grad_clip: Largest norm of the whole model's gradient; None: any.
             seed: Of what the model draws in training.
             rate: Learning rate of a step.
         """
-        self.model = model
         self.step = 0
-        self._parallel = parallel
-        self._forward: nn.Module = model if parallel is None else parallel
+        self.num_parameters = num_parameters
+        self.modules = passes.modules
+        self._passes = passes
         self._update = update
+        self._replicas = replicas
+        self._tied = tied
+        self._aliases = dict(aliases)
         self._loss = loss
+        self._gather_outputs = gather_outputs
+        self._multiple = input_multiple
         self._world = world
+        self._mesh = mesh
         self._layout = layout
-        self._precision = precision
+        self._scale = loss_scale
         self._grad_clip = grad_clip
         self._seed = seed
         self._rate = rate
-        self._scale = LossScale() if precision == "fp16" else None
+        self._pipeline: ProcessGroup | None = mesh.group("pp") if layout.pipeline > 1 else None
+        self._buffers = [b for module in self.modules for b in persistent_buffers(module)]
+        # Ranks of a tensor axis compute the same loss: one of them tells it.
+        self._tells_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
 
     def train_step(self, batch: Batch) -> StepResult:
-        """Run every micro-batch: forward, backward, synchronisation, clipping, update.
+        """Run every micro-batch: forward, backward, synchronisation, clipping, update."""
+        loss, tokens = self.backward(batch)
+        norm, skipped = self.update()
+        return StepResult(loss, tokens, norm, skipped)
+
+    def backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Run forward and backward of every micro-batch and synchronise the gradients.
 
         The loss is normalised by the counted targets of the whole world, so unequal counts on
         ranks or in micro-batches weigh as they would in one process.
+
+        Returns:
+            Mean loss and number of counted targets over the world, 0-dim, the same on every rank.
         """
-        self.model.train()
-        # A resumed run draws (dropout, say) what the uninterrupted one would have drawn.
-        torch.manual_seed((self._seed * 1_000_003 + self.step) * 65_537 + self._world.rank)
-        tokens = (batch.targets != IGNORE_INDEX).sum()
+        self._set_mode(training=True)
+        self._seed_draws()
+        tokens = (batch.targets != IGNORE_INDEX).sum() * int(self._tells_loss)
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
+
+        def scaled(outputs: Tensor, targets: Tensor) -> Tensor:
+            nonlocal factor
+            if factor is None:
+                _wait(counting)
+                # Gradients are averaged over the data ranks, but the losses must be summed.
+                factor = (self._layout.gradient_ranks / tokens.clamp(min=1)).to(outputs.device)
+            loss = self._loss(outputs, targets) * factor
+            return loss if self._scale is None else loss * self._scale.value
+
+        losses = self._passes.train(batch, loss=scaled)
         total = torch.zeros((), device=self._world.device)
-        for micro_batch, last in self._micro_batches(batch):
-            with self._synchronised(last):
-                loss = self._micro_loss(micro_batch)
-                if factor is None:
-                    _wait(counting)
-                    # Gradients are averaged over the data ranks, but the losses must be summed.
-                    factor = (self._layout.data_ranks / tokens.clamp(min=1)).to(loss)
-                scaled = loss * factor
-                total += scaled.detach()
-                (scaled if self._scale is None else scaled * self._scale.value).backward()
-        summing = self._sum_async(total := total / self._layout.data_ranks)
-        norm, skipped = self._apply()
+        if self._tells_loss:
+            total += torch.stack(losses).sum()
+            total /= self._layout.gradient_ranks * (self._scale.value if self._scale else 1.0)
+        summing = self._sum_async(total)
+        self._synchronise()
+        _wait(counting)
         _wait(summing)
-        self.step += 1
-        return StepResult(total, tokens, norm, skipped)
+        return total, tokens
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield this rank's parameters by their name in the whole model, divided ones as DTensors.
+
+        Their gradients stand until ``update``. Both ends of a weight that two pipeline stages
+        share come under the one name.
+        """
+        for module in self.modules:
+            for name, parameter in module.named_parameters():
+                yield self._aliases.get(name, name), parameter
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64."""
-        self.model.eval()
+        """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64.
+
+        Of ranks that compute the same samples one gives numbers, the others zeros.
+        """
+        self._agree_on_buffers()
+        self._set_mode(training=False)
+        losses = self._passes.losses(batch, loss=self._loss)
+        if not self._tells_loss:
+            return torch.zeros(2, dtype=torch.float64)
         counted = (batch.targets != IGNORE_INDEX).sum()
-        loss = sum(self._micro_loss(micro).double() for micro, _ in self._micro_batches(batch))
-        return torch.stack([torch.as_tensor(loss).cpu(), counted.double()])
+        loss = torch.stack([one.double() for one in losses]).sum().cpu()
+        return torch.stack([loss, counted.double()])
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs; every rank of the world calls it with the same inputs."""
-        self.model.eval()
-        with self._autocast():
-            outputs: Tensor = self._forward(inputs.to(self._world.device))
-        return outputs
+        self._set_mode(training=False)
+        length = inputs.shape[1] if self._multiple > 1 else 0
+        if missing := -length % self._multiple:
+            # Causal models don't look ahead, so what is added behind changes nothing before it.
+            inputs = torch.nn.functional.pad(inputs, (0, missing))
+        outputs = self._gather_outputs(self._passes.predict(inputs))
+        return outputs[:, :length] if missing else outputs
 
     def learning_rate(self) -> float:
         """Return the rate that the next step uses."""
         return self._rate(self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return parameters, buffers, optimizer states and counters; sharded ones as DTensors."""
+        """Return parameters, buffers, optimizer states and counters; divided ones as DTensors."""
+        self._agree_on_buffers()
         # Without fp16 there is no scale, told as 0: a run may go on in another precision.
         scale = self._scale or LossScale(value=0.0)
         counters = {
@@ -129,68 +183,87 @@ class DataParallelEngine:
             "loss_scale": torch.tensor(scale.value, dtype=torch.float64),
             "good_steps": torch.tensor(scale.good_steps),
         }
-        return {
-            "model": model_state(self.model),
-            "optimizer": self._update.state_dict(),
-            "counters": counters,
-        }
+        model: dict[str, Tensor] = {}
+        for name, tensor in self._held().items():
+            model.setdefault(self._aliases.get(name, name), tensor)
+        optimizer: dict[str, Tensor] = {}
+        for key, value in self._update.state_dict().items():
+            optimizer.setdefault(self._state_name(key), value)
+        return {"model": model, "optimizer": optimizer, "counters": counters}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that ``state_dict`` of any layout gave."""
-        for name, tensor in model_state(self.model).items():
-            if tensor is not state["model"][name]:
-                tensor.copy_(state["model"][name])
-        self._update.load_state_dict(state["optimizer"])
+        for name, tensor in self._held().items():
+            saved = state["model"][self._aliases.get(name, name)]
+            if tensor is not saved:
+                tensor.copy_(saved)
+        saved_states = state["optimizer"]
+        self._update.load_state_dict(
+            {key: saved_states[self._state_name(key)] for key in self._update.state_dict()}
+        )
         counters = state["counters"]
         self.step = int(counters["step"])
         if self._scale is not None and float(counters["loss_scale"]) > 0:
             self._scale.value = float(counters["loss_scale"])
             self._scale.good_steps = int(counters["good_steps"])
 
-    def _micro_loss(self, batch: Batch) -> Tensor:
-        device = self._world.device
-        with self._autocast():
-            outputs = self._forward(batch.inputs.to(device, non_blocking=True))
-            return self._loss(outputs, batch.targets.to(device, non_blocking=True))
-
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
-        """Yield ``(micro-batch, whether it is the last)``."""
-        size, samples = self._layout.micro_batch_size, len(batch.inputs)
-        for start in range(0, samples, size):
-            piece = slice(start, start + size)
-            yield Batch(batch.inputs[piece], batch.targets[piece]), start + size >= samples
-
-    def _synchronised(self, last: bool) -> AbstractContextManager[None]:
-        """Replicas agree once, in the last backward; shards are reduced in each, to stay small."""
-        if isinstance(self._parallel, DDP) and not last:
-            return self._parallel.no_sync()
-        return nullcontext()
-
-    def _apply(self) -> tuple[Tensor | None, bool]:
-        """Synchronise what backward has not, clip and update."""
-        if isinstance(self._parallel, DDP) and self._parallel.sync is GradSyncStrategy.NO_SYNC:
-            self._parallel.sync_gradients()
+    def update(self) -> tuple[Tensor | None, bool]:
+        """Clip gradients and update; return their norm, and whether fp16 left the update out."""
         self._update.collect_gradients()
         if self._scale is not None:
             self._update.scale_gradients(1.0 / self._scale.value)
+        self.step += 1
         norm = None
         if self._grad_clip is not None or self._scale is not None:
-            norm = self._update.clip_gradients(self._grad_clip)
+            norm = self._update.clip_gradients(
+                self._grad_clip, uncounted=self._aliases, across=self._pipeline
+            )
         if self._scale is not None and norm is not None:
             overflowed = not bool(torch.isfinite(norm))
             self._scale.update(overflowed=overflowed)
             if overflowed:
                 self._update.forget_gradients()
                 return norm, True
-        self._update.apply(learning_rate=self.learning_rate())
+        self._update.apply(learning_rate=self._rate(self.step - 1))
         return norm, False
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        """Sharded parameters are gathered in the lower precision; whole ones are cast."""
-        if isinstance(self._parallel, FSDP):
-            return nullcontext()
-        return autocast(self._precision, self._world.device)
+    def _synchronise(self) -> None:
+        """Do what forward and backward have left: average replicas, sum tied weights."""
+        if self._replicas is not None and self._replicas.sync is GradSyncStrategy.NO_SYNC:
+            self._replicas.sync_gradients()
+        if self._tied is not None:
+            self._tied.sync()
+
+    def _agree_on_buffers(self) -> None:
+        """Give every data rank the first one's buffers, which each moved by its own samples."""
+        if self._layout.data_ranks == 1:
+            return
+        axes = [axis for axis in ("dp_shard", "dp_replicate") if self._mesh.size(axis) > 1]
+        for buffer in self._buffers:
+            for axis in axes:
+                group = self._mesh.group(axis)
+                dist.broadcast(buffer, group.ranks[0], group=group.torch_group)
+
+    def _seed_draws(self) -> None:
+        """Let a resumed run draw (dropout, say) what the uninterrupted one would have drawn.
+
+        Ranks of a tensor axis draw alike, for what they don't divide they all compute.
+        """
+        place = self._mesh.along("pp", "dp_replicate", "dp_shard", "cp")
+        torch.manual_seed((self._seed * 1_000_003 + self.step) * 65_537 + place)
+
+    def _set_mode(self, *, training: bool) -> None:
+        for module in self.modules:
+            module.train(training)
+
+    def _held(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and persistent buffers by name, a tied parameter once."""
+        return {k: v for module in self.modules for k, v in model_state(module).items()}
+
+    def _state_name(self, key: str) -> str:
+        name, _, state = key.rpartition(".")
+        return f"{self._aliases.get(name, name)}.{state}"
 
     def _sum_async(self, tensor: Tensor) -> dist.Work | None:
         if self._world.world_size == 1:
@@ -199,7 +272,13 @@ class DataParallelEngine:
         return work
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor]:
+def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
+    """Return the buffers that belong to a model's state."""
+    kept = model.state_dict()
+    return [buffer for name, buffer in model.named_buffers() if name in kept]
+
+
+def model_state(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, a tied parameter once."""
     kept = model.state_dict()
     named = [*model.named_parameters(), *model.named_buffers()]

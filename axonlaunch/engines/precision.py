@@ -5,9 +5,9 @@ Parameters, gradients that are reduced, and optimizer states stay fp32 in every 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,18 +21,24 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which replicated parameters compute in a lower precision."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=DTYPES[precision])
+def autocasting(
+    forward: Callable[..., Any], precision: Precision, device: torch.device
+) -> Callable[..., Any]:
+    """Return a forward in which replicated parameters compute in a lower precision.
+
+    The forward alone, for a backward under autocast would round where the forward did not.
+    """
+    wrapped: Callable[..., Any] = torch.autocast(device.type, dtype=DTYPES[precision])(forward)
+    return wrapped
 
 
-def sharded_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Return fully_shard's policy: gather in the lower precision, reduce gradients in fp32."""
+def sharded_policy(precision: Precision, *, reduce_dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Return fully_shard's policy: gather in the lower precision, reduce gradients in another."""
     if precision == "fp32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(
+            reduce_dtype=None if reduce_dtype is torch.float32 else reduce_dtype
+        )
+    return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=reduce_dtype)
 
 
 @dataclass

@@ -9,62 +9,83 @@ Models", 2020, stage 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from axonlaunch.comm.renamed import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig
-from axonlaunch.engines.update import Update
-
-# torch 2.13 renamed it, and warns of the old name.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from axonlaunch.engines.update import Update, local_part
 
 
 class ShardedUpdate(Update):
     """Updates each rank's rows of every parameter, then gathers the rows of the others.
 
     The rows are DTensors over the parameters' own storage, placed as fully_shard places them, so
-    optimizer states are saved and loaded as those of any other layout.
+    optimizer states are saved and loaded as those of any other layout. Of a parameter that is
+    divided over a tensor axis already, it is this rank's part whose rows are divided.
     """
 
     def __init__(
-        self, config: OptimizerConfig, parameters: Mapping[str, Tensor], *, mesh: DeviceMesh
+        self,
+        config: OptimizerConfig,
+        parameters: Mapping[str, Tensor],
+        *,
+        mesh: DeviceMesh,
+        axis: str = "dp_replicate",
     ) -> None:
         """Divide parameters by rows.
 
         Args:
             config: The optimizer's figures.
-            parameters: Whole parameters by fully-qualified name, the same on every rank.
-            mesh: One axis: the ranks that divide the states.
+            parameters: By fully-qualified name, the same on every rank of the axis; plain, or
+                DTensors on ``mesh["tp"]``.
+            mesh: The run's.
+            axis: The ranks that divide the states.
         """
         self._parameters = dict(parameters)
-        self._mesh = mesh
+        self._root = mesh
+        self._mesh = mesh[axis]
         super().__init__(
             config, {name: nn.Parameter(self._rows(p)) for name, p in parameters.items()}
         )
 
-    def _rows(self, whole: Tensor) -> DTensor:
-        """Return a DTensor whose local part is a view of this rank's rows of ``whole``."""
-        whole = whole.detach()
-        if whole.ndim == 0:
-            return DTensor.from_local(whole, self._mesh, [Replicate()], run_check=False)
-        start, stop = self._range(whole, self._mesh.get_local_rank())
+    def _rows(self, parameter: Tensor) -> DTensor:
+        """Return a DTensor whose local part is a view of this rank's rows of a parameter."""
+        held = local_part(parameter.detach())
+        mesh, placements = self._mesh, [self._placement(parameter)]
+        if isinstance(parameter, DTensor):
+            names = (
+                *(self._mesh.mesh_dim_names or ()),
+                *(parameter.device_mesh.mesh_dim_names or ()),
+            )
+            mesh, placements = self._root[names], [*placements, *parameter.placements]
+        if held.ndim:
+            start, stop = self._range(held, self._mesh.get_local_rank())
+            held = held[start:stop]
         return DTensor.from_local(
-            whole[start:stop],
-            self._mesh,
-            [Shard(0)],
+            held,
+            mesh,
+            placements,
             run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
 
-    def _range(self, whole: Tensor, rank: int) -> tuple[int, int]:
+    def _placement(self, parameter: Tensor) -> Placement:
+        """Return how the data axis divides a parameter: after the tensor axis, if both cut rows."""
+        if parameter.ndim == 0:
+            return Replicate()
+        if isinstance(parameter, DTensor) and parameter.placements[0].is_shard(0):
+            return _StridedShard(0, split_factor=parameter.device_mesh.size())
+        return Shard(0)
+
+    def _range(self, held: Tensor, rank: int) -> tuple[int, int]:
         """Return first and last row of a rank: torch.chunk's, which is Shard(0)'s, division."""
-        rows = whole.shape[0]
+        rows = held.shape[0]
         step = -(-rows // self._mesh.size())
         return min(rank * step, rows), min((rank + 1) * step, rows)
 
@@ -90,15 +111,16 @@ class ShardedUpdate(Update):
         group, size = self._mesh.get_group(), self._mesh.size()
         rank = self._mesh.get_local_rank()
         works, ragged = [], []
-        for whole in self._parameters.values():
+        for parameter in self._parameters.values():
+            whole = local_part(parameter.detach())
             if whole.ndim == 0 or whole.numel() == 0:
                 continue
             start, stop = self._range(whole, rank)
             if whole.shape[0] % size == 0 and whole.is_contiguous():
                 works.append(
                     all_gather_single(
-                        whole.detach(),
-                        whole.detach()[start:stop].clone(),
+                        whole,
+                        whole[start:stop].clone(),
                         group=group,
                         async_op=True,
                     )
@@ -106,7 +128,7 @@ class ShardedUpdate(Update):
                 continue
             step = -(-whole.shape[0] // size)
             mine = whole.new_zeros((step, *whole.shape[1:]))
-            mine[: stop - start] = whole.detach()[start:stop]
+            mine[: stop - start] = whole[start:stop]
             gathered = whole.new_empty((step * size, *whole.shape[1:]))
             works.append(all_gather_single(gathered, mine, group=group, async_op=True))
             ragged.append((whole, gathered))
@@ -114,4 +136,4 @@ class ShardedUpdate(Update):
             work.wait()
         for whole, gathered in ragged:
             # Shard(0) leaves the padding at the end of the last ranks' rows, so at the very end.
-            whole.detach().copy_(gathered[: whole.shape[0]])
+            whole.copy_(gathered[: whole.shape[0]])

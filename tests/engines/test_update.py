@@ -20,7 +20,6 @@ from axonlaunch.config.optimizer import (
     SGDConfig,
     WSDConfig,
 )
-from axonlaunch.engines.mesh import data_mesh
 from axonlaunch.engines.offload import StreamedUpdate
 from axonlaunch.engines.optimizer import learning_rate
 from axonlaunch.engines.precision import LossScale
@@ -109,7 +108,7 @@ def test_a_sharded_update_is_the_whole_one(config: AdamWConfig | SGDConfig, rank
 
     def run(world: World) -> tuple[dict[str, Tensor], int]:
         own = parameters()
-        mesh = data_mesh(world, replicate=1, shard=ranks)
+        mesh = world.mesh(dp_replicate=ranks).device_mesh
         update = ShardedUpdate(config, own, mesh=mesh)
         result = updated(update, own)
         states = update.state_dict().values()
@@ -179,7 +178,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
         before = {n: p.to_local().clone() for n, p in engine.state_dict()["model"].items()}
         if world.rank == 1:
             with torch.no_grad():
-                for parameter in engine.model.parameters():  # type: ignore[attr-defined]
+                for _, parameter in engine.named_parameters():
                     parameter.register_hook(lambda gradient: gradient * float("inf"))
         result = engine.train_step(Batch(tokens, tokens))
         after = {n: p.to_local() for n, p in engine.state_dict()["model"].items()}

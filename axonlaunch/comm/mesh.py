@@ -1,0 +1,90 @@
+"""Ranks laid out on named axes, and the process group of each axis.
+
+It lays ranks out; what a group is for is the engines' business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from axonlaunch.comm.process_group import ProcessGroup, World
+
+
+class Mesh:
+    """Where this rank stands on each axis, and with whom it shares it.
+
+    Ranks count along the last axis first, so the last one stays within a machine.
+
+    Attributes:
+        sizes: Ranks along each axis, outermost first; their product is the world.
+        device_mesh: torch's mesh, without the axes of one rank; all of them if every axis has one.
+    """
+
+    def __init__(
+        self, world: World, sizes: Mapping[str, int], *, keep: tuple[str, ...] = ()
+    ) -> None:
+        """Lay a world out; every rank calls this.
+
+        Args:
+            world: Who takes part.
+            sizes: Ranks along each axis, outermost first.
+            keep: Axes that stay in ``device_mesh`` even with one rank.
+
+        Raises:
+            ValueError: The sizes don't multiply to the world.
+        """
+        if math.prod(sizes.values()) != world.world_size:
+            product = " x ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ValueError(
+                f"{product} is {math.prod(sizes.values())}, not the world's {world.world_size} "
+                "ranks; make the product equal"
+            )
+        self.sizes = dict(sizes)
+        self._rank = world.rank
+        self._groups: dict[str, ProcessGroup] = {}
+        # Axes of one rank are left out: torch would make a process group for each rank of them.
+        shown = {n: s for n, s in sizes.items() if s > 1 or n in keep} or dict(sizes)
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            world.device.type, tuple(shown.values()), mesh_dim_names=tuple(shown)
+        )
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis."""
+        return self.sizes[axis]
+
+    def coordinate(self, axis: str) -> int:
+        """Return where this rank stands on an axis, from 0."""
+        names = list(self.sizes)
+        inner = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
+        return self._rank // inner % self.sizes[axis]
+
+    def along(self, *axes: str) -> int:
+        """Return this rank's place among those that differ on some axes, the last fastest."""
+        place = 0
+        for axis in axes:
+            place = place * self.sizes[axis] + self.coordinate(axis)
+        return place
+
+    def group(self, axis: str) -> ProcessGroup:
+        """Return the ranks that differ from this one on one axis alone.
+
+        Raises:
+            KeyError: There is no such axis.
+        """
+        if axis not in self.sizes:
+            raise KeyError(f"no axis {axis}; this mesh has {', '.join(self.sizes)}")
+        if axis not in self._groups:
+            if axis in (self.device_mesh.mesh_dim_names or ()):
+                self._groups[axis] = ProcessGroup.from_torch(self.device_mesh.get_group(axis))
+            else:
+                alone = dist.new_group([self._rank], use_local_synchronization=True)
+                self._groups[axis] = ProcessGroup((self._rank,), alone)
+        return self._groups[axis]
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        return f"Mesh({axes})"

@@ -1,0 +1,93 @@
+"""Whether a model can be divided as a strategy asks: over a tensor axis, into pipeline stages.
+
+It tells problems of a model that was built on ``meta`` or on the CPU; it needs no rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from axonlaunch.config import Problem, RunConfig
+from axonlaunch.config.layout import stages_per_rank
+from axonlaunch.config.problem import one_of
+from axonlaunch.engines.pipeline_split import block_names, cuttable
+from axonlaunch.engines.tensor_plan import problems as plan_problems
+from axonlaunch.engines.tensor_styles import styled
+from axonlaunch.engines.tied import tied_names
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
+
+
+def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[Problem]:
+    """Yield what keeps a tensor axis from dividing the model."""
+    tensor = config.strategy.tensor
+    if tensor.degree == 1:
+        return
+    plan = tensor.plan or spec.plan(model)
+    if not plan:
+        message = (
+            f"model={config.model.name} brings no tensor plan; give one as strategy.tensor.plan, "
+            "patterns of names to column, row, vocabulary, sequence or region"
+        )
+        yield Problem("strategy.tensor.degree", message, tensor.degree)
+        return
+    if tensor.sequence_parallel and not tensor.plan and not spec.sequence_parallel:
+        message = f"model={config.model.name} has no sequence-parallel form; use false"
+        yield Problem("strategy.tensor.sequence_parallel", message, True)
+        return
+    length = getattr(config.data, "sequence_length", None)
+    if tensor.sequence_parallel and isinstance(length, int) and length % tensor.degree:
+        near = -(-length // tensor.degree) * tensor.degree
+        message = f"strategy.tensor.degree={tensor.degree} ranks share each sequence; use {near}"
+        yield Problem("data.sequence_length", message, length)
+    found = plan_problems(
+        model, plan, degree=tensor.degree, sequence_parallel=tensor.sequence_parallel
+    )
+    for pattern, message in found:
+        if pattern and tensor.plan:
+            yield Problem(f"strategy.tensor.plan.{pattern}", message, plan[pattern])
+        else:
+            yield Problem("strategy.tensor.degree", message, tensor.degree)
+    if not found and spec.loss is not cross_entropy_sum:
+        yield from _own_loss(config, plan, model)
+
+
+def _own_loss(config: RunConfig, plan: dict[str, str], model: nn.Module) -> Iterator[Problem]:
+    for one in styled(model, plan):
+        if one.style == "vocabulary" and isinstance(one.module, nn.Linear):
+            message = (
+                f"{one.name} would give a part of the logits, and model={config.model.name} has a "
+                "loss of its own, which needs them whole; leave it out"
+            )
+            yield Problem(f"strategy.tensor.plan.{one.pattern}", message, one.style)
+
+
+def pipeline_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[Problem]:
+    """Yield what keeps the model from being cut into the pipeline's stages."""
+    pipeline = config.strategy.pipeline
+    if pipeline.degree == 1:
+        return
+    if not cuttable(spec, model):
+        message = (
+            f"model={config.model.name} can't be cut into stages: it is no nn.Sequential and names "
+            "no ends; register it with layers= and ends="
+        )
+        yield Problem("strategy.pipeline.degree", message, pipeline.degree)
+        return
+    per_rank = stages_per_rank(config.strategy)
+    stages, blocks = pipeline.degree * per_rank, len(block_names(spec, model))
+    if blocks < stages:
+        legal = list(range(1, blocks // per_rank + 1))
+        use = f"use {one_of(legal)}" if legal else "use a schedule with fewer stages a rank"
+        message = f"the model has {blocks} blocks, too few for {stages} stages; {use}"
+        yield Problem("strategy.pipeline.degree", message, pipeline.degree)
+    elif pipeline.split != "auto" and sum(pipeline.split) != blocks:
+        message = f"sums to {sum(pipeline.split)}, but the model has {blocks} blocks"
+        yield Problem("strategy.pipeline.split", message, pipeline.split)
+    first, last = spec.ends or ((), ())
+    for other, one in tied_names(model).items():
+        if not (one.split(".")[0] in first and other.split(".")[0] in last):
+            message = f"{other} is {one}, and they may come to lie on different stages; untie them"
+            yield Problem("strategy.pipeline.degree", message, pipeline.degree)

@@ -1,0 +1,79 @@
+"""Ranks on named axes, and the group of each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from axonlaunch import comm
+from axonlaunch.comm import RankFailedError, World
+from axonlaunch.config.layout import layout
+
+AXES = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+
+
+def test_the_last_axis_holds_neighbours_and_the_first_the_farthest() -> None:
+    def groups(world: World) -> dict[str, tuple[int, ...]]:
+        mesh = world.mesh(**AXES)
+        return {axis: mesh.group(axis).ranks for axis in AXES}
+
+    found = World.mock(8).run(groups)
+    assert found[0] == {
+        "pp": (0, 4),
+        "dp_replicate": (0,),
+        "dp_shard": (0, 2),
+        "cp": (0,),
+        "tp": (0, 1),
+    }
+    assert found[7]["pp"] == (3, 7)
+    assert found[7]["dp_shard"] == (5, 7)
+    assert found[7]["tp"] == (6, 7)
+
+
+def test_a_rank_knows_its_place_on_every_axis() -> None:
+    def places(world: World) -> tuple[int, ...]:
+        mesh = world.mesh(**AXES)
+        assert mesh.along(*AXES) == world.rank
+        assert all(mesh.group(a).rank == mesh.coordinate(a) for a in AXES if mesh.size(a) > 1)
+        return tuple(mesh.coordinate(axis) for axis in AXES)
+
+    assert World.mock(8).run(places) == [
+        (pp, 0, shard, 0, tp) for pp in (0, 1) for shard in (0, 1) for tp in (0, 1)
+    ]
+
+
+def test_groups_of_the_axes_communicate_also_those_of_one_rank() -> None:
+    def sums(world: World) -> list[float]:
+        mesh = world.mesh(**AXES)
+        mine = torch.tensor(float(world.rank))
+        return [float(comm.all_reduce_sum(mine.clone(), group=mesh.group(a))) for a in AXES]
+
+    assert World.mock(8).run(sums)[5] == [1 + 5, 5, 5 + 7, 5, 4 + 5]
+
+
+def test_torch_s_mesh_leaves_out_axes_of_one_rank() -> None:
+    found = World.mock(8).run(lambda world: world.mesh(**AXES).device_mesh.mesh_dim_names)
+    assert found[0] == ("pp", "dp_shard", "tp")
+
+
+def test_sizes_that_are_not_the_world_are_refused() -> None:
+    with pytest.raises(RankFailedError, match="pp=3 x tp=2 is 6, not the world's 4 ranks"):
+        World.mock(4).run(lambda world: world.mesh(pp=3, tp=2))
+
+
+def test_ranks_of_one_shard_of_the_batch_are_those_of_one_copy_of_the_model() -> None:
+    from axonlaunch import config
+
+    chosen = config.load(
+        [
+            *("strategy=hsdp", "strategy.fsdp.replicate=2", "strategy.tensor.degree=2"),
+            *("strategy.pipeline.degree=2", "launch.nproc=16"),
+        ]
+    )
+    shares = layout(chosen, world_size=16)
+
+    def place(world: World) -> tuple[int, int]:
+        mesh = world.mesh(**shares.axes)
+        return shares.data_shard(world.rank), mesh.along("dp_replicate", "dp_shard")
+
+    assert all(shard == along for shard, along in World.mock(16).run(place))

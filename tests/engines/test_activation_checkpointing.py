@@ -1,0 +1,70 @@
+"""What blocks keep and compute again, alone and compiled."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from axonlaunch.comm import World
+from axonlaunch.comm.differentiable import reduce_from
+from axonlaunch.config.model import LlamaConfig
+from axonlaunch.engines.activation_checkpointing import Mode, apply_activation_checkpointing
+from axonlaunch.models.build import build
+
+LLAMA = LlamaConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+)
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self, operation: object) -> None:
+        super().__init__()
+        self.operation, self.times = operation, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.times += func is self.operation
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it of its inputs
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_blocks_that_recompute_are_compiled_in_one_piece(mode: Mode) -> None:
+    torch._dynamo.reset()
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    plain, model = build(LLAMA), build(LLAMA)
+    apply_activation_checkpointing(model.layers, mode=mode)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.layers:
+        block.compile(backend=counter, fullgraph=True)
+    for one in (plain, model):
+        one(tokens).sum().backward()
+    assert counter.frame_count >= 1, "nothing was compiled"
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+class Summed(nn.Module):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.linear, self.group = nn.Linear(4, 4), world.default_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reduce_from(self.linear(x).relu(), self.group).relu()
+
+
+@pytest.mark.parametrize(("mode", "times"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_selective_recomputation_repeats_no_collective(mode: Mode, times: int) -> None:
+    def run(world: World) -> int:
+        block = Summed(world)
+        apply_activation_checkpointing([block], mode=mode)
+        with Counted(torch.ops._c10d_functional.all_reduce.default) as counted:
+            block(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        return counted.times
+
+    with warnings.catch_warnings():
+        assert World.mock(2).run(run) == [times, times]

@@ -1,0 +1,132 @@
+"""Pipelines in plain Python: a list of modules, a schedule, one process's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axonlaunch import comm
+from axonlaunch.comm import RankFailedError, World
+from axonlaunch.config.schedules import SCHEDULES
+from axonlaunch.engines.pipeline import Pipeline
+from axonlaunch.engines.pipeline_schedule import PipelineSchedule
+
+WIDTH, BATCH = 8, 16
+
+
+def modules(count: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    both = torch.randn(2, BATCH, WIDTH, generator=generator)
+    return both[0], both[1]
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs, targets, reduction="sum")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_it_computes_what_one_process_does(schedule: str, ranks: int) -> None:
+    stages = ranks * SCHEDULES[schedule].stages_per_rank
+    whole = nn.Sequential(*modules(stages))
+    inputs, targets = batch()
+    expected = loss(whole(inputs), targets)
+    expected.backward()
+
+    def run(world: World) -> None:
+        pipeline = Pipeline.from_modules(modules(stages), schedule=schedule, microbatches=8)
+        got = pipeline.step(inputs, targets, loss=loss)
+        torch.testing.assert_close(got, expected.detach())
+        for index, stage in pipeline.stages.items():
+            for mine, other in zip(
+                stage.module.parameters(), whole[index].parameters(), strict=True
+            ):
+                torch.testing.assert_close(mine.grad, other.grad)
+        torch.testing.assert_close(pipeline.predict(inputs[:3]), whole(inputs[:3]).detach())
+
+    World.mock(ranks).run(run)
+
+
+def test_a_group_of_the_world_is_a_pipeline_of_its_own() -> None:
+    def run(world: World) -> tuple[float, int]:
+        mesh = world.mesh(pp=2, dp_replicate=2)
+        inputs, targets = batch()
+        share = slice(8 * mesh.coordinate("dp_replicate"), 8 * mesh.coordinate("dp_replicate") + 8)
+        pipeline = Pipeline.from_modules(modules(2), group=mesh.group("pp"))
+        total = pipeline.step(inputs[share], targets[share], loss=loss)
+        return float(comm.all_reduce_sum(total, group=mesh.group("dp_replicate"))), len(
+            list(pipeline.parameters())
+        )
+
+    inputs, targets = batch()
+    expected = float(loss(nn.Sequential(*modules(2))(inputs), targets).detach())
+    for total, held in World.mock(4).run(run):
+        assert total == pytest.approx(expected, rel=1e-6)
+        assert held == 2
+
+
+def test_batches_of_other_sizes_and_types_follow_one_another() -> None:
+    def run(world: World) -> None:
+        pipeline = Pipeline.from_modules(modules(2), microbatches=2)
+        inputs, targets = batch()
+        for size in (8, 4, 8):
+            pipeline.step(inputs[:size], targets[:size], loss=loss)
+
+    World.mock(2).run(run)
+
+
+def test_running_statistics_move_as_often_as_there_are_micro_batches() -> None:
+    def run(world: World) -> int:
+        parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)]
+        pipeline = Pipeline.from_modules(parts, microbatches=4)
+        pipeline.step(*batch(), loss=loss)
+        return int(parts[world.rank][1].num_batches_tracked)
+
+    assert World.mock(2).run(run) == [4, 4]
+
+
+def test_memory_stats_tell_what_each_stage_holds() -> None:
+    def run(world: World) -> tuple[int, ...]:
+        pipeline = Pipeline.from_modules(modules(4), microbatches=8)
+        return pipeline.memory_stats().live_activations
+
+    assert World.mock(4).run(run)[0] == (4, 3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pipeline.from_modules(modules(3)), "3 modules can't be divided among 2 ranks"),
+        (lambda: Pipeline.from_modules(modules(2), schedule="1f2b"), "schedule=1f2b"),
+        (lambda: Pipeline.from_modules(modules(2), microbatches=1), "microbatches=1"),
+        (
+            lambda: Pipeline(
+                {0: modules(1)[0]}, schedule=PipelineSchedule("1f1b", degree=4, microbatches=4)
+            ),
+            "the group has 2 ranks",
+        ),
+        (
+            lambda: Pipeline(
+                {5: modules(1)[0]}, schedule=PipelineSchedule("1f1b", degree=2, microbatches=4)
+            ),
+            r"puts stages \[0\] on rank 0",
+        ),
+        (
+            lambda: Pipeline.from_modules(modules(2), microbatches=4).step(
+                torch.ones(6, WIDTH), torch.ones(6, WIDTH), loss=loss
+            ),
+            "use a multiple of 4",
+        ),
+    ],
+)
+def test_what_can_t_be_a_pipeline_is_refused(make: object, message: str) -> None:
+    with pytest.raises(RankFailedError, match=message) as error:
+        World.mock(2).run(lambda world: make())  # type: ignore[operator]
+    assert isinstance(error.value.__cause__, ValueError)

@@ -1,0 +1,118 @@
+"""Where a model is cut: balanced by what training holds, and every name kept."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from axonlaunch.config.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
+from axonlaunch.engines.pipeline_split import (
+    balanced,
+    block_names,
+    cut,
+    cuttable,
+    parts,
+    stage_counts,
+)
+from axonlaunch.models.build import build, construct, spec_for
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
+
+GPT = GPTConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, vocab_size=32)
+MODELS = [
+    (GPT, torch.randint(0, 32, (2, 8))),
+    (
+        LlamaConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, vocab_size=32,
+                    num_key_value_heads=1),
+        torch.randint(0, 32, (2, 8)),
+    ),
+    (ViTConfig(hidden_size=16, image_size=8, num_attention_heads=2), torch.randn(2, 1, 8, 8)),
+    (MLPConfig(input_size=64, hidden_size=16, num_hidden_layers=4), torch.randn(2, 1, 8, 8)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "inputs"), MODELS, ids=lambda x: getattr(x, "name", ""))
+@pytest.mark.parametrize("counts", [[4], [2, 2], [1, 3], [1, 1, 1, 1]], ids=str)
+def test_stages_one_after_another_are_the_model(
+    config: object, inputs: torch.Tensor, counts: list[int]
+) -> None:
+    whole, spec = build(config), spec_for(config)
+    x, names = inputs, []
+    for part in parts(counts):
+        stage = cut(spec, build(config), part)
+        names += [name for name, _ in stage.named_parameters()]
+        x = stage(x)
+    torch.testing.assert_close(x, whole(inputs))
+    own = [name for name, _ in whole.named_parameters()]
+    assert set(own) <= set(names)
+    assert set(names) - set(own) <= {"lm_head.weight"}  # tied ends, each with its own name
+
+
+def test_a_plain_sequence_is_cut_between_its_modules_and_keeps_its_names() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
+    spec = ModelSpec(build=lambda _: model, loss=cross_entropy_sum)
+    assert cuttable(spec, model)
+    assert block_names(spec, model) == ["0", "1", "2"]
+    last = cut(spec, model, parts([1, 2])[1])
+    assert [name for name, _ in last.named_parameters()] == [
+        f"{index}.{kind}" for index in (1, 2) for kind in ("weight", "bias")
+    ]
+    assert last(torch.ones(1, 4)).shape == (1, 8)
+
+
+def test_a_model_that_names_no_ends_can_t_be_cut() -> None:
+    model = nn.Linear(2, 2)
+    assert not cuttable(ModelSpec(build=lambda _: model, loss=cross_entropy_sum), model)
+
+
+@given(
+    costs=st.lists(st.integers(1, 50), min_size=1, max_size=9),
+    ends=st.tuples(st.integers(0, 60), st.integers(0, 60)),
+    data=st.data(),
+)
+def test_no_split_has_a_cheaper_costliest_stage(
+    costs: list[int], ends: tuple[int, int], data: st.DataObject
+) -> None:
+    num_stages = data.draw(st.integers(1, len(costs)))
+
+    def most(counts: tuple[int, ...]) -> float:
+        stops = list(itertools.accumulate(counts))
+        sums = [sum(costs[a:b]) for a, b in zip([0, *stops], stops, strict=False)]
+        sums[0] += ends[0]
+        sums[-1] += ends[1]
+        return max(sums)
+
+    counts = balanced(costs, num_stages=num_stages, first=ends[0], last=ends[1])
+    assert len(counts) == num_stages
+    assert min(counts) >= 1
+    assert sum(counts) == len(costs)
+    cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
+    every = (tuple(b - a for a, b in itertools.pairwise((0, *some, len(costs)))) for some in cuts)
+    assert most(tuple(counts)) == min(map(most, every))
+
+
+def test_a_large_vocabulary_takes_blocks_off_the_ends() -> None:
+    config = LlamaConfig(hidden_size=32, num_hidden_layers=12, intermediate_size=96,
+                         vocab_size=8192)  # fmt: skip
+    tokens = torch.zeros(1, 32, dtype=torch.int64, device="meta")
+    model = construct(config, seed=0)
+    counts = stage_counts(spec_for(config), model, num_stages=4, sample=tokens, in_flight=4)
+    assert counts[0] < counts[1]
+    assert counts[3] < counts[2]
+    narrow = construct(LlamaConfig(num_hidden_layers=12, vocab_size=16), seed=0)
+    even = stage_counts(spec_for(config), narrow, num_stages=4, sample=tokens, in_flight=4)
+    assert even == [3, 3, 3, 3]
+
+
+def test_measuring_leaves_running_statistics_and_modes_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    spec = ModelSpec(build=lambda _: model, loss=cross_entropy_sum)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    stage_counts(spec, model, num_stages=2, sample=torch.ones(3, 4), in_flight=2)
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+    assert model[2].training

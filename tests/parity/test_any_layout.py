@@ -1,0 +1,104 @@
+"""Layouts drawn at random: what preflight passes trains as one process, the rest has a reason."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from parity import Trained, assert_same, train
+from parity_table import MODELS, SCHEDULES
+
+from axonlaunch import config, preflight
+from axonlaunch.config import ConfigError, Problem
+
+MOST_RANKS = 8
+KINDS = {
+    "": [],
+    "ddp": ["strategy.data_parallel=ddp"],
+    "zero1": ["strategy.data_parallel=zero1"],
+    "fsdp": ["strategy.data_parallel=fsdp"],
+    "hsdp": ["strategy=hsdp", "strategy.fsdp.replicate=2"],
+}
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[int, str, list[str], list[str]]:
+    """Draw ``(ranks, model, what makes the model and the batch, what makes the layout)``."""
+    model = draw(st.sampled_from(list(MODELS)))
+    layers, batch = draw(st.integers(1, 9)), draw(st.sampled_from([4, 6, 8, 12, 16]))
+    pipeline, tensor = (
+        draw(st.sampled_from([1, 1, 2, 2, 3, 4])),
+        draw(st.sampled_from([1, 2, 3, 4])),
+    )
+    data = draw(st.integers(1, 4))
+    ranks = min(MOST_RANKS, pipeline * tensor * data) + draw(st.sampled_from([0] * 9 + [1]))
+    chosen = [
+        *KINDS[draw(st.sampled_from(list(KINDS)))],
+        f"strategy.pipeline.degree={pipeline}",
+        f"strategy.tensor.degree={tensor}",
+    ]
+    if pipeline > 1:
+        chosen.append(f"strategy.pipeline.schedule={draw(st.sampled_from(list(SCHEDULES)))}")
+        each = draw(st.sampled_from(["auto", "auto", "1", "2", "3"]))
+        rounds = draw(st.sampled_from(["auto", "auto", "2", "4"]))
+        chosen.append(f"strategy.pipeline.stages_per_rank={each}")
+        chosen.append(f"strategy.pipeline.microbatches={rounds}")
+    if draw(st.booleans()):
+        chosen.append(f"train.micro_batch_size={draw(st.sampled_from([1, 2, 3]))}")
+    if tensor > 1 and draw(st.booleans()):
+        chosen.append("strategy.tensor.sequence_parallel=true")
+    common = [f"model.num_hidden_layers={layers}", f"train.global_batch_size={batch}"]
+    return ranks, model, common, chosen
+
+
+def problems_of(overrides: list[str], ranks: int) -> list[Problem]:
+    """Return what ``axonlaunch train`` would refuse, before any rank starts."""
+    try:
+        loaded = config.load([f"launch.nproc={ranks}", "launch.backend=mock", *overrides])
+        return preflight.check(loaded)
+    except ConfigError as error:
+        return error.problems
+
+
+@functools.cache
+def alone(model: str, *common: str) -> Trained:
+    return train([*MODELS[model], *common, "strategy=single"], 1)
+
+
+def check(run: tuple[int, str, list[str], list[str]]) -> bool:
+    """Say whether a run was let pass; fail if it then differs, or was refused without a reason."""
+    ranks, model, common, chosen = run
+    found = problems_of([*MODELS[model], *common, *chosen], ranks)
+    if found:
+        assert all(problem.key and problem.message for problem in found)
+        return False
+    assert_same(
+        train([*MODELS[model], *common, *chosen], ranks), alone(model, *common), tolerance=2e-5
+    )
+    return True
+
+
+@pytest.mark.parametrize(
+    ("number", "examples"), [(0, 30), pytest.param(1, 600, marks=pytest.mark.slow)]
+)
+@pytest.mark.timeout(900)
+def test_a_layout_trains_as_one_process_or_is_refused(number: int, examples: int) -> None:
+    passed: Counter[bool] = Counter()
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(runs())
+    def draw(run: tuple[int, str, list[str], list[str]]) -> None:
+        passed[check(run)] += 1
+
+    draw()
+    assert passed[True] >= examples // 10
+    assert passed[False] >= examples // 10

@@ -1,0 +1,42 @@
+"""A layout changes where work happens, never what is computed: one process is the reference.
+
+Every combination of the README's table; those that are not fast run under ``scripts/test --all``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from parity import Trained, assert_same, train
+from parity_table import BATCH, Combination, combinations, in_readme, markdown
+
+TOLERANCES = {"fp32": (1e-5, 1e-5), "bf16": (0.02, 0.15)}
+"""Of losses and parameters, and of gradients. bf16 has 8 bits: FSDP also rounds what autocast of
+one process keeps in fp32.
+"""
+
+
+@functools.cache
+def alone(model: tuple[str, ...], precision: str) -> Trained:
+    common = [f"train.global_batch_size={BATCH}", f"train.precision={precision}"]
+    return train([*model, *common, "strategy=single"], 1)
+
+
+@pytest.mark.parametrize(
+    "combination",
+    [
+        pytest.param(one, id=str(one), marks=() if one.fast else (pytest.mark.slow,))
+        for one in combinations()
+    ],
+)
+def test_it_trains_as_one_process_does(combination: Combination) -> None:
+    expected = alone(tuple(combination.model_overrides), combination.precision)
+    common = [*combination.model_overrides, f"train.global_batch_size={BATCH}"]
+    got = train([*common, *combination.overrides], combination.layout.ranks)
+    tolerance, gradients = TOLERANCES[combination.precision]
+    assert_same(got, expected, tolerance=tolerance, gradients=gradients)
+
+
+def test_the_readme_has_the_table() -> None:
+    assert in_readme() == markdown(), "run python tests/support/parity_table.py"

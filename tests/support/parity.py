@@ -1,0 +1,123 @@
+"""Trains a configuration on the mock world and tells what it gave, for tests of parity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from axonlaunch import config, data
+from axonlaunch.comm import World
+from axonlaunch.config.layout import layout
+from axonlaunch.data.dataset import IGNORE_INDEX, Batch, sample_inputs
+from axonlaunch.data.loader import Loader
+from axonlaunch.engines.build import build
+from axonlaunch.models.placement import whole
+
+STEPS = 4
+# The key projection's bias has a gradient of zero, for softmax ignores it, so what rounding leaves
+# is all there is. With AdamW's usual eps of 1e-8 that noise alone would move it by the whole
+# learning rate in a random direction.
+EPS = ["optimizer.eps=1e-4"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run gave: by step losses, gradient norms and gradients; parameters at its end."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+
+
+def train(overrides: list[str], ranks: int) -> Trained:
+    """Train for some steps on the mock world; every rank must tell the same."""
+    chosen = config.load(
+        [
+            *("train.global_batch_size=8", "train.steps=10", "scheduler.warmup_steps=0"),
+            *(f"launch.nproc={ranks}", *overrides),
+        ]
+        + ([] if "optimizer=sgd" in overrides else EPS)
+    )
+
+    def run(world: World) -> Trained:
+        shares = layout(chosen, world_size=ranks)
+        loader = Loader(
+            data.build(chosen.data),
+            seed=chosen.seed,
+            global_batch_size=chosen.train.global_batch_size,
+            num_shards=shares.data_ranks,
+            shard=shares.data_shard(world.rank),
+        )
+        engine = build(chosen, world, sample=sample_inputs(loader.dataset))
+        losses, norms, gradients = [], [], []
+        for step in range(STEPS):
+            loss, _ = engine.backward(_unequal(loader.batch(step)))
+            held = engine.named_parameters()
+            gradients.append({n: whole(p.grad).clone() for n, p in held if p.grad is not None})
+            norm, _ = engine.update()
+            losses.append(float(loss))
+            norms += [] if norm is None else [float(norm)]
+        parameters = {n: whole(p.detach()).clone() for n, p in engine.named_parameters()}
+        return Trained(losses, norms, gradients, parameters)
+
+    first, *others = World.mock(ranks).run(run)
+    for other in others:
+        assert other.losses == first.losses
+        assert other.norms == first.norms
+        # Pipeline stages hold different parameters; what two ranks hold must be the same.
+        pairs = [*zip(first.gradients, other.gradients, strict=True)]
+        for mine, theirs in [*pairs, (first.parameters, other.parameters)]:
+            for name, tensor in theirs.items():
+                assert torch.equal(mine.setdefault(name, tensor), tensor), f"ranks differ on {name}"
+    return first
+
+
+def _unequal(batch: Batch) -> Batch:
+    """Leave targets of some rows out, so that ranks and micro-batches count differently."""
+    targets = batch.targets.clone()
+    if targets.ndim == 2:
+        for row, target in enumerate(targets):
+            target[: int(batch.inputs[row, 0]) % 7] = IGNORE_INDEX
+    return Batch(batch.inputs, targets)
+
+
+def assert_same(
+    got: Trained, expected: Trained, *, tolerance: float, gradients: float | None = None
+) -> None:
+    """Compare two runs.
+
+    Args:
+        got: The one in question.
+        expected: One process.
+        tolerance: Relative difference of losses, norms and parameters that passes.
+        gradients: That of gradients; None: the same.
+    """
+    for step, (a, b) in enumerate(zip(got.losses, expected.losses, strict=True)):
+        assert a == pytest.approx(b, rel=tolerance), f"loss of step {step}"
+    for step, (a, b) in enumerate(zip(got.norms, expected.norms, strict=True)):
+        assert a == pytest.approx(b, rel=gradients or tolerance), f"gradient norm of step {step}"
+    for step, (a, b) in enumerate(zip(got.gradients, expected.gradients, strict=True)):
+        squares = sum(float(gradient.square().sum()) for gradient in b.values())
+        usual = (squares / sum(gradient.numel() for gradient in b.values())) ** 0.5
+        _assert_near(a, b, gradients or tolerance, floor=usual, what=f"step {step}: gradient")
+    # Biases start at 0: what is small beside the weights' initial deviation is no difference.
+    _assert_near(got.parameters, expected.parameters, tolerance, floor=0.02, what="parameter")
+
+
+def _assert_near(
+    got: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    tolerance: float,
+    *,
+    floor: float,
+    what: str,
+) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = tensor.norm().clamp(min=floor * tensor.numel() ** 0.5)
+        difference = float((got[name] - tensor).norm() / scale)
+        assert difference <= tolerance, f"{what} {name} is off by {difference:.2g}"

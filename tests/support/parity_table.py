@@ -1,0 +1,189 @@
+"""Every layout that the tests hold against one process, and the README's table of them.
+
+``python tests/support/parity_table.py`` writes the table into the README.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- parity table: begin -->", "<!-- parity table: end -->"
+BATCH = 24
+
+TOKENS = ["data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=12"]
+IMAGES = ["data=synthetic_images", "data.image_size=8", "data.num_channels=1"]
+MODELS = {
+    "mlp": ["model=mlp", "model.hidden_size=24", "model.input_size=64", *IMAGES],
+    "gpt": [
+        *("model=gpt", "model.hidden_size=32", "model.num_attention_heads=4"),
+        *("model.vocab_size=64", "model.max_position_embeddings=16", *TOKENS),
+    ],
+    "llama": [
+        *("model=llama_debug", "model.hidden_size=32", "model.num_attention_heads=4"),
+        *("model.num_key_value_heads=4", "model.intermediate_size=48", "model.vocab_size=64"),
+        *TOKENS,
+    ],
+    "vit": [
+        *("model=vit", "model.hidden_size=32", "model.image_size=8", "model.num_channels=1"),
+        *IMAGES,
+    ],
+}
+WITH_SEQUENCES = ("gpt", "llama")
+
+TENSOR, PIPELINE = "strategy.tensor.degree=", "strategy.pipeline.degree="
+SCHEDULE = "strategy.pipeline.schedule="
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "looped_bfs": 2,
+    "interleaved_zero_bubble": 2,
+    "zbv_zero_bubble": 2,
+    "dualpipev": 2,
+}
+"""Schedules, and the stages that each puts on a rank."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to lay a run out.
+
+    Attributes:
+        label: Its row in the README.
+        ranks: Of the world.
+        overrides: What chooses it.
+        data_ranks: Ranks that share the batch.
+        stages: Of its pipeline.
+    """
+
+    label: str
+    ranks: int
+    overrides: tuple[str, ...]
+    data_ranks: int
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A layout, a model, an arithmetic and a number of forwards a step.
+
+    Attributes:
+        accumulation: Micro-batches of a step, or rounds of a pipeline's schedule.
+        fast: Whether the default test run has it.
+    """
+
+    layout: Layout
+    model: str
+    precision: str
+    accumulation: int
+    fast: bool
+
+    @property
+    def overrides(self) -> list[str]:
+        """What makes the run, without the model."""
+        samples = BATCH // self.layout.data_ranks // self.accumulation
+        chosen = [*self.layout.overrides, f"train.precision={self.precision}"]
+        if self.layout.stages == 1:
+            return [*chosen, f"train.micro_batch_size={samples}"]
+        micro_batches = next(n for n in range(self.layout.stages, 99) if samples % n == 0)
+        return [
+            *chosen,
+            f"train.micro_batch_size={samples // micro_batches}",
+            f"strategy.pipeline.microbatches={micro_batches}",
+        ]
+
+    @property
+    def model_overrides(self) -> list[str]:
+        """What makes the model, deep enough for the stages."""
+        return [*MODELS[self.model], f"model.num_hidden_layers={max(4, self.layout.stages)}"]
+
+    def __str__(self) -> str:
+        words = (self.layout.label, self.layout.ranks, self.model, self.precision)
+        return "-".join(map(str, (*words, self.accumulation))).replace(" ", "_")
+
+
+def layouts() -> Iterator[Layout]:
+    """Yield every layout."""
+    yield Layout("single", 1, ("strategy=single",), 1)
+    kinds = {
+        "ddp": ("strategy=ddp",),
+        "ddp, synchronous": ("strategy=ddp", "strategy.ddp.sync=synchronous"),
+        "ddp, no_sync": ("strategy=ddp", "strategy.ddp.sync=no_sync"),
+        "zero1": ("strategy=zero1",),
+        "zero2": ("strategy=zero2",),
+        "fsdp": ("strategy=fsdp",),
+        "fsdp, no_shard": ("strategy=fsdp", "strategy.fsdp.sharding=no_shard"),
+        "fsdp, offload params": ("strategy=fsdp", "strategy.fsdp.cpu_offload=params"),
+        "fsdp, offload states": ("strategy=fsdp", "strategy.fsdp.cpu_offload=optimizer_states"),
+        "fsdp, offload full": ("strategy=fsdp", "strategy.fsdp.cpu_offload=full"),
+    }
+    hsdp = ("strategy=hsdp", "strategy.fsdp.replicate=2")
+    for label, overrides in kinds.items():
+        for ranks in (2, 4, 8) if label in ("ddp", "fsdp") else (1, 2, 4):
+            yield Layout(label, ranks, overrides, ranks)
+    for ranks in (4, 8):
+        yield Layout("hsdp", ranks, hsdp, ranks)
+    for degree in (2, 4):
+        yield Layout("tensor", degree, ("strategy=tensor", f"{TENSOR}{degree}"), 1)
+        parts = "strategy.tensor.sequence_parallel=true"
+        yield Layout("tensor, sequence", degree, ("strategy=tensor", f"{TENSOR}{degree}", parts), 1)
+    for schedule, each in SCHEDULES.items():
+        for degree in (2, 4):
+            chosen = ("strategy=pipeline", f"{PIPELINE}{degree}", SCHEDULE + schedule)
+            yield Layout(f"pipeline, {schedule}", degree, chosen, 1, degree * each)
+    for label in ("ddp", "zero1", "zero2", "fsdp", "fsdp, offload full"):
+        yield Layout(f"{label} x tensor", 4, (*kinds[label], f"{TENSOR}2"), 2)
+        yield Layout(f"{label} x pipeline", 4, (*kinds[label], f"{PIPELINE}2"), 2, 2)
+    for label in ("ddp", "zero1", "fsdp", "fsdp, no_shard"):
+        both = (*kinds[label], f"{TENSOR}2", f"{PIPELINE}2")
+        yield Layout(f"{label} x tensor x pipeline", 8, both, 2, 2)
+    yield Layout("hsdp x tensor", 8, (*hsdp, f"{TENSOR}2"), 4)
+    yield Layout("hsdp x pipeline", 8, (*hsdp, f"{PIPELINE}2"), 4, 2)
+    yield Layout("tensor x pipeline", 4, ("strategy=tensor", f"{TENSOR}2", f"{PIPELINE}2"), 1, 2)
+    for schedule, each in SCHEDULES.items():
+        if each > 1:
+            chosen = ("strategy=fsdp", f"{PIPELINE}2", SCHEDULE + schedule)
+            yield Layout(f"fsdp x pipeline, {schedule}", 4, chosen, 2, 2 * each)
+
+
+def combinations() -> list[Combination]:
+    """Return every combination; of each layout one is fast, each model in its turn."""
+    found = []
+    for index, layout in enumerate(layouts()):
+        models = [
+            model for model in MODELS if "sequence" not in layout.label or model in WITH_SEQUENCES
+        ]
+        turn = models[index % len(models)]
+        for model, precision, accumulation in itertools.product(models, ("fp32", "bf16"), (1, 3)):
+            usual = "bf16" if index % 4 == 3 else "fp32"
+            fast = (model, precision, accumulation) == (turn, usual, 1 + 2 * (index % 2))
+            found.append(Combination(layout, model, precision, accumulation, fast))
+    return found
+
+
+def markdown() -> str:
+    """Return the README's table: a row a layout, its combinations counted."""
+    rows: dict[str, list[Combination]] = {}
+    for one in combinations():
+        rows.setdefault(one.layout.label, []).append(one)
+    lines = ["| layout | ranks | models | combinations |", "| --- | --- | --- | --- |"]
+    for label, ones in rows.items():
+        ranks = ", ".join(map(str, sorted({one.layout.ranks for one in ones})))
+        models = ", ".join(dict.fromkeys(one.model for one in ones))
+        lines.append(f"| {label} | {ranks} | {models} | {len(ones)} |")
+    lines.append(f"| | | | {sum(map(len, rows.values()))} |")
+    return "\n".join(lines)
+
+
+def in_readme() -> str:
+    """Return the table that the README has now."""
+    return README.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+
+
+if __name__ == "__main__":
+    before, _, rest = README.read_text().partition(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n{markdown()}\n{END}{rest.partition(END)[2]}")
