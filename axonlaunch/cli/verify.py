@@ -1,0 +1,86 @@
+"""``axonlaunch verify``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from axonlaunch.verification import Verdict
+
+HELP = "Prove that a layout computes what one process does."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch verify strategy=hybrid
+  axonlaunch verify strategy=fsdp model=llama_debug train.precision=bf16 --steps 8
+  axonlaunch verify strategy=pipeline launch.backend=gloo    (real processes)
+"""
+SHOWN = 8
+
+
+def command(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    config_name: ConfigName = "config",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Prove that a layout computes what one process does."""
+    from axonlaunch.launch import forkserver
+
+    with forkserver.warm() as context:
+        from rich.console import Console
+
+        from axonlaunch.events import finite
+        from axonlaunch.launch.verify import verify
+
+        progress = Console(stderr=True, highlight=False)
+        with progress.status("running the layout and one process"):
+            verdict = verify(
+                context,
+                overrides or [],
+                config_name=config_name,
+                config_dirs=config_dir or [],
+                steps=steps,
+            )
+    if as_json:
+        print_json(finite(asdict(verdict)))
+    else:
+        _show(verdict, Console(file=sys.stdout, highlight=False))
+    raise typer.Exit(0 if verdict.passed else 1)
+
+
+def _show(verdict: Verdict, console: Console) -> None:
+    from rich.table import Table
+
+    steps = "1 step" if verdict.steps == 1 else f"{verdict.steps} steps"
+    console.print(f"{verdict.layout} beside one process, {steps}", markup=False)
+    if verdict.failure is None:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("")
+        table.add_column("largest difference", justify="right")
+        table.add_column("tolerance", justify="right")
+        for name, value in (
+            ("losses", verdict.max_loss_difference),
+            ("gradients", verdict.max_gradient_difference),
+            ("gradient norms", verdict.max_norm_difference),
+            ("parameters", verdict.max_parameter_difference),
+        ):
+            table.add_row(name, f"{value:.1e}", f"{verdict.tolerance:.0e}")
+        console.print(table)
+        console.print(f"worst parameter  {verdict.worst_parameter}", markup=False)
+    else:
+        console.print(verdict.failure, markup=False, soft_wrap=True)
+    for line in verdict.differences[:SHOWN]:
+        console.print(line, markup=False, soft_wrap=True)
+    if len(verdict.differences) > SHOWN:
+        console.print(f"and {len(verdict.differences) - SHOWN} more")
+    console.print("[green]passed[/green]" if verdict.passed else "[red]failed[/red]")

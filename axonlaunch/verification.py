@@ -1,0 +1,327 @@
+"""Proves that a layout computes what one process does, from the same weights and samples.
+
+It compares losses, gradients and parameters, and names where they part; it saves nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from axonlaunch import data
+from axonlaunch.comm import RankFailedError, World
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import layout
+from axonlaunch.config.optimizer import AdamWConfig
+from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.loader import Loader
+from axonlaunch.engines.base import Engine
+from axonlaunch.engines.build import build
+from axonlaunch.models.placement import whole
+
+TOLERANCES = {"fp32": 1e-5, "bf16": 0.1, "fp16": 0.02}
+"""Largest relative difference that rounding explains, by ``train.precision``."""
+
+# AdamW divides by a gradient's size. Where that is nothing but rounding, as for the bias of keys,
+# which softmax ignores, the usual eps of 1e-8 would make whole steps in random directions of it.
+_LEAST_EPS = 1e-4
+# A gradient far smaller than the model's is judged beside this part of the model's usual size.
+_GRADIENT_FLOOR = 0.1
+# Biases start at 0: beside weights of about this size, what is smaller is no difference.
+_PARAMETER_FLOOR = 0.02
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a quantity is from that of one process.
+
+    Attributes:
+        step: The step, from 1.
+        kind: ``loss``, ``gradient``, ``norm`` (of the whole gradient) or ``parameter``.
+        name: The parameter's; empty for a loss or a norm.
+        relative: The distance beside the quantity's size; infinite where there is none.
+        seen: A number that the layout gave, for losses and norms.
+        expected: That number in one process.
+    """
+
+    step: int
+    kind: str
+    name: str
+    relative: float
+    seen: float | None = None
+    expected: float | None = None
+
+    def __str__(self) -> str:
+        where = f"step {self.step}: "
+        if self.seen is not None and self.expected is not None:
+            what = "gradient norm" if self.kind == "norm" else self.kind
+            return f"{where}{what} is {self.seen:.7g}, not {self.expected:.7g}"
+        if math.isinf(self.relative):
+            return f"{where}no rank has the {self.kind} of {self.name}"
+        return f"{where}{self.kind} of {self.name} is off by {self.relative:.2g} of its size"
+
+
+_ORDER = ("loss", "gradient", "norm", "parameter")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a layout computes what one process does.
+
+    Attributes:
+        passed: Whether rounding explains every difference.
+        layout: The layout in words.
+        steps: Optimizer steps that were compared.
+        tolerance: Largest relative difference that passes.
+        max_loss_difference: Relative, over the steps.
+        max_gradient_difference: Relative, over parameters, steps and ranks.
+        max_norm_difference: Relative, of the norm of the whole gradient.
+        max_parameter_difference: Relative, after the last step.
+        worst_parameter: Where gradient or value differ most; None if nothing was compared.
+        losses: One process's, by step.
+        differences: What exceeds the tolerance, in words, the earliest first.
+        failure: Why the layout could not run; None if it did.
+    """
+
+    passed: bool
+    layout: str
+    steps: int
+    tolerance: float
+    max_loss_difference: float
+    max_gradient_difference: float
+    max_norm_difference: float
+    max_parameter_difference: float
+    worst_parameter: str | None
+    losses: list[float]
+    differences: list[str]
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process computes.
+
+    Attributes:
+        losses: By step.
+        norms: Of the whole gradient by step, where it is clipped.
+        gradients: By step, then by the parameter's name.
+        parameters: After the last step, by name.
+    """
+
+    losses: list[float]
+    norms: list[float | None]
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+
+
+def alone(config: RunConfig, *, steps: int) -> Reference:
+    """Run some steps in one process, without any parallelism, on a world of one."""
+    one = dataclasses.replace(
+        config,
+        strategy=type(config.strategy)(data_parallel="none"),
+        train=dataclasses.replace(config.train, micro_batch_size="auto"),
+    )
+
+    def run(world: World) -> Reference:
+        engine, loader = _engine(one, world)
+        losses, norms, gradients = [], [], []
+        for step in range(steps):
+            loss, _ = engine.backward(loader.batch(step))
+            losses.append(float(loss))
+            gradients.append(
+                {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
+            )
+            norms.append(_number(engine.update()[0]))
+        return Reference(
+            losses, norms, gradients, {n: p.detach() for n, p in engine.named_parameters()}
+        )
+
+    return World.mock(1).run(run)[0]
+
+
+def compare(
+    config: RunConfig, world: World, reference: Reference, *, steps: int
+) -> list[Difference]:
+    """Run the same steps as one rank of the layout; return every quantity's difference here."""
+    engine, loader = _engine(config, world)
+    found = []
+    for step in range(steps):
+        loss, _ = engine.backward(loader.batch(step))
+        found.append(_of_number(step, "loss", float(loss), reference.losses[step]))
+        expected = reference.gradients[step]
+        floor = _GRADIENT_FLOOR * _root_mean_square(expected.values())
+        for name, parameter in engine.named_parameters():
+            if name in expected:
+                gradient = None if parameter.grad is None else whole(parameter.grad)
+                relative = math.inf
+                if gradient is not None:
+                    relative = _relative(gradient, expected[name], floor=floor)
+                found.append(Difference(step + 1, "gradient", name, relative))
+        norm, told = _number(engine.update()[0]), reference.norms[step]
+        if norm is not None and told is not None:
+            found.append(_of_number(step, "norm", norm, told))
+    for name, parameter in engine.named_parameters():
+        relative = _relative(
+            whole(parameter.detach()), reference.parameters[name], floor=_PARAMETER_FLOOR
+        )
+        found.append(Difference(steps, "parameter", name, relative))
+    return found
+
+
+def on_mock(config: RunConfig, steps: int) -> Verdict:
+    """Verify a layout whose ranks are threads of this process."""
+    nproc = config.launch.nproc
+    assert nproc != "auto"
+    config = _with_smooth_updates(config)
+    reference = alone(config, steps=steps)
+    world = World.mock(nproc, timeout_s=config.launch.timeout_s)
+    try:
+        told = world.run(lambda one: compare(config, one, reference, steps=steps))
+    except RankFailedError as error:
+        return judge(config, reference, [], failure=str(error))
+    return judge(config, reference, [one for differences in told for one in differences])
+
+
+def on_rank(config: RunConfig, steps: int, rank: int, folder: str) -> Verdict | None:
+    """Verify a layout as one of its real ranks; rank 0 runs the one process first, and judges.
+
+    Args:
+        config: Checked and resolved.
+        steps: Optimizer steps.
+        rank: Which rank this process is.
+        folder: Where the ranks meet and find what the one process computed.
+    """
+    nproc = config.launch.nproc
+    assert nproc != "auto"
+    config, saved = _with_smooth_updates(config), Path(folder) / "reference.pt"
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(nproc),
+        LOCAL_WORLD_SIZE=str(nproc),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+    )
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // nproc))
+    if rank == 0:
+        torch.save(dataclasses.asdict(alone(config, steps=steps)), saved)
+    store = dist.FileStore(str(Path(folder) / "store"), nproc)
+    with World.init(
+        backend=config.launch.backend, timeout_s=config.launch.timeout_s, store=store
+    ) as world:
+        reference = Reference(**torch.load(saved))
+        told: list[list[Difference]] = [[] for _ in range(nproc)]
+        dist.all_gather_object(told, compare(config, world, reference, steps=steps))
+    if rank:
+        return None
+    return judge(config, reference, [one for differences in told for one in differences])
+
+
+def judge(
+    config: RunConfig,
+    reference: Reference,
+    found: list[Difference],
+    *,
+    failure: str | None = None,
+) -> Verdict:
+    """Decide whether rounding explains what all ranks found.
+
+    Args:
+        config: The layout's.
+        reference: What one process computed.
+        found: What the ranks found.
+        failure: Why the layout could not run to its end.
+    """
+    lowest = [config.train.precision, config.strategy.reduce_dtype]
+    tolerance = max(TOLERANCES[precision] for precision in lowest)
+    if failure is None:
+        found = [*found, *_missing(reference, found)]
+    wrong = [one for one in found if not one.relative <= tolerance]
+    wrong.sort(key=lambda one: (one.step, _ORDER.index(one.kind)))
+    worst = {
+        kind: max((one for one in found if one.kind == kind), key=_size, default=None)
+        for kind in _ORDER
+    }
+    names = [one for one in (worst["gradient"], worst["parameter"]) if one is not None]
+    assert config.launch.nproc != "auto"
+    return Verdict(
+        passed=not wrong and failure is None,
+        layout=str(layout(config, world_size=config.launch.nproc)),
+        steps=len(reference.losses),
+        tolerance=tolerance,
+        max_loss_difference=_size(worst["loss"]),
+        max_gradient_difference=_size(worst["gradient"]),
+        max_norm_difference=_size(worst["norm"]),
+        max_parameter_difference=_size(worst["parameter"]),
+        worst_parameter=max(names, key=_size).name if names else None,
+        losses=reference.losses,
+        differences=list(dict.fromkeys(str(one) for one in wrong)),
+        failure=failure,
+    )
+
+
+def _size(difference: Difference | None) -> float:
+    return 0.0 if difference is None else difference.relative
+
+
+def _missing(reference: Reference, found: list[Difference]) -> Iterator[Difference]:
+    """Yield the gradients that no rank has."""
+    have = {(one.step, one.name) for one in found if one.kind == "gradient"}
+    for step, gradients in enumerate(reference.gradients, start=1):
+        for name in gradients:
+            if (step, name) not in have:
+                yield Difference(step, "gradient", name, math.inf)
+
+
+def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
+    shares = layout(config, world_size=world.world_size)
+    dataset = data.build(config.data)
+    loader = Loader(
+        dataset,
+        seed=config.seed,
+        global_batch_size=config.train.global_batch_size,
+        num_shards=shares.data_ranks,
+        shard=shares.data_shard(world.rank),
+    )
+    return build(config, world, sample=sample_inputs(dataset)), loader
+
+
+def _with_smooth_updates(config: RunConfig) -> RunConfig:
+    if not isinstance(config.optimizer, AdamWConfig):
+        return config
+    eps = max(config.optimizer.eps, _LEAST_EPS)
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, eps=eps))
+
+
+def _of_number(step: int, kind: str, seen: float, expected: float) -> Difference:
+    relative = abs(seen - expected) / max(abs(expected), 1e-12)
+    relative = relative if math.isfinite(relative) else math.inf
+    return Difference(step + 1, kind, "", relative, seen, expected)
+
+
+def _relative(seen: Tensor, expected: Tensor, *, floor: float) -> float:
+    if seen.shape != expected.shape:
+        return math.inf
+    size = float(expected.double().norm()) + floor * math.sqrt(expected.numel())
+    distance = float((seen.cpu().double() - expected.cpu().double()).norm())
+    return distance / max(size, 1e-300) if math.isfinite(distance) else math.inf
+
+
+def _root_mean_square(tensors: Iterable[Tensor]) -> float:
+    squares, count = 0.0, 0
+    for tensor in tensors:
+        squares += float(tensor.double().square().sum())
+        count += tensor.numel()
+    return math.sqrt(squares / max(1, count))
+
+
+def _number(tensor: Tensor | None) -> float | None:
+    return None if tensor is None else float(tensor)

@@ -1,0 +1,267 @@
+"""verify passes what is right, and names what a broken engine gets wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity_table import MODELS
+from torch import Tensor
+
+from axonlaunch import config, verification
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.config.layout import Layout
+from axonlaunch.data.dataset import Batch
+from axonlaunch.engines import build, ddp, mesh_engine, passes, pipeline, tensor, tied, update
+from axonlaunch.engines.zero1 import ShardedUpdate
+from axonlaunch.models import attention
+from axonlaunch.verification import Verdict
+
+TENSOR = ["strategy=tensor", "launch.nproc=2"]
+PIPELINE = ["strategy=pipeline", "launch.nproc=2"]
+SEQUENCE = [*TENSOR, "strategy.tensor.sequence_parallel=true"]
+ONE_BY_ONE = ["strategy=ddp", "strategy.ddp.sync=no_sync", "launch.nproc=2"]
+
+
+def verify(overrides: list[str], *, model: str = "gpt", steps: int = 2) -> Verdict:
+    chosen = config.load(
+        [*MODELS[model], "train.global_batch_size=8", "scheduler.warmup_steps=0", *overrides]
+    )
+    return verification.on_mock(chosen, steps)
+
+
+@pytest.mark.parametrize("overrides", [TENSOR, PIPELINE, SEQUENCE, ONE_BY_ONE], ids=" ".join)
+def test_it_passes_what_is_right(overrides: list[str]) -> None:
+    verdict = verify(overrides)
+    assert verdict.passed
+    assert verdict.differences == []
+    assert 0 <= verdict.max_gradient_difference < verdict.tolerance == 1e-5
+
+
+def in_layout(broken: Callable[..., Any], right: Callable[..., Any]) -> Callable[..., Any]:
+    """Break a function on worlds of several ranks alone: the one process stays right."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (broken if dist.get_world_size() > 1 else right)(*args, **kwargs)
+
+    return chosen
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing, in place of what should be done."""
+
+
+Patch = pytest.MonkeyPatch
+
+
+def gradients_are_not_averaged(patch: Patch) -> None:
+    patch.setattr(ddp.GradientSynchronizer, "sync", nothing)
+
+
+def gradients_are_summed_not_averaged(patch: Patch) -> None:
+    finish = ddp.GradientBucket.finish
+    patch.setattr(ddp.GradientBucket, "finish", lambda bucket, size: finish(bucket, 1))
+
+
+def a_bias_is_added_on_every_rank(patch: Patch) -> None:
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        weight, bias = map(tensor.local_part, (layer.weight, layer.bias))
+        y = torch.nn.functional.linear(x, weight, bias)
+        return tensor.leave(y, layer.axis.group, sequence_parallel=False)
+
+    patch.setattr(tensor.RowParallelLinear, "forward", forward)
+
+
+def a_row_parallel_result_is_not_summed(patch: Patch) -> None:
+    patch.setattr(tensor, "leave", lambda x, group, *, sequence_parallel: x)
+
+
+def a_micro_batch_is_dropped(patch: Patch) -> None:
+    every = passes.WholePasses._micro_batches
+
+    def but_one(self: Any, batch: Batch) -> Any:
+        yield from [*every(self, batch)][1:]
+
+    patch.setattr(passes.WholePasses, "_micro_batches", in_layout(but_one, every))
+
+
+def a_pipeline_round_sees_another_s_targets(patch: Patch) -> None:
+    run = pipeline.Pipeline.run
+
+    def rolled(self: Any, inputs: Tensor, targets: Tensor, *, loss: Any) -> Any:
+        return run(self, inputs, targets.roll(1, 0), loss=loss)
+
+    patch.setattr(pipeline.Pipeline, "run", rolled)
+
+
+def a_tied_weight_is_not_synced(patch: Patch) -> None:
+    patch.setattr(tied.TiedGradients, "sync", nothing)
+
+
+def positions_are_one_off(patch: Patch) -> None:
+    right = attention.Rotary.turn
+
+    def shifted(rotary: Any, x: Tensor) -> Tensor:
+        return right(attention.Rotary(rotary.cos.roll(1, 0), rotary.sin.roll(1, 0)), x)
+
+    patch.setattr(attention.Rotary, "turn", in_layout(shifted, right))
+
+
+def a_norm_counts_one_stage_alone(patch: Patch) -> None:
+    right = update.gradient_norm
+    patch.setattr(update, "gradient_norm", lambda p, *, across=None: right(p))
+
+
+def a_norm_counts_one_shard_alone(patch: Patch) -> None:
+    patch.setattr(update, "_division", lambda gradient: (None, ()))
+
+
+def losses_are_normalised_by_the_rank_s_own_targets(patch: Patch) -> None:
+    right = mesh_engine.MeshEngine._sum_async
+
+    def own(self: Any, counted: Tensor) -> Any:
+        if counted.dtype == torch.int64:
+            return None
+        return right(self, counted)
+
+    patch.setattr(mesh_engine.MeshEngine, "_sum_async", own)
+
+
+def updated_rows_are_not_gathered(patch: Patch) -> None:
+    patch.setattr(ShardedUpdate, "_gather", nothing)
+
+
+def ranks_read_the_same_samples(patch: Patch) -> None:
+    patch.setattr(Layout, "data_shard", lambda self, rank: 0)
+
+
+def weights_depend_on_the_rank(patch: Patch) -> None:
+    right = build.start
+
+    def by_rank(module: Any, model: Any, *, seed: int, device: Any) -> None:
+        right(module, model, seed=seed + dist.get_rank(), device=device)
+
+    patch.setattr(build, "start", by_rank)
+
+
+def the_learning_rate_grows_with_the_world(patch: Patch) -> None:
+    right = build._rate
+    patch.setattr(build, "_rate", lambda c, step: right(c, step) * dist.get_world_size())
+
+
+def a_region_s_gradient_is_not_summed(patch: Patch) -> None:
+    from axonlaunch.engines import tensor_region
+
+    patch.setattr(tensor_region, "start_sum", lambda x, group: x)
+
+
+def norms_of_a_part_keep_their_own_gradients(patch: Patch) -> None:
+    from axonlaunch.engines import tensor_axis
+
+    patch.setattr(tensor_axis, "sum_over", lambda x, group: x)
+
+
+def logits_of_one_rank_alone_are_normalised(patch: Patch) -> None:
+    from axonlaunch.engines import tensor_loss
+
+    def own(x: Tensor, group: ProcessGroup) -> Tensor:
+        return x
+
+    patch.setattr(tensor_loss, "sum_over", own)
+
+
+def an_embedding_gets_no_gradient(patch: Patch) -> None:
+    right = mesh_engine.MeshEngine.backward
+
+    def without(self: Any, batch: Batch) -> Any:
+        result = right(self, batch)
+        for name, parameter in self.named_parameters():
+            if name == "embed_positions.weight":
+                parameter.grad = None
+        return result
+
+    patch.setattr(mesh_engine.MeshEngine, "backward", in_layout(without, right))
+
+
+FAULTS: list[tuple[Callable[[Patch], None], list[str], str, str]] = [
+    (gradients_are_not_averaged, ONE_BY_ONE, "gpt", "step 1: gradient of embed_tokens.weight"),
+    (gradients_are_summed_not_averaged, ONE_BY_ONE, "gpt", "step 1: gradient of embed_tokens"),
+    (a_bias_is_added_on_every_rank, TENSOR, "gpt", "step 2: loss is"),
+    (a_row_parallel_result_is_not_summed, TENSOR, "llama", "step 1: loss is"),
+    (
+        a_micro_batch_is_dropped,
+        ["strategy=ddp", "launch.nproc=2", "train.micro_batch_size=1"],
+        "gpt",
+        "step 1: loss is",
+    ),
+    (a_pipeline_round_sees_another_s_targets, PIPELINE, "gpt", "step 1: loss is"),
+    (a_tied_weight_is_not_synced, PIPELINE, "gpt", "step 1: gradient of embed_tokens.weight"),
+    (positions_are_one_off, TENSOR, "llama", "step 1: loss is"),
+    (a_norm_counts_one_stage_alone, PIPELINE, "gpt", "step 1: gradient norm is"),
+    (
+        a_norm_counts_one_shard_alone,
+        ["strategy=fsdp", "launch.nproc=2"],
+        "gpt",
+        "step 1: gradient norm is",
+    ),
+    (
+        losses_are_normalised_by_the_rank_s_own_targets,
+        ["strategy=ddp", "launch.nproc=2"],
+        "gpt",
+        "step 1: loss is",
+    ),
+    (
+        updated_rows_are_not_gathered,
+        ["strategy=zero1", "launch.nproc=2"],
+        "gpt",
+        "step 2: loss is",
+    ),
+    (ranks_read_the_same_samples, ONE_BY_ONE, "gpt", "step 1: loss is"),
+    (weights_depend_on_the_rank, PIPELINE, "llama", "step 1: loss is"),
+    (the_learning_rate_grows_with_the_world, ONE_BY_ONE, "gpt", "step 2: loss is"),
+    (a_region_s_gradient_is_not_summed, TENSOR, "llama", "step 1: gradient of embed_tokens"),
+    (
+        norms_of_a_part_keep_their_own_gradients,
+        SEQUENCE,
+        "llama",
+        "step 1: gradient of layers.0.input_layernorm.weight",
+    ),
+    (logits_of_one_rank_alone_are_normalised, TENSOR, "llama", "step 1: loss is"),
+    (an_embedding_gets_no_gradient, TENSOR, "gpt", "no rank has the gradient of embed_positions"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "model", "told"), FAULTS, ids=[fault.__name__ for fault, *_ in FAULTS]
+)
+def test_it_names_what_a_broken_engine_gets_wrong(
+    fault: Callable[[Patch], None],
+    overrides: list[str],
+    model: str,
+    told: str,
+    monkeypatch: Patch,
+) -> None:
+    fault(monkeypatch)
+    verdict = verify(overrides, model=model)
+    assert not verdict.passed
+    assert any(told in line for line in verdict.differences[:3]), verdict.differences[:5]
+
+
+def test_a_layout_that_fails_to_run_is_no_pass(monkeypatch: Patch) -> None:
+    def broken(self: Any, batch: Batch, *, loss: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(passes.PipelinePasses, "train", broken)
+    verdict = verify(PIPELINE)
+    assert not verdict.passed
+    assert "out of luck" in str(verdict.failure)
+
+
+def test_a_number_that_is_none_is_a_difference() -> None:
+    one = verification._of_number(0, "loss", float("nan"), 1.0)
+    assert one.relative == float("inf")
+    assert str(dataclasses.replace(one, seen=None)) == "step 1: no rank has the loss of "
