@@ -12,12 +12,44 @@ from torch import nn
 from axonlaunch.config import Problem, RunConfig
 from axonlaunch.config.layout import stages_per_rank
 from axonlaunch.config.problem import one_of
+from axonlaunch.engines.context import CHUNKS
 from axonlaunch.engines.pipeline_split import block_names, cuttable
 from axonlaunch.engines.tensor_plan import problems as plan_problems
 from axonlaunch.engines.tensor_styles import styled
 from axonlaunch.engines.tied import tied_names
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
+
+
+def context_problems(config: RunConfig, spec: ModelSpec) -> Iterator[Problem]:
+    """Yield what keeps ranks from dividing the model's sequences."""
+    degree = config.strategy.context.degree
+    if degree == 1:
+        return
+    if spec.positions is None:
+        message = f"model={config.model.name} can't compute on a part of a sequence; use 1"
+        yield Problem("strategy.context.degree", message, degree)
+        return
+    if config.train.compile:
+        message = "ring attention of strategy.context.degree can't be compiled; use false"
+        yield Problem("train.compile", message, True)
+    if not config.strategy.tensor.sequence_parallel:
+        yield from _undivided_length(config)
+
+
+def _undivided_length(config: RunConfig) -> Iterator[Problem]:
+    strategy, length = config.strategy, getattr(config.data, "sequence_length", None)
+    pieces, sharers = 1, []
+    if strategy.context.degree > 1:
+        pieces *= CHUNKS * strategy.context.degree
+        sharers.append(f"strategy.context.degree={strategy.context.degree}")
+    if strategy.tensor.sequence_parallel:
+        pieces *= strategy.tensor.degree
+        sharers.append(f"strategy.tensor.degree={strategy.tensor.degree}")
+    if isinstance(length, int) and length % pieces:
+        near = -(-length // pieces) * pieces
+        message = f"{' and '.join(sharers)} need a multiple of {pieces}; use {near}"
+        yield Problem("data.sequence_length", message, length)
 
 
 def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[Problem]:
@@ -37,11 +69,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         message = f"model={config.model.name} has no sequence-parallel form; use false"
         yield Problem("strategy.tensor.sequence_parallel", message, True)
         return
-    length = getattr(config.data, "sequence_length", None)
-    if tensor.sequence_parallel and isinstance(length, int) and length % tensor.degree:
-        near = -(-length // tensor.degree) * tensor.degree
-        message = f"strategy.tensor.degree={tensor.degree} ranks share each sequence; use {near}"
-        yield Problem("data.sequence_length", message, length)
+    yield from _undivided_length(config)
     found = plan_problems(
         model, plan, degree=tensor.degree, sequence_parallel=tensor.sequence_parallel
     )

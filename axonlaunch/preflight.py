@@ -20,7 +20,7 @@ from axonlaunch.config.layout import Layout, layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import broken_world_rules
 from axonlaunch.data.dataset import Dataset
-from axonlaunch.division import pipeline_problems, tensor_problems
+from axonlaunch.division import context_problems, pipeline_problems, tensor_problems
 from axonlaunch.memory import host_memory_bytes
 from axonlaunch.models.build import construct, spec_for
 from axonlaunch.models.spec import ModelSpec
@@ -60,6 +60,7 @@ def check(config: RunConfig) -> list[Problem]:
     if spec is not None and dataset is not None:
         problems += _fit_each_other(config, spec, dataset)
     if model is not None and spec is not None:
+        problems += context_problems(config, spec)
         problems += tensor_problems(config, spec, model)
         problems += pipeline_problems(config, spec, model)
         problems += _memory(config, model, shares)
@@ -85,11 +86,6 @@ def _backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
             f"{world_size} ranks need an accelerator each; {have}; use gloo",
             backend,
         )
-    if config.strategy.context.degree > 1 and not (found and backend in ("auto", "nccl")):
-        message = (
-            "torch's ring attention has no kernel for the CPU; use 1, or accelerators with nccl"
-        )
-        yield Problem("strategy.context.degree", message, config.strategy.context.degree)
     if backend == "mock" and config.train.compile:
         message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
         yield Problem("launch.backend", message, backend)

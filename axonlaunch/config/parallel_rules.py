@@ -20,6 +20,12 @@ def broken_degrees(config: RunConfig) -> Iterator[Problem]:
     if strategy.tensor.sequence_parallel and strategy.tensor.degree == 1:
         message = "strategy.tensor.degree is 1; use 2 or more, or leave this out"
         yield Problem("strategy.tensor.sequence_parallel", message, True)
+    if strategy.context.degree > 1 and strategy.data_parallel == "none":
+        message = (
+            "ranks that share a sequence have to sum gradients, and data_parallel is none; "
+            "use ddp, zero1 or fsdp, or 1"
+        )
+        yield Problem("strategy.context.degree", message, strategy.context.degree)
     if strategy.pipeline.degree == 1:
         yield from _unused_pipeline(strategy.pipeline)
         return

@@ -20,9 +20,10 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, layout
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
+from axonlaunch.engines.context import CHUNKS, ContextAxis
 from axonlaunch.engines.ddp import DDP, GradSyncStrategy
 from axonlaunch.engines.fsdp import FSDP, CPUOffload
-from axonlaunch.engines.mesh import run_mesh, sharding_mesh
+from axonlaunch.engines.mesh import context_group, run_mesh, sharding_mesh
 from axonlaunch.engines.mesh_engine import MeshEngine
 from axonlaunch.engines.offload import HOST, StreamedUpdate
 from axonlaunch.engines.optimizer import learning_rate
@@ -53,6 +54,7 @@ class _Plan:
     shares: Layout
     mesh: Mesh
     spec: ModelSpec
+    context: ContextAxis | None = None
     owners: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -74,6 +76,8 @@ def build(config: RunConfig, world: World, *, sample: Tensor | None = None) -> E
     shares = layout(config, world_size=world.world_size)
     mesh = run_mesh(world, shares)
     plan = _Plan(config, world, shares, mesh, spec_for(config.model))
+    if shares.context > 1:
+        plan.context = ContextAxis(context_group(world, shares))
     whole = construct(config.model, seed=config.seed)
     num_parameters = sum(p.numel() for p in whole.parameters())
     ties = tied_names(whole)
@@ -110,7 +114,8 @@ def build(config: RunConfig, world: World, *, sample: Tensor | None = None) -> E
         aliases={n: crossing[n] for n in trained if n in crossing},
         loss=loss,
         gather_outputs=gather,
-        input_multiple=shares.tensor if config.strategy.tensor.sequence_parallel else 1,
+        context=plan.context,
+        input_multiple=_length_multiple(config),
         num_parameters=num_parameters,
         world=world,
         mesh=mesh,
@@ -122,8 +127,17 @@ def build(config: RunConfig, world: World, *, sample: Tensor | None = None) -> E
     )
 
 
+def _length_multiple(config: RunConfig) -> int:
+    """Return what the length of a sequence must be a multiple of."""
+    strategy = config.strategy
+    pieces = strategy.context.degree * CHUNKS if strategy.context.degree > 1 else 1
+    return pieces * (strategy.tensor.degree if strategy.tensor.sequence_parallel else 1)
+
+
 def _parallelize(plan: _Plan, model: nn.Module) -> None:
-    """Divide a whole model's layers over the tensor axis."""
+    """Divide a whole model's sequences over the context axis, its layers over the tensor axis."""
+    if plan.context is not None:
+        plan.context.divide(plan.spec, model)
     tensor = plan.config.strategy.tensor
     if tensor.degree > 1:
         parallelize(

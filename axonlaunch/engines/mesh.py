@@ -5,9 +5,10 @@ It lays ranks out; it wraps no model.
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from axonlaunch.comm import World
+from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.layout import Layout
 
@@ -16,8 +17,24 @@ _KEPT = {"fsdp": ("dp_shard",), "zero1": ("dp_replicate",)}
 
 
 def run_mesh(world: World, shares: Layout) -> Mesh:
-    """Return the mesh of a run: axes pp, dp_replicate, dp_shard, cp, tp."""
-    return Mesh(world, shares.axes, keep=_KEPT.get(shares.data_parallel, ()))
+    """Return the mesh of a run: axes pp, dp_replicate, dp_shard, tp.
+
+    Context ranks are neighbours within a data axis: what sums gradients or divides parameters over
+    data ranks does so over them too. ``context_group`` tells them apart.
+    """
+    sizes = dict(shares.axes)
+    # no_shard keeps its shards of one rank.
+    replicated = shares.data_parallel != "fsdp" or shares.dp_replicate == shares.data_ranks > 1
+    sizes["dp_replicate" if replicated else "dp_shard"] *= sizes.pop("cp")
+    return Mesh(world, sizes, keep=_KEPT.get(shares.data_parallel, ()))
+
+
+def context_group(world: World, shares: Layout) -> ProcessGroup:
+    """Return the ranks that share this rank's sequences."""
+    step = shares.tensor
+    first = world.rank - world.rank // step % shares.context * step
+    ranks = [first + step * place for place in range(shares.context)]
+    return ProcessGroup(ranks, dist.new_group(ranks, use_local_synchronization=True))
 
 
 def sharding_mesh(mesh: Mesh) -> DeviceMesh:

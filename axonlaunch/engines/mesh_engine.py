@@ -17,6 +17,7 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import StepResult
+from axonlaunch.engines.context import ContextAxis
 from axonlaunch.engines.ddp import DDP, GradSyncStrategy
 from axonlaunch.engines.passes import Loss, Passes
 from axonlaunch.engines.precision import LossScale
@@ -38,6 +39,7 @@ class MeshEngine:
         aliases: Mapping[str, str],
         loss: Loss,
         gather_outputs: Callable[[Tensor], Tensor],
+        context: ContextAxis | None,
         input_multiple: int,
         num_parameters: int,
         world: World,
@@ -59,6 +61,7 @@ class MeshEngine:
                 that another stage owns.
             loss: ``(outputs, targets) -> sum over counted targets``, 0-dim fp32.
             gather_outputs: Makes a rank's outputs whole.
+            context: Divides sequences; None: every rank sees whole ones.
             input_multiple: What the length of a sequence must be a multiple of.
             num_parameters: Of the whole model.
             world: Who takes part.
@@ -79,6 +82,7 @@ class MeshEngine:
         self._aliases = dict(aliases)
         self._loss = loss
         self._gather_outputs = gather_outputs
+        self._context = context
         self._multiple = input_multiple
         self._world = world
         self._mesh = mesh
@@ -109,6 +113,7 @@ class MeshEngine:
         """
         self._set_mode(training=True)
         self._seed_draws()
+        batch = self._own_part(batch)
         tokens = (batch.targets != IGNORE_INDEX).sum() * int(self._tells_loss)
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
@@ -151,6 +156,7 @@ class MeshEngine:
         """
         self._agree_on_buffers()
         self._set_mode(training=False)
+        batch = self._own_part(batch)
         losses = self._passes.losses(batch, loss=self._loss)
         if not self._tells_loss:
             return torch.zeros(2, dtype=torch.float64)
@@ -166,7 +172,11 @@ class MeshEngine:
         if missing := -length % self._multiple:
             # Causal models don't look ahead, so what is added behind changes nothing before it.
             inputs = torch.nn.functional.pad(inputs, (0, missing))
+        if self._context is not None:
+            inputs = inputs[:, self._context.positions(inputs.shape[1])]
         outputs = self._gather_outputs(self._passes.predict(inputs))
+        if self._context is not None:
+            outputs = self._context.join(outputs)
         return outputs[:, :length] if missing else outputs
 
     def learning_rate(self) -> float:
@@ -235,9 +245,12 @@ class MeshEngine:
         if self._tied is not None:
             self._tied.sync()
 
+    def _own_part(self, batch: Batch) -> Batch:
+        return batch if self._context is None else self._context.split(batch)
+
     def _agree_on_buffers(self) -> None:
         """Give every data rank the first one's buffers, which each moved by its own samples."""
-        if self._layout.data_ranks == 1:
+        if self._layout.gradient_ranks == 1:
             return
         axes = [axis for axis in ("dp_shard", "dp_replicate") if self._mesh.size(axis) > 1]
         for buffer in self._buffers:
@@ -250,7 +263,7 @@ class MeshEngine:
 
         Ranks of a tensor axis draw alike, for what they don't divide they all compute.
         """
-        place = self._mesh.along("pp", "dp_replicate", "dp_shard", "cp")
+        place = self._mesh.along("pp", "dp_replicate", "dp_shard")
         torch.manual_seed((self._seed * 1_000_003 + self.step) * 65_537 + place)
 
     def _set_mode(self, *, training: bool) -> None:

@@ -89,6 +89,8 @@ class Pipeline:
         self.schedule = schedule
         self.device = device_of(self.group)
         self.stages = {index: PipelineStage(stages[index], index) for index in sorted(stages)}
+        for stage in stages.values():
+            stage.register_forward_hook(lambda module, inputs, output: _laid_out(output))
         self._runs: dict[tuple[torch.Size, torch.dtype], Any] = {}
         self._loss: Loss | None = None
 
@@ -185,7 +187,7 @@ class Pipeline:
         self._loss = loss
         losses: list[Tensor] = []
         self._runs[key].step(
-            *([inputs.to(self.device)] if self.has_first else []),
+            *([_laid_out(inputs.to(self.device))] if self.has_first else []),
             target=targets.to(self.device) if self.has_last else None,
             losses=losses if self.has_last else None,
             return_outputs=False,
@@ -260,5 +262,12 @@ class Pipeline:
 
 def _without_values(tensor: Tensor) -> Tensor:
     """Return shape and type of what passes between stages; gradients flow back if they can."""
-    empty = torch.empty_like(tensor, device="meta")
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return empty.requires_grad_(empty.is_floating_point())
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """Return a tensor with the strides of its shape; torch compares them, also of one-row dims."""
+    if tensor.stride() == torch.empty(tensor.shape, device="meta").stride():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -5,6 +5,7 @@ It holds what the transformers here share; it knows neither batches of padding n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -39,6 +40,8 @@ class RotaryTable(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    positions: Callable[[int], Tensor] | None = None
+    """What positions the values of a part of a sequence have, by their number; None: 0 and on."""
 
     def __init__(self, head_dim: int, *, max_positions: int, theta: float) -> None:
         super().__init__()
@@ -59,8 +62,11 @@ class RotaryTable(nn.Module):
             self.sin.copy_(angles.sin())
 
     def forward(self, length: int) -> Rotary:
-        """Return what turns positions 0 to ``length``."""
-        return Rotary(self.cos[:length, None], self.sin[:length, None])
+        """Return what turns ``length`` values, at positions 0 and on unless told otherwise."""
+        if self.positions is None:
+            return Rotary(self.cos[:length, None], self.sin[:length, None])
+        at = self.positions(length).to(self.cos.device)
+        return Rotary(self.cos[at, None], self.sin[at, None])
 
 
 class Attention(nn.Module):
@@ -104,13 +110,13 @@ class Attention(nn.Module):
             # Here, because under sequence parallelism the blocks see a part of the positions.
             positions = rotary(q.shape[1])
             q, k = positions.turn(q), positions.turn(k)
-        # enable_gqa rather than repeated keys: on a CPU as fast or faster, and no copies of them.
-        attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=self.causal,
-            enable_gqa=k.shape[2] != q.shape[2],
-        )
+        attended = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Mix values [B, heads, T, head_dim] by queries and keys; engines may put another here."""
+        # enable_gqa rather than repeated keys: on a CPU as fast or faster, and no copies of them.
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=self.causal, enable_gqa=k.shape[1] != q.shape[1]
+        )

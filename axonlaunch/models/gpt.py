@@ -116,6 +116,7 @@ SPEC = ModelSpec(
     loss=cross_entropy_sum,
     layers="layers",
     ends=(("embed_tokens", "embed_positions"), ("norm", "lm_head")),
+    positions=("embed_positions",),
     inputs="tokens",
     initializers=transformer_initializers,
     tensor_plan={

@@ -97,6 +97,7 @@ SPEC = ModelSpec(
     loss=cross_entropy_sum,
     layers="layers",
     ends=(("embed_tokens",), ("norm", "lm_head")),
+    positions=("rotary",),
     inputs="tokens",
     initializers=transformer_initializers,
     tensor_plan={

@@ -43,6 +43,9 @@ class ModelSpec:
         sequence_parallel: Whether the plan says what sees a part of the sequence too.
         ends: Attributes that only the first, and only the last, pipeline stage keeps; the others
             set them, and the blocks that they leave out, to None. None: it can't be cut.
+        positions: Attributes that know of positions, an ``nn.Embedding`` of them or a
+            ``RotaryTable``, in a model whose ``Attention`` is causal; None: its sequences can't be
+            divided.
     """
 
     build: Callable[[Any], nn.Module]
@@ -53,6 +56,7 @@ class ModelSpec:
     tensor_plan: TensorPlan | None = None
     sequence_parallel: bool = False
     ends: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    positions: tuple[str, ...] | None = None
 
     def plan(self, module: nn.Module) -> dict[str, str]:
         """Return the tensor plan for a module; empty where there is none."""

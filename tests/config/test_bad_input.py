@@ -891,6 +891,12 @@ WRONG: list[tuple[str, list[str]]] = [
             "strategy.tp: there is no such key; did you mean strategy.tensor.degree?",
         ],
     ),
+    (
+        "strategy=single strategy.context.degree=2",
+        [
+            "strategy.context.degree=2: ranks that share a sequence have to sum gradients, and data_parallel is none; use ddp, zero1 or fsdp, or 1",
+        ],
+    ),
 ]
 
 

@@ -35,6 +35,7 @@ MODELS = {
 WITH_SEQUENCES = ("gpt", "llama")
 
 TENSOR, PIPELINE = "strategy.tensor.degree=", "strategy.pipeline.degree="
+CONTEXT = "strategy.context.degree="
 SCHEDULE = "strategy.pipeline.schedule="
 SCHEDULES = {
     "gpipe": 1,
@@ -144,6 +145,11 @@ def layouts() -> Iterator[Layout]:
     yield Layout("hsdp x tensor", 8, (*hsdp, f"{TENSOR}2"), 4)
     yield Layout("hsdp x pipeline", 8, (*hsdp, f"{PIPELINE}2"), 4, 2)
     yield Layout("tensor x pipeline", 4, ("strategy=tensor", f"{TENSOR}2", f"{PIPELINE}2"), 1, 2)
+    for label in ("ddp", "zero1", "fsdp"):
+        yield Layout(f"{label} x context", 4, (*kinds[label], f"{CONTEXT}2"), 2)
+    yield Layout("context", 2, (f"{CONTEXT}2",), 1)
+    yield Layout("tensor x context", 4, ("strategy=tensor", f"{TENSOR}2", f"{CONTEXT}2"), 1)
+    yield Layout("pipeline x context", 4, ("strategy=pipeline", f"{CONTEXT}2"), 1, 2)
     for schedule, each in SCHEDULES.items():
         if each > 1:
             chosen = ("strategy=fsdp", f"{PIPELINE}2", SCHEDULE + schedule)
@@ -154,9 +160,8 @@ def combinations() -> list[Combination]:
     """Return every combination; of each layout one is fast, each model in its turn."""
     found = []
     for index, layout in enumerate(layouts()):
-        models = [
-            model for model in MODELS if "sequence" not in layout.label or model in WITH_SEQUENCES
-        ]
+        words = set(layout.label.split())
+        models = [m for m in MODELS if m in WITH_SEQUENCES or not words & {"sequence", "context"}]
         turn = models[index % len(models)]
         for model, precision, accumulation in itertools.product(models, ("fp32", "bf16"), (1, 3)):
             usual = "bf16" if index % 4 == 3 else "fp32"

@@ -1,0 +1,76 @@
+"""Sequences divided among ranks: torch's ring attention on the CPU, positions, joined outputs.
+
+If a test here fails after an upgrade of torch, look at what has become of
+``torch.distributed.tensor.experimental._context_parallel._attention``: ``ring_attention`` calls
+its two templates, ``_templated_ring_attention`` and ``..._backward``, with kernels of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention
+
+from axonlaunch.comm import World
+from axonlaunch.data.dataset import Batch
+from axonlaunch.engines.context import ContextAxis
+from axonlaunch.engines.ring_attention import ring_attention
+
+
+def test_torch_s_templates_take_what_they_are_given() -> None:
+    forward = inspect.signature(_attention._templated_ring_attention).parameters
+    assert list(forward)[:7] == ["group", "seq_dim", "op", "query", "key", "value", "is_causal"]
+    backward = inspect.signature(_attention._templated_ring_attention_backward).parameters
+    assert {"grad_out", "grad_out_name", "out", "logsumexp", "is_causal"} <= backward.keys()
+    assert _attention._cp_options.enable_load_balance, "positions assume torch's balance"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("key_value_heads", [4, 2])
+def test_it_attends_as_one_process_does(ranks: int, key_value_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 16, 8, generator=generator)
+    k, v = torch.randn(2, 2, key_value_heads, 16, 8, generator=generator)
+    weight = torch.randn(q.shape, generator=generator)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    (expected * weight).sum().backward()
+
+    def run(world: World) -> None:
+        at = ContextAxis(world.default_group).positions(16)
+        mine = [x[:, :, at].clone().requires_grad_() for x in (q, k, v)]
+        out = ring_attention(*mine, group=world.default_group)
+        (out * weight[:, :, at]).sum().backward()
+        torch.testing.assert_close(out, expected[:, :, at], rtol=1e-5, atol=1e-6)
+        for one, other in zip(mine, whole, strict=True):
+            assert other.grad is not None
+            torch.testing.assert_close(one.grad, other.grad[:, :, at], rtol=1e-4, atol=1e-5)
+
+    World.mock(ranks).run(run)
+
+
+def test_every_rank_has_a_piece_near_the_start_and_one_near_the_end() -> None:
+    found = World.mock(4).run(lambda w: ContextAxis(w.default_group).positions(16).tolist())
+    assert found == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+
+
+def test_outputs_of_the_parts_join_to_those_of_the_whole() -> None:
+    whole = torch.arange(2 * 12 * 3).view(2, 12, 3)
+
+    def run(world: World) -> Tensor:
+        axis = ContextAxis(world.default_group)
+        part = axis.split(Batch(whole, whole[..., 0]))
+        assert torch.equal(part.targets, part.inputs[..., 0])
+        return axis.join(part.inputs)
+
+    for joined in World.mock(3).run(run):
+        assert torch.equal(joined, whole)
+
+
+def test_a_length_that_can_t_be_divided_is_refused() -> None:
+    with pytest.raises(Exception, match="use a multiple of 4"):
+        World.mock(2).run(lambda world: ContextAxis(world.default_group).positions(6))
