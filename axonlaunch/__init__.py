@@ -128,6 +128,12 @@ if TYPE_CHECKING:
         ShardingStrategy as ShardingStrategy,
     )
     from axonlaunch.engines.fsdp_memory import FSDPMemoryStats as FSDPMemoryStats
+    from axonlaunch.engines.pipeline import (
+        Pipeline as Pipeline,
+    )
+    from axonlaunch.engines.pipeline import (
+        PipelineStage as PipelineStage,
+    )
     from axonlaunch.engines.pipeline_schedule import PipelineSchedule as PipelineSchedule
     from axonlaunch.engines.pipeline_timeline import PipelineMemoryStats as PipelineMemoryStats
     from axonlaunch.engines.tensor import (
@@ -168,8 +174,10 @@ __all__ = [
     "MismatchError",
     "ModelSpec",
     "PeerFailedError",
+    "Pipeline",
     "PipelineMemoryStats",
     "PipelineSchedule",
+    "PipelineStage",
     "ProcessGroup",
     "RankFailedError",
     "ReduceOp",
@@ -214,6 +222,7 @@ _ROOMS = {
     ),
     "axonlaunch.engines.fsdp": ("CPUOffload", "FSDP", "ShardingStrategy"),
     "axonlaunch.engines.fsdp_memory": ("FSDPMemoryStats",),
+    "axonlaunch.engines.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline_schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline_timeline": ("PipelineMemoryStats",),
     "axonlaunch.engines.tensor": (

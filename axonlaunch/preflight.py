@@ -5,7 +5,6 @@ It gathers problems; each room knows its own. It runs in a process of its own, b
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from axonlaunch.config.layout import Layout, layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import broken_world_rules
 from axonlaunch.data.dataset import Dataset
+from axonlaunch.disk import free_bytes
 from axonlaunch.division import context_problems, pipeline_problems, tensor_problems
 from axonlaunch.memory import host_memory_bytes
 from axonlaunch.models.build import construct, spec_for
@@ -205,10 +205,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
         return
     count = sum(p.numel() for p in model.parameters())
     needed = count * (STATE_BYTES[config.optimizer.name] - 4) * (config.checkpoint.keep + 1)
-    folder = Path(config.run_dir if config.run_dir != "auto" else "runs").absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    folder, free = free_bytes(Path(config.run_dir if config.run_dir != "auto" else "runs"))
     if needed > free:
         message = (
             f"checkpoints take up to {needed / GIB:.1f} GiB, {folder} has {free / GIB:.1f} GiB "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.tree import leaves
 from axonlaunch.registry import nearest, unknown
 
 OVERRIDE_ORIGIN = "override "
@@ -154,7 +155,7 @@ class Composer:
                 problems += group_problems
             else:
                 texts.append("++" + text.lstrip("+"))
-                for leaf in _leaves(override.value(), key):
+                for leaf in leaves(override.value(), key):
                     origins[leaf] = OVERRIDE_ORIGIN + text
         return texts, origins, problems
 
@@ -202,7 +203,7 @@ class Composer:
             loaded = self._loader._load_single_config(default=default, repo=repository)
             tree = OmegaConf.to_container(loaded.config, resolve=False)
             where = self._describe(default.config_path)
-            for leaf in _leaves(tree, ""):
+            for leaf in leaves(tree, ""):
                 origins[leaf] = where
         return origins
 
@@ -224,16 +225,6 @@ class Composer:
                 first = comments[0] if comments else ""
                 return first.lstrip("# ") if first.startswith("#") else ""
         return ""
-
-
-def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
-    """Flatten nested mappings to ``{dotted key: leaf}``."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix: tree} if prefix else {}
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found.update(_leaves(value, f"{prefix}.{key}" if prefix else str(key)))
-    return found
 
 
 def _omegaconf_problem(error: Any) -> Problem:

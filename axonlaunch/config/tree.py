@@ -29,18 +29,15 @@ def to_yaml(config: Any) -> str:
     return text
 
 
-def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a typed tree to ``{dotted key: value}``; lists are values."""
+def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings, or a typed tree, to ``{dotted key: leaf}``; lists are leaves."""
+    if dataclasses.is_dataclass(tree):
+        tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree} if prefix else {}
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        key = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
-            found.update(leaves(value, f"{key}."))
-        elif isinstance(value, dict) and value:
-            found.update({f"{key}.{name}": item for name, item in value.items()})
-        else:
-            found[key] = value
+    for key, value in tree.items():
+        found.update(leaves(value, f"{prefix}.{key}" if prefix else str(key)))
     return found
 
 

@@ -9,6 +9,7 @@ Training" (1F1B), 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2024.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -25,6 +26,9 @@ from axonlaunch.engines.pipeline_timeline import PipelineMemoryStats
 from axonlaunch.engines.relay import broadcast_tensor, receive_tensor, send_tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+# Whatever a stage raises, torch's runtime logs the whole schedule, a line an action.
+logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
 
 
 class PipelineStage:
@@ -186,12 +190,16 @@ class Pipeline:
             self._runs[key] = self._schedule(piece)
         self._loss = loss
         losses: list[Tensor] = []
-        self._runs[key].step(
-            *([_laid_out(inputs.to(self.device))] if self.has_first else []),
-            target=targets.to(self.device) if self.has_last else None,
-            losses=losses if self.has_last else None,
-            return_outputs=False,
-        )
+        try:
+            self._runs[key].step(
+                *([_laid_out(inputs.to(self.device))] if self.has_first else []),
+                target=targets.to(self.device) if self.has_last else None,
+                losses=losses if self.has_last else None,
+                return_outputs=False,
+            )
+        except RuntimeError as error:
+            # torch wraps what a stage raised into a text about shapes.
+            raise error.__cause__ or error from None
         return [one.detach() for one in losses]
 
     @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.disk import free_bytes
 from axonlaunch.launch import forkserver
 
 GIB = 1024**3
@@ -29,12 +29,8 @@ def diagnose(run_folder: Path) -> dict[str, Any]:
         else:
             backends["nccl"] = {"works": False, "reason": report["nccl"]["reason"]}
     report["backends"] = backends
-    folder = run_folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    usage = shutil.disk_usage(folder)
     report["run_folder"] = str(run_folder.absolute())
-    report["disk_free_gib"] = round(usage.free / GIB, 1)
+    report["disk_free_gib"] = round(free_bytes(run_folder)[1] / GIB, 1)
     return report
 
 

@@ -160,21 +160,20 @@ def _conclude(
     config: RunConfig, outcome: Outcome, record: _Record, console: RunConsole
 ) -> tuple[int, dict[str, Any]]:
     """Write ``summary.json``, print the run's figures, and return the exit status."""
-    finished, last = outcome.finished, record.last
+    finished = outcome.finished
+    told = finished or record.last  # a run that failed is told by its last logged step
     folder = Path(config.run_dir)
     checkpoint.sweep_partial(folder)
     interrupted = outcome.killed or (finished is not None and finished.interrupted)
     status = "interrupted" if interrupted else "failed" if outcome.crash else "done"
     summary: dict[str, Any] = {
         "status": status,
-        "steps": finished.step if finished else last.step if last else 0,
-        "loss": finished.loss if finished else last.loss if last else None,
+        "steps": told.step if told else 0,
+        "loss": told.loss if told else None,
         "eval_loss": finished.eval_loss if finished else None,
-        "tokens_per_s": finished.tokens_per_s if finished else last.tokens_per_s if last else None,
+        "tokens_per_s": told.tokens_per_s if told else None,
         "first_step_s": record.first_step_s,
-        "measured_peak_bytes": (
-            finished.peak_memory_bytes if finished else last.peak_memory_bytes if last else None
-        ),
+        "measured_peak_bytes": told.peak_memory_bytes if told else None,
         "run_dir": config.run_dir,
     }
     if outcome.crash is not None:

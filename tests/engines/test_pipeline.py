@@ -130,3 +130,22 @@ def test_what_can_t_be_a_pipeline_is_refused(make: object, message: str) -> None
     with pytest.raises(RankFailedError, match=message) as error:
         World.mock(2).run(lambda world: make())  # type: ignore[operator]
     assert isinstance(error.value.__cause__, ValueError)
+
+
+class Faulty(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise KeyError("the fault of a stage")
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+def test_what_a_stage_raises_is_what_one_sees(schedule: str) -> None:
+    stages = 2 * SCHEDULES[schedule].stages_per_rank
+
+    def run(world: World) -> None:
+        parts = [*modules(stages - 1), Faulty()]
+        Pipeline.from_modules(parts, schedule=schedule).step(*batch(), loss=loss)
+
+    with pytest.raises(RankFailedError, match="KeyError: 'the fault of a stage'"):
+        World.mock(2).run(run)

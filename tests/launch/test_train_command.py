@@ -40,6 +40,19 @@ def test_real_processes_threads_and_one_process_have_the_same_losses(axonlaunch:
         assert axonlaunch.losses(name) == pytest.approx(one, rel=1e-5), name
 
 
+@pytest.mark.timeout(240)
+def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(axonlaunch: Command) -> None:
+    """2 x 2 x 2 on the default model and data, as the README's table of strategies has it."""
+    common = ["train.steps=20", "train.log_every=1", "train.eval_batches=0", "checkpoint.every=0"]
+    curves = {}
+    for strategy in ("hybrid", "single"):
+        words = ["train", f"strategy={strategy}", f"name={strategy}", *common]
+        axonlaunch(*words, "train.sample_tokens=0")
+        curves[strategy] = axonlaunch.losses(strategy)
+    assert len(curves["hybrid"]) == 20
+    assert curves["hybrid"] == pytest.approx(curves["single"], rel=1e-5)
+
+
 def test_with_json_standard_output_is_one_object(axonlaunch: Command) -> None:
     ran = axonlaunch.train("name=run", "--json", "train.steps=2")
     assert json.loads(ran.stdout) == axonlaunch.summary("run")
