@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from axonlaunch.comm import World, all_reduce_sum, nccl
+from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.memory import host_memory_bytes
 
 GIB = 1024**3
@@ -60,14 +61,7 @@ def _driver() -> str | None:
 
 def try_rank(backend: str, rank: int, world_size: int, store: str) -> float:
     """Be one rank of an all-reduce between processes; return the sum of 1 over the ranks."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",
-    )
+    os.environ.update(local_place(rank, world_size))
     meeting = dist.FileStore(store, world_size)
     with World.init(backend=backend, timeout_s=30, store=meeting) as world:
         return float(all_reduce_sum(torch.ones(8, device=world.device))[0])

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from axonlaunch import data
 from axonlaunch.comm import RankFailedError, World
+from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout
 from axonlaunch.config.optimizer import AdamWConfig
 from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build
 from axonlaunch.models.placement import whole
@@ -202,14 +203,7 @@ def on_rank(config: RunConfig, steps: int, rank: int, folder: str) -> Verdict | 
     nproc = config.launch.nproc
     assert nproc != "auto"
     config, saved = _with_smooth_updates(config), Path(folder) / "reference.pt"
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(nproc),
-        LOCAL_WORLD_SIZE=str(nproc),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",
-    )
+    os.environ.update(local_place(rank, nproc))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // nproc))
     if rank == 0:
         torch.save(dataclasses.asdict(alone(config, steps=steps)), saved)
@@ -284,13 +278,7 @@ def _missing(reference: Reference, found: list[Difference]) -> Iterator[Differen
 def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     shares = layout(config, world_size=world.world_size)
     dataset = data.build(config.data)
-    loader = Loader(
-        dataset,
-        seed=config.seed,
-        global_batch_size=config.train.global_batch_size,
-        num_shards=shares.data_ranks,
-        shard=shares.data_shard(world.rank),
-    )
+    loader = rank_loader(config, dataset, shares=shares, rank=world.rank)
     return build(config, world, sample=sample_inputs(dataset)), loader
 
 

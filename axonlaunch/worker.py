@@ -15,7 +15,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build
 from axonlaunch.events import Event, Finished, Sampled, Started
@@ -45,12 +45,11 @@ def run(
     run_dir = Path(config.run_dir)
     shares = layout(config, world_size=world.world_size)
     dataset = data.build(config.data)
-    loader = Loader(
+    loader = rank_loader(
+        config,
         dataset,
-        seed=config.seed,
-        global_batch_size=config.train.global_batch_size,
-        num_shards=shares.data_ranks,
-        shard=shares.data_shard(world.rank),
+        shares=shares,
+        rank=world.rank,
         pin_memory=world.device.type != "cpu",
     )
     engine = build(config, world, sample=sample_inputs(dataset))

@@ -42,6 +42,24 @@ class Place:
         return self.alone or (self.master_addr is not None and is_loopback(self.master_addr))
 
 
+def local_place(rank: int, world_size: int, *, port: int = 1) -> dict[str, str]:
+    """Return the environment of one rank of a world that is all on this machine.
+
+    Args:
+        rank: The rank.
+        world_size: How many there are.
+        port: Where they meet; anything where ``World.init`` is given a store.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def find_place(environment: Mapping[str, str], *, store: dist.Store | None = None) -> Place:
     """Read the place of this process from its environment.
 

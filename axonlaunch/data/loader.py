@@ -12,6 +12,8 @@ from itertools import count
 
 import numpy as np
 
+from axonlaunch.config.layout import Layout
+from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Dataset
 from axonlaunch.data.order import dataset_indices, permute
 
@@ -115,6 +117,28 @@ class Loader:
             indices = permute(positions, size=samples, key=_EVAL_KEY)
             batch = self.dataset.samples(indices, split="eval")
             yield _uncounted(batch, first_surplus=rows - int(surplus.sum()))
+
+
+def rank_loader(
+    config: RunConfig, dataset: Dataset, *, shares: Layout, rank: int, pin_memory: bool = False
+) -> Loader:
+    """Return a rank's share of a run's batches; ranks that work on the same samples get the same.
+
+    Args:
+        config: The run.
+        dataset: What ``config.data`` describes.
+        shares: How the run is laid out.
+        rank: The global rank.
+        pin_memory: Give batches in page-locked memory, for an accelerator.
+    """
+    return Loader(
+        dataset,
+        seed=config.seed,
+        global_batch_size=config.train.global_batch_size,
+        num_shards=shares.data_ranks,
+        shard=shares.data_shard(rank),
+        pin_memory=pin_memory,
+    )
 
 
 def _rows(batch_size: int, num_shards: int) -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from axonlaunch import config as configuration
 from axonlaunch import worker
 from axonlaunch.comm import RankFailedError, World
+from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig
 from axonlaunch.events import Finished
 from axonlaunch.launch.rank_messages import Done, Failure, Place
@@ -66,14 +67,7 @@ def _work(
         assert config.launch.nproc != "auto"
         mock = World.mock(config.launch.nproc, timeout_s=config.launch.timeout_s)
         return mock.run(in_world)[0]
-    os.environ.update(
-        RANK=str(place.rank),
-        LOCAL_RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_WORLD_SIZE=str(place.world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(place.port),
-    )
+    os.environ.update(local_place(place.rank, place.world_size, port=place.port))
     with World.init(
         backend=config.launch.backend,
         timeout_s=config.launch.timeout_s,

@@ -11,7 +11,7 @@ from axonlaunch import config, data, preflight
 from axonlaunch.comm import World
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build
 
 LAYOUTS = {
@@ -40,13 +40,7 @@ def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
 
     def run(world: World) -> tuple[float, dict[str, Tensor]]:
         shares = layout(chosen, world_size=ranks)
-        loader = Loader(
-            data.build(chosen.data),
-            seed=0,
-            global_batch_size=16,
-            num_shards=shares.data_ranks,
-            shard=shares.data_shard(world.rank),
-        )
+        loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
         engine = build(chosen, world, sample=sample_inputs(loader.dataset))
         for step in range(3):
             engine.train_step(loader.batch(step))

@@ -12,7 +12,7 @@ from axonlaunch import config, data
 from axonlaunch.comm import World
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, sample_inputs
-from axonlaunch.data.loader import Loader
+from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build
 from axonlaunch.models.placement import whole
 
@@ -45,13 +45,7 @@ def train(overrides: list[str], ranks: int) -> Trained:
 
     def run(world: World) -> Trained:
         shares = layout(chosen, world_size=ranks)
-        loader = Loader(
-            data.build(chosen.data),
-            seed=chosen.seed,
-            global_batch_size=chosen.train.global_batch_size,
-            num_shards=shares.data_ranks,
-            shard=shares.data_shard(world.rank),
-        )
+        loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
         engine = build(chosen, world, sample=sample_inputs(loader.dataset))
         losses, norms, gradients = [], [], []
         for step in range(STEPS):
