@@ -22,14 +22,13 @@ from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout
 from axonlaunch.config.optimizer import AdamWConfig
+from axonlaunch.config.plugins import import_plugins
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build
 from axonlaunch.models.placement import whole
-
-TOLERANCES = {"fp32": 1e-5, "bf16": 0.1, "fp16": 0.02}
-"""Largest relative difference that rounding explains, by ``train.precision``."""
+from axonlaunch.verdict import Verdict, tolerance_of
 
 # AdamW divides by a gradient's size. Where that is nothing but rounding, as for the bias of keys,
 # which softmax ignores, the usual eps of 1e-8 would make whole steps in random directions of it.
@@ -71,39 +70,6 @@ class Difference:
 
 
 _ORDER = ("loss", "gradient", "norm", "parameter")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a layout computes what one process does.
-
-    Attributes:
-        passed: Whether rounding explains every difference.
-        layout: The layout in words.
-        steps: Optimizer steps that were compared.
-        tolerance: Largest relative difference that passes.
-        max_loss_difference: Relative, over the steps.
-        max_gradient_difference: Relative, over parameters, steps and ranks.
-        max_norm_difference: Relative, of the norm of the whole gradient.
-        max_parameter_difference: Relative, after the last step.
-        worst_parameter: Where gradient or value differ most; None if nothing was compared.
-        losses: One process's, by step.
-        differences: What exceeds the tolerance, in words, the earliest first.
-        failure: Why the layout could not run; None if it did.
-    """
-
-    passed: bool
-    layout: str
-    steps: int
-    tolerance: float
-    max_loss_difference: float
-    max_gradient_difference: float
-    max_norm_difference: float
-    max_parameter_difference: float
-    worst_parameter: str | None
-    losses: list[float]
-    differences: list[str]
-    failure: str | None
 
 
 @dataclass(frozen=True)
@@ -181,6 +147,7 @@ def on_mock(config: RunConfig, steps: int) -> Verdict:
     """Verify a layout whose ranks are threads of this process."""
     nproc = config.launch.nproc
     assert nproc != "auto"
+    import_plugins(config.plugins)
     config = _with_smooth_updates(config)
     reference = alone(config, steps=steps)
     world = World.mock(nproc, timeout_s=config.launch.timeout_s)
@@ -202,6 +169,7 @@ def on_rank(config: RunConfig, steps: int, rank: int, folder: str) -> Verdict | 
     """
     nproc = config.launch.nproc
     assert nproc != "auto"
+    import_plugins(config.plugins)
     config, saved = _with_smooth_updates(config), Path(folder) / "reference.pt"
     os.environ.update(local_place(rank, nproc))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // nproc))
@@ -234,8 +202,7 @@ def judge(
         found: What the ranks found.
         failure: Why the layout could not run to its end.
     """
-    lowest = [config.train.precision, config.strategy.reduce_dtype]
-    tolerance = max(TOLERANCES[precision] for precision in lowest)
+    tolerance = tolerance_of(config)
     if failure is None:
         found = [*found, *_missing(reference, found)]
     wrong = [one for one in found if not one.relative <= tolerance]

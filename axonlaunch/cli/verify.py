@@ -13,7 +13,7 @@ from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from axonlaunch.verification import Verdict
+    from axonlaunch.verdict import Verdict
 
 HELP = "Prove that a layout computes what one process does."
 EXAMPLES = """Examples:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import layout
 from axonlaunch.launch import forkserver
-
-if TYPE_CHECKING:
-    from axonlaunch.verification import Verdict
+from axonlaunch.verdict import Verdict, tolerance_of
 
 
 def verify(
@@ -58,10 +58,24 @@ def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> 
             pool.submit(forkserver.call, context, target, config, steps, rank, folder)
             for rank in range(nproc)
         ]
-        done, _ = wait(calls, return_when=FIRST_EXCEPTION)
-        failed = [call for call in calls if call in done and call.exception() is not None]
-        if failed:
-            rank, error = calls.index(failed[0]), failed[0].exception()
-            raise RuntimeError(f"rank {rank} failed: {type(error).__name__}: {error}") from error
+        wait(calls, return_when=FIRST_EXCEPTION)
+        if any(call.done() and call.exception() for call in calls):
+            time.sleep(0.3)  # a peer's lost connection may be told before its cause
+            errors = {rank: call.exception() for rank, call in enumerate(calls) if call.done()}
+            return _failed(config, steps, errors)
         verdict: Verdict = calls[0].result()
         return verdict
+
+
+def _failed(config: RunConfig, steps: int, errors: Mapping[int, BaseException | None]) -> Verdict:
+    """Say which rank failed, of several the one that did not just lose its connection."""
+    assert config.launch.nproc != "auto"
+    failed = {rank: error for rank, error in errors.items() if error is not None}
+    rank = min(failed, key=lambda one: ("onnection" in str(failed[one]), one))
+    return Verdict(
+        passed=False,
+        layout=str(layout(config, world_size=config.launch.nproc)),
+        steps=steps,
+        tolerance=tolerance_of(config),
+        failure=f"rank {rank} failed: {type(failed[rank]).__name__}: {failed[rank]}",
+    )

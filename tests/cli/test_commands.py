@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ["train", "sample", "config", "schedule", "ls", "doctor"]
+COMMANDS = ["train", "sample", "config", "schedule", "verify", "ls", "doctor"]
 
 
 def run(folder: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:

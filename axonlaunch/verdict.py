@@ -1,0 +1,52 @@
+"""What ``verify`` found, as a plain record that a process without torch can read.
+
+It holds numbers and words; ``verification`` finds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from axonlaunch.config import RunConfig
+
+TOLERANCES = {"fp32": 1e-5, "bf16": 0.1, "fp16": 0.02}
+"""Largest relative difference that rounding explains, by ``train.precision``."""
+
+
+def tolerance_of(config: RunConfig) -> float:
+    """Return the largest relative difference that passes, by the lowest precision in use."""
+    lowest = (config.train.precision, config.strategy.reduce_dtype)
+    return max(TOLERANCES[precision] for precision in lowest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether a layout computes what one process does.
+
+    Attributes:
+        passed: Whether rounding explains every difference.
+        layout: The layout in words.
+        steps: Optimizer steps that were compared.
+        tolerance: Largest relative difference that passes.
+        max_loss_difference: Relative, over the steps.
+        max_gradient_difference: Relative, over parameters, steps and ranks.
+        max_norm_difference: Relative, of the norm of the whole gradient.
+        max_parameter_difference: Relative, after the last step.
+        worst_parameter: Where gradient or value differ most; None if nothing was compared.
+        losses: One process's, by step.
+        differences: What exceeds the tolerance, in words, the earliest first.
+        failure: Why the layout could not run; None if it did.
+    """
+
+    passed: bool
+    layout: str
+    steps: int
+    tolerance: float
+    max_loss_difference: float = 0.0
+    max_gradient_difference: float = 0.0
+    max_norm_difference: float = 0.0
+    max_parameter_difference: float = 0.0
+    worst_parameter: str | None = None
+    losses: list[float] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    failure: str | None = None

@@ -1,0 +1,69 @@
+"""``axonlaunch verify`` in real processes: what it prints and how it exits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from command import TINY, Command
+
+# A plugin that breaks the engine of every world of several ranks.
+WRONG_NORM = """
+import torch.distributed as dist
+from axonlaunch.engines import update
+
+right = update.gradient_norm
+
+def gradient_norm(parameters, *, across=None):
+    norm = right(parameters, across=across)
+    return norm * dist.get_world_size()
+
+update.gradient_norm = gradient_norm
+"""
+
+
+def verify(axonlaunch: Command, *words: str, status: int = 0) -> dict[str, Any]:
+    ran = axonlaunch("verify", *TINY, *words, "--json", status=status)
+    content: dict[str, Any] = json.loads(ran.stdout)
+    return content
+
+
+def test_it_passes_and_says_by_how_much(axonlaunch: Command) -> None:
+    told = verify(axonlaunch, "strategy=tensor", "--steps", "2")
+    assert told["passed"] is True
+    assert (told["layout"], told["steps"], told["tolerance"]) == ("tensor 2", 2, 1e-5)
+    assert 0 < told["max_gradient_difference"] < 1e-5
+    assert told["worst_parameter"]
+    assert len(told["losses"]) == 2
+    assert told["differences"] == []
+    text = axonlaunch("verify", *TINY, "strategy=tensor").stdout
+    assert text.startswith("tensor 2 beside one process, 4 steps\n")
+    assert text.endswith("passed\n")
+
+
+@pytest.mark.parametrize("backend", ["mock", "gloo"])
+def test_it_fails_and_says_where(axonlaunch: Command, backend: str) -> None:
+    (axonlaunch.folder / "wrong_norm.py").write_text(WRONG_NORM)
+    words = ["strategy=ddp", "plugins=[wrong_norm]", f"launch.backend={backend}"]
+    told = verify(axonlaunch, *words, status=1)
+    assert told["passed"] is False
+    assert told["differences"][0].startswith("step 1: gradient norm is ")
+
+
+def test_a_rank_that_fails_is_a_verdict_and_no_traceback(
+    axonlaunch: Command, faulty: list[str]
+) -> None:
+    words = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]
+    ran = axonlaunch("verify", *words, status=1)
+    assert "rank 1 failed: ValueError: the fault of a test" in ran.stdout
+    assert ran.stdout.endswith("failed\n")
+    assert "Traceback" not in ran.stdout + ran.stderr
+
+
+def test_a_wrong_configuration_is_told_as_by_train(axonlaunch: Command) -> None:
+    ran = axonlaunch("verify", "strategy=tensor", "strategy.tensor.degree=3", status=2)
+    assert ran.stderr == (
+        "error: strategy.tensor.degree=3: num_attention_heads=4 is not divisible by it; "
+        "use 1, 2 or 4\n"
+    )
