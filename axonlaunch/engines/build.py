@@ -18,6 +18,7 @@ from axonlaunch.comm.differentiable import collect_from
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, layout
+from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context import CHUNKS, ContextAxis
@@ -56,6 +57,11 @@ class _Plan:
     spec: ModelSpec
     context: ContextAxis | None = None
     owners: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a schedule computes gradients of weights apart from those of inputs."""
+        return self.shares.pipeline > 1 and SCHEDULES[self.shares.schedule].splits_backward
 
     @property
     def whole_on_host(self) -> bool:
@@ -145,6 +151,7 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             tensor.plan or plan.spec.plan(model),
             mesh=plan.mesh.device_mesh["tp"],
             sequence_parallel=tensor.sequence_parallel,
+            overlap=not plan.splits_backward,
         )
 
 

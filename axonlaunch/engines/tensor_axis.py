@@ -30,11 +30,15 @@ class TensorAxis:
     Attributes:
         mesh: Their one-dimensional mesh, on which the tree's DTensors lie.
         group: Their process group.
+        overlaps: Whether a region's layers go back together.
         computes: Whether a forward of the tree runs now, so that modules read local parameters.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, *, group: ProcessGroup | None = None, overlaps: bool = True
+    ) -> None:
         self.mesh = mesh
+        self.overlaps = overlaps
         self.group = group or ProcessGroup.from_torch(mesh.get_group())
         self.computes = False
 

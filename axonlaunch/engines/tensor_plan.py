@@ -43,6 +43,7 @@ def parallelize(
     *,
     mesh: DeviceMesh,
     sequence_parallel: bool = False,
+    overlap: bool = True,
 ) -> None:
     """Divide a module in place; every parameter is a DTensor on ``mesh`` afterwards.
 
@@ -58,13 +59,15 @@ def parallelize(
             model serves a stage.
         mesh: The tensor axis: one-dimensional, or a slice of the run's mesh, which FSDP asks for.
         sequence_parallel: Keep hidden states [B, T, H] outside of regions as parts along T.
+        overlap: Compute gradients of a region's weights while that of its input is summed; false
+            for who goes back to inputs and to weights at different times.
 
     Raises:
         ValueError: A style does not exist or does not suit, or a size is not divisible.
     """
     if mesh.ndim != 1:
         raise ValueError(f"the mesh {mesh} has {mesh.ndim} dims; pass the tensor axis alone")
-    axis = TensorAxis(mesh)
+    axis = TensorAxis(mesh, overlaps=overlap)
     modules = styled(module, plan)
     wrong = unknown_styles(plan)
     wrong += misfits(modules, degree=axis.group.size, sequence_parallel=sequence_parallel)

@@ -64,7 +64,8 @@ class Region:
         """Take the input into the region."""
         entered = enter(x, self.axis.group, sequence_parallel=self.sequence_parallel)
         # The compiler overlaps by itself; without gradients there is nothing to overlap.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        alone = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+        if self.axis.overlaps and not alone:
             self._source, self._input = x, entered
         return entered
 
