@@ -8,12 +8,15 @@ from __future__ import annotations
 import functools
 
 import pytest
-from parity import STEPS, Trained, assert_same, train
+from parity import Trained, assert_same, train
 from parity_table import BATCH, Combination, combinations, in_readme, markdown
 
-TOLERANCES = {"fp32": (1e-5, 1e-5, STEPS), "bf16": (0.02, 0.15, 1)}
-"""Of losses and parameters, and of the gradients of so many steps. bf16 has 8 bits, and FSDP also
-rounds what autocast of one process keeps in fp32.
+TOLERANCES = {
+    "fp32": {"tolerance": 1e-5},
+    "bf16": {"tolerance": 0.02, "parameters": 0.05, "gradients": 0.15, "gradient_steps": 1},
+}
+"""bf16 has 8 bits, and FSDP also rounds what autocast of one process keeps in fp32. AdamW moves an
+element by the learning rate however small its gradient, so rounding shows most in the biases.
 """
 
 
@@ -34,8 +37,7 @@ def test_it_trains_as_one_process_does(combination: Combination) -> None:
     expected = alone(tuple(combination.model_overrides), combination.precision)
     common = [*combination.model_overrides, f"train.global_batch_size={BATCH}"]
     got = train([*common, *combination.overrides], combination.layout.ranks)
-    tolerance, gradients, steps = TOLERANCES[combination.precision]
-    assert_same(got, expected, tolerance=tolerance, gradients=gradients, gradient_steps=steps)
+    assert_same(got, expected, **TOLERANCES[combination.precision])
 
 
 def test_the_readme_has_the_table() -> None:

@@ -84,6 +84,7 @@ def assert_same(
     expected: Trained,
     *,
     tolerance: float,
+    parameters: float | None = None,
     gradients: float | None = None,
     gradient_steps: int = STEPS,
 ) -> None:
@@ -92,8 +93,9 @@ def assert_same(
     Args:
         got: The one in question.
         expected: One process.
-        tolerance: Relative difference of losses, norms and parameters that passes.
-        gradients: That of gradients; None: the same.
+        tolerance: Relative difference of losses that passes.
+        parameters: That of the parameters at the end; None: the same.
+        gradients: That of gradients and their norms; None: the same.
         gradient_steps: First steps whose gradients are compared. In low precision two runs walk
             apart with the first update.
     """
@@ -108,7 +110,8 @@ def assert_same(
         usual = (squares / sum(gradient.numel() for gradient in b.values())) ** 0.5
         _assert_near(a, b, gradients or tolerance, floor=usual, what=f"step {step}: gradient")
     # Biases start at 0: what is small beside the weights' initial deviation is no difference.
-    _assert_near(got.parameters, expected.parameters, tolerance, floor=0.02, what="parameter")
+    end = (got.parameters, expected.parameters)
+    _assert_near(*end, parameters or tolerance, floor=0.02, what="parameter")
 
 
 def _assert_near(
