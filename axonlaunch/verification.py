@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from axonlaunch import data
 from axonlaunch.comm import RankFailedError, World
@@ -28,15 +28,24 @@ from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build
 from axonlaunch.models.placement import whole
-from axonlaunch.verdict import Verdict, tolerance_of
+from axonlaunch.verdict import Verdict, failed, layout_of, norm_tolerance, tolerance_of
 
 # AdamW divides by a gradient's size. Where that is nothing but rounding, as for the bias of keys,
 # which softmax ignores, the usual eps of 1e-8 would make whole steps in random directions of it.
 _LEAST_EPS = 1e-4
+_SAVED = "reference.pt"
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 # A gradient far smaller than the model's is judged beside this part of the model's usual size.
 _GRADIENT_FLOOR = 0.1
 # Biases start at 0: beside weights of about this size, what is smaller is no difference.
 _PARAMETER_FLOOR = 0.02
+
+
+class NoReferenceError(Exception):
+    """One process gives nothing to compare with."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,11 @@ class Reference:
 
 
 def alone(config: RunConfig, *, steps: int) -> Reference:
-    """Run some steps in one process, without any parallelism, on a world of one."""
+    """Run some steps in one process, without any parallelism, on a world of one.
+
+    Raises:
+        NoReferenceError: They fail, or the model draws random numbers, as no two layouts do alike.
+    """
     one = dataclasses.replace(
         config,
         strategy=type(config.strategy)(data_parallel="none"),
@@ -102,6 +115,11 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
         losses, norms, gradients = [], [], []
         for step in range(steps):
             loss, _ = engine.backward(loader.batch(step))
+            if step == 0 and _has_drawn():
+                raise NoReferenceError(
+                    "the model draws random numbers in training, and no two layouts draw alike; "
+                    "turn that off in model.arguments (nn.Dropout is off here by itself)"
+                )
             losses.append(float(loss))
             gradients.append(
                 {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
@@ -111,7 +129,15 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
             losses, norms, gradients, {n: p.detach() for n, p in engine.named_parameters()}
         )
 
-    return World.mock(1).run(run)[0]
+    try:
+        return World.mock(1).run(run)[0]
+    except RankFailedError as error:
+        cause = error.__cause__
+        if isinstance(cause, NoReferenceError):
+            raise cause from None
+        raise NoReferenceError(
+            f"one process fails, without the layout: {type(cause).__name__}: {cause}"
+        ) from error
 
 
 def compare(
@@ -149,37 +175,49 @@ def on_mock(config: RunConfig, steps: int) -> Verdict:
     assert nproc != "auto"
     import_plugins(config.plugins)
     config = _with_smooth_updates(config)
-    reference = alone(config, steps=steps)
+    try:
+        reference = alone(config, steps=steps)
+    except NoReferenceError as error:
+        return failed(config, steps, str(error))
     world = World.mock(nproc, timeout_s=config.launch.timeout_s)
     try:
         told = world.run(lambda one: compare(config, one, reference, steps=steps))
     except RankFailedError as error:
-        return judge(config, reference, [], failure=str(error))
+        return failed(config, steps, str(error))
     return judge(config, reference, [one for differences in told for one in differences])
 
 
-def on_rank(config: RunConfig, steps: int, rank: int, folder: str) -> Verdict | None:
-    """Verify a layout as one of its real ranks; rank 0 runs the one process first, and judges.
+def save_reference(config: RunConfig, steps: int, folder: str) -> Verdict | None:
+    """Run the one process for ``on_rank`` to compare with; return a verdict if it fails."""
+    import_plugins(config.plugins)
+    try:
+        reference = alone(_with_smooth_updates(config), steps=steps)
+    except NoReferenceError as error:
+        return failed(config, steps, str(error))
+    torch.save(dataclasses.asdict(reference), Path(folder) / _SAVED)
+    return None
+
+
+def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> Verdict | None:
+    """Verify a layout as one of its real ranks; rank 0 judges.
 
     Args:
         config: Checked and resolved.
         steps: Optimizer steps.
+        folder: Where the ranks meet and find what ``save_reference`` left.
         rank: Which rank this process is.
-        folder: Where the ranks meet and find what the one process computed.
     """
     nproc = config.launch.nproc
     assert nproc != "auto"
     import_plugins(config.plugins)
-    config, saved = _with_smooth_updates(config), Path(folder) / "reference.pt"
+    config = _with_smooth_updates(config)
     os.environ.update(local_place(rank, nproc))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // nproc))
-    if rank == 0:
-        torch.save(dataclasses.asdict(alone(config, steps=steps)), saved)
     store = dist.FileStore(str(Path(folder) / "store"), nproc)
     with World.init(
         backend=config.launch.backend, timeout_s=config.launch.timeout_s, store=store
     ) as world:
-        reference = Reference(**torch.load(saved))
+        reference = Reference(**torch.load(Path(folder) / _SAVED))
         told: list[list[Difference]] = [[] for _ in range(nproc)]
         dist.all_gather_object(told, compare(config, world, reference, steps=steps))
     if rank:
@@ -191,8 +229,6 @@ def judge(
     config: RunConfig,
     reference: Reference,
     found: list[Difference],
-    *,
-    failure: str | None = None,
 ) -> Verdict:
     """Decide whether rounding explains what all ranks found.
 
@@ -200,22 +236,20 @@ def judge(
         config: The layout's.
         reference: What one process computed.
         found: What the ranks found.
-        failure: Why the layout could not run to its end.
     """
     tolerance = tolerance_of(config)
-    if failure is None:
-        found = [*found, *_missing(reference, found)]
-    wrong = [one for one in found if not one.relative <= tolerance]
+    found = [*found, *_missing(reference, found)]
+    passing = dict.fromkeys(_ORDER, tolerance) | {"norm": norm_tolerance(tolerance)}
+    wrong = [one for one in found if not one.relative <= passing[one.kind]]
     wrong.sort(key=lambda one: (one.step, _ORDER.index(one.kind)))
     worst = {
         kind: max((one for one in found if one.kind == kind), key=_size, default=None)
         for kind in _ORDER
     }
     names = [one for one in (worst["gradient"], worst["parameter"]) if one is not None]
-    assert config.launch.nproc != "auto"
     return Verdict(
-        passed=not wrong and failure is None,
-        layout=str(layout(config, world_size=config.launch.nproc)),
+        passed=not wrong,
+        layout=layout_of(config),
         steps=len(reference.losses),
         tolerance=tolerance,
         max_loss_difference=_size(worst["loss"]),
@@ -225,7 +259,6 @@ def judge(
         worst_parameter=max(names, key=_size).name if names else None,
         losses=reference.losses,
         differences=list(dict.fromkeys(str(one) for one in wrong)),
-        failure=failure,
     )
 
 
@@ -246,7 +279,24 @@ def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     shares = layout(config, world_size=world.world_size)
     dataset = data.build(config.data)
     loader = rank_loader(config, dataset, shares=shares, rank=world.rank)
-    return build(config, world, sample=sample_inputs(dataset)), loader
+    engine = build(config, world, sample=sample_inputs(dataset))
+    _drop_nothing(engine.modules)
+    return engine, loader
+
+
+def _drop_nothing(modules: Iterable[nn.Module]) -> None:
+    """Turn dropout off: every layout draws it for other elements."""
+    for module in (one for whole_module in modules for one in whole_module.modules()):
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+
+
+def _has_drawn() -> bool:
+    """Return whether a random number was drawn on the CPU since the generator was seeded."""
+    fresh = torch.Generator().manual_seed(torch.initial_seed())
+    return not torch.equal(fresh.get_state(), torch.get_rng_state())
 
 
 def _with_smooth_updates(config: RunConfig) -> RunConfig:

@@ -61,6 +61,8 @@ def command(
 def _show(verdict: Verdict, console: Console) -> None:
     from rich.table import Table
 
+    from axonlaunch.verdict import norm_tolerance
+
     steps = "1 step" if verdict.steps == 1 else f"{verdict.steps} steps"
     console.print(f"{verdict.layout} beside one process, {steps}", markup=False)
     if verdict.failure is None:
@@ -68,13 +70,14 @@ def _show(verdict: Verdict, console: Console) -> None:
         table.add_column("")
         table.add_column("largest difference", justify="right")
         table.add_column("tolerance", justify="right")
-        for name, value in (
-            ("losses", verdict.max_loss_difference),
-            ("gradients", verdict.max_gradient_difference),
-            ("gradient norms", verdict.max_norm_difference),
-            ("parameters", verdict.max_parameter_difference),
+        tolerance = verdict.tolerance
+        for name, value, passing in (
+            ("losses", verdict.max_loss_difference, tolerance),
+            ("gradients", verdict.max_gradient_difference, tolerance),
+            ("gradient norms", verdict.max_norm_difference, norm_tolerance(tolerance)),
+            ("parameters", verdict.max_parameter_difference, tolerance),
         ):
-            table.add_row(name, f"{value:.1e}", f"{verdict.tolerance:.0e}")
+            table.add_row(name, f"{value:.1e}", f"{passing:.0e}")
         console.print(table)
         console.print(f"worst parameter  {verdict.worst_parameter}", markup=False)
     else:

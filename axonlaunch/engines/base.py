@@ -36,6 +36,8 @@ class Engine(Protocol):
 
     step: int
     num_parameters: int
+    modules: tuple[nn.Module, ...]
+    """This rank's part of the model, a module for each pipeline stage."""
 
     def train_step(self, batch: Batch) -> StepResult:
         """Run every micro-batch and update: ``backward``, then ``update``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -35,31 +34,25 @@ def diagnose(run_folder: Path) -> dict[str, Any]:
 
 
 def _try_processes(context: ForkServerContext, backend: str, ranks: int) -> dict[str, Any]:
-    target = "axonlaunch.diagnosis:try_rank"
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(ranks) as pool:
+    with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        calls = [
-            pool.submit(forkserver.call, context, target, backend, rank, ranks, store)
-            for rank in range(ranks)
-        ]
-        return _verdict([_outcome(call) for call in calls], ranks, started)
+        calls = [(backend, rank, ranks, store) for rank in range(ranks)]
+        return _try(context, "axonlaunch.diagnosis:try_rank", calls, ranks)
 
 
 def _try_mock(context: ForkServerContext) -> dict[str, Any]:
+    return _try(context, "axonlaunch.diagnosis:try_mock", [(2,)], 2)
+
+
+def _try(
+    context: ForkServerContext, target: str, calls: list[tuple[Any, ...]], ranks: int
+) -> dict[str, Any]:
     started = time.perf_counter()
     try:
-        answers: list[Any] = [forkserver.call(context, "axonlaunch.diagnosis:try_mock", 2)]
-    except Exception as error:  # whatever fails is the diagnosis
-        answers = [error]
-    return _verdict(answers, 2, started)
-
-
-def _outcome(call: Any) -> Any:
-    try:
-        return call.result()
-    except Exception as error:  # whatever fails is the diagnosis
-        return error
+        answers = forkserver.call_together(context, target, calls)
+    except forkserver.CallsFailedError as error:
+        answers = [*error.errors.values()]
+    return _verdict(answers, ranks, started)
 
 
 def _verdict(answers: list[Any], ranks: int, started: float) -> dict[str, Any]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from axonlaunch.registry import load
+
+_GRACE_S = 0.3
 
 
 @contextmanager
@@ -79,23 +81,89 @@ def call(context: ForkServerContext, target: str, *args: Any) -> Any:
         Exception: What the function raised.
         RuntimeError: The process died without an answer.
     """
-    ours, theirs = context.Pipe(duplex=False)
-    process = fork(context, "axonlaunch.launch.forkserver:answer", theirs, target, args)
-    theirs.close()
     try:
-        kind, content = ours.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"{target} died with status {process.exitcode}") from None
-    except BaseException:
-        process.kill()
-        raise
+        [result] = call_together(context, target, [args])
+    except CallsFailedError as error:
+        raise error.errors[0] from None
+    return result
+
+
+class CallsFailedError(Exception):
+    """Of calls that depend on each other some failed; the others were ended.
+
+    Attributes:
+        errors: What each that failed raised, by its index.
+    """
+
+    def __init__(self, errors: dict[int, Exception]) -> None:
+        super().__init__("; ".join(f"call {index}: {error}" for index, error in errors.items()))
+        self.errors = errors
+
+
+def call_together(
+    context: ForkServerContext, target: str, arguments: Sequence[tuple[Any, ...]]
+) -> list[Any]:
+    """Run ``"module:function"`` in a forked process for each arguments, all at once.
+
+    Returns:
+        What each returned.
+
+    Raises:
+        CallsFailedError: One raised, or died without an answer.
+    """
+    calls = [_Call(context, target, args) for args in arguments]
+    errors: dict[int, Exception] = {}
+    try:
+        pending = {one.connection: index for index, one in enumerate(calls)}
+        while pending:
+            # After one failed the others soon tell what it did to them: which is the cause is for
+            # the caller to find.
+            ready = wait([*pending], timeout=_GRACE_S if errors else None)
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                index = pending.pop(connection)
+                if (error := calls[index].receive()) is not None:
+                    errors[index] = error
     finally:
-        ours.close()
-    process.join()
-    if kind == "raised":
-        raise content
-    return content
+        for one in calls:
+            one.end()
+    if errors:
+        raise CallsFailedError(errors)
+    return [one.result for one in calls]
+
+
+class _Call:
+    """A function that runs in a forked process."""
+
+    def __init__(self, context: ForkServerContext, target: str, args: tuple[Any, ...]) -> None:
+        self.result: Any = None
+        self._target = target
+        self.connection, theirs = context.Pipe(duplex=False)
+        self._process = fork(context, "axonlaunch.launch.forkserver:answer", theirs, target, args)
+        theirs.close()
+
+    def receive(self) -> Exception | None:
+        """Take what the function returned or raised; return the latter."""
+        try:
+            kind, content = self.connection.recv()
+        except EOFError:
+            self._process.join()
+            status = self._process.exitcode
+            return RuntimeError(f"{self._target} died with status {status}")
+        self._process.join()
+        if kind == "raised":
+            assert isinstance(content, Exception)
+            return content
+        self.result = content
+        return None
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
 
 
 def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:

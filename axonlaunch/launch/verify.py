@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout
 from axonlaunch.launch import forkserver
-from axonlaunch.verdict import Verdict, tolerance_of
+from axonlaunch.verdict import Verdict, failed
 
 
 def verify(
@@ -51,31 +48,20 @@ def verify(
 
 def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> Verdict:
     assert config.launch.nproc != "auto"
-    nproc = config.launch.nproc
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(nproc) as pool:
-        target = "axonlaunch.verification:on_rank"
-        calls: list[Future[Any]] = [
-            pool.submit(forkserver.call, context, target, config, steps, rank, folder)
-            for rank in range(nproc)
-        ]
-        wait(calls, return_when=FIRST_EXCEPTION)
-        if any(call.done() and call.exception() for call in calls):
-            time.sleep(0.3)  # a peer's lost connection may be told before its cause
-            errors = {rank: call.exception() for rank, call in enumerate(calls) if call.done()}
-            return _failed(config, steps, errors)
-        verdict: Verdict = calls[0].result()
-        return verdict
+    with tempfile.TemporaryDirectory() as folder:
+        run = "axonlaunch.verification:"
+        given = (config, steps, folder)
+        if (no_reference := forkserver.call(context, f"{run}save_reference", *given)) is not None:
+            return cast("Verdict", no_reference)
+        ranks = [(*given, rank) for rank in range(config.launch.nproc)]
+        try:
+            verdict, *_ = forkserver.call_together(context, f"{run}on_rank", ranks)
+        except forkserver.CallsFailedError as error:
+            return failed(config, steps, _who(error.errors))
+        return cast("Verdict", verdict)
 
 
-def _failed(config: RunConfig, steps: int, errors: Mapping[int, BaseException | None]) -> Verdict:
+def _who(errors: Mapping[int, Exception]) -> str:
     """Say which rank failed, of several the one that did not just lose its connection."""
-    assert config.launch.nproc != "auto"
-    failed = {rank: error for rank, error in errors.items() if error is not None}
-    rank = min(failed, key=lambda one: ("onnection" in str(failed[one]), one))
-    return Verdict(
-        passed=False,
-        layout=str(layout(config, world_size=config.launch.nproc)),
-        steps=steps,
-        tolerance=tolerance_of(config),
-        failure=f"rank {rank} failed: {type(failed[rank]).__name__}: {failed[rank]}",
-    )
+    rank = min(errors, key=lambda one: ("onnection" in str(errors[one]), one))
+    return f"rank {rank} failed: {type(errors[rank]).__name__}: {errors[rank]}"

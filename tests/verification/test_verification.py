@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity_table import MODELS
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from axonlaunch import config, verification
 from axonlaunch.comm import ProcessGroup
@@ -259,6 +261,47 @@ def test_a_layout_that_fails_to_run_is_no_pass(monkeypatch: Patch) -> None:
     verdict = verify(PIPELINE)
     assert not verdict.passed
     assert "out of luck" in str(verdict.failure)
+
+
+class Noisy(nn.Linear):
+    """Draws in its forward what no switch turns off."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return functional.dropout(super().forward(inputs), 0.5, self.training)
+
+
+class Broken(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise ValueError("the model itself is wrong")
+
+
+@pytest.mark.parametrize(
+    ("layer", "failure"),
+    [
+        (Noisy, "the model draws random numbers in training"),
+        (Broken, "one process fails, without the layout: ValueError: the model itself is wrong"),
+    ],
+)
+def test_a_model_with_no_reference_is_no_pass(
+    layer: type[nn.Linear], failure: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setitem(MODELS, "user", [f"model.target={__name__}:user", "data=digits"])
+    monkeypatch.setattr(sys.modules[__name__], "LAYER", layer)
+    verdict = verify(["model=custom", *ONE_BY_ONE], model="user")
+    assert not verdict.passed
+    assert failure in str(verdict.failure)
+
+
+LAYER: type[nn.Linear] = nn.Linear
+
+
+def user() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), LAYER(784, 16), nn.Dropout(0.5), nn.Linear(16, 10))
+
+
+def test_dropout_is_off_for_every_layout_would_drop_others(monkeypatch: Patch) -> None:
+    monkeypatch.setitem(MODELS, "user", [f"model.target={__name__}:user", "data=digits"])
+    assert verify(["model=custom", *ONE_BY_ONE], model="user").passed
 
 
 def test_a_number_that_is_none_is_a_difference() -> None:
