@@ -13,7 +13,7 @@ from axonlaunch.config import Problem, RunConfig
 from axonlaunch.config.layout import stages_per_rank
 from axonlaunch.config.problem import one_of
 from axonlaunch.engines.context import CHUNKS
-from axonlaunch.engines.pipeline_split import block_names, cuttable
+from axonlaunch.engines.pipeline_split import block_names, cuttable, kept_everywhere, missing_ends
 from axonlaunch.engines.tensor_plan import problems as plan_problems
 from axonlaunch.engines.tensor_styles import styled
 from axonlaunch.engines.tied import tied_names
@@ -48,7 +48,8 @@ def _undivided_length(config: RunConfig) -> Iterator[Problem]:
         sharers.append(f"strategy.tensor.degree={strategy.tensor.degree}")
     if isinstance(length, int) and length % pieces:
         near = -(-length // pieces) * pieces
-        message = f"{' and '.join(sharers)} need a multiple of {pieces}; use {near}"
+        needs = "needs" if len(sharers) == 1 else "need"
+        message = f"{' and '.join(sharers)} {needs} a multiple of {pieces}; use {near}"
         yield Problem("data.sequence_length", message, length)
 
 
@@ -104,6 +105,15 @@ def pipeline_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> I
         )
         yield Problem("strategy.pipeline.degree", message, pipeline.degree)
         return
+    if missing := missing_ends(spec, model):
+        held = ", ".join(name for name, _ in model.named_children())
+        message = f"{type(model).__name__} has no such attribute; at its top it has {held}"
+        yield Problem("model.ends", message, one_of(missing))
+        return
+    if kept := kept_everywhere(spec, model):
+        shown = ", ".join([*kept[:4], "..."] if len(kept) > 4 else kept)
+        message = f"every stage would train its own {shown}; name what holds it among the ends"
+        yield Problem("model.ends", message)
     per_rank = stages_per_rank(config.strategy)
     stages, blocks = pipeline.degree * per_rank, len(block_names(spec, model))
     if blocks < stages:

@@ -57,8 +57,9 @@ def parts(counts: Sequence[int]) -> list[Part]:
 
 
 def cuttable(spec: ModelSpec, model: nn.Module) -> bool:
-    """Say whether a model can be cut: it names its ends, or is a plain sequence."""
-    return spec.ends is not None or type(model) is nn.Sequential
+    """Say whether a model can be cut: it names blocks and ends, or is a plain sequence."""
+    named = spec.layers is not None and spec.ends is not None
+    return named or type(model) is nn.Sequential
 
 
 def block_names(spec: ModelSpec, model: nn.Module) -> list[str]:
@@ -66,6 +67,22 @@ def block_names(spec: ModelSpec, model: nn.Module) -> list[str]:
     if spec.layers is None and type(model) is nn.Sequential:
         return [name for name, _ in model.named_children()]
     return list(spec.blocks(model))
+
+
+def missing_ends(spec: ModelSpec, model: nn.Module) -> list[str]:
+    """Return names among a model's ends that it has no attribute of."""
+    return [name for end in spec.ends or () for name in end if not hasattr(model, name)]
+
+
+def kept_everywhere(spec: ModelSpec, model: nn.Module) -> list[str]:
+    """Return trained parameters outside of blocks and ends: every stage would move its own."""
+    homes = {*block_names(spec, model), *itertools.chain(*spec.ends or ())}
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and homes.isdisjoint(itertools.accumulate(name.split("."), "{}.{}".format))
+    ]
 
 
 def cut(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
@@ -143,11 +160,12 @@ def stage_counts(
         bytes_of(model.get_submodule(name).parameters(), saved[index + 1])
         for index, name in enumerate(names)
     ]
-    ends = [
-        bytes_of((p for name in end for p in getattr(model, name).parameters()), saved[place])
+    named = dict(model.named_parameters(remove_duplicate=False))
+    first, last = (
+        bytes_of((p for name, p in named.items() if name.split(".")[0] in end), saved[place])
         for end, place in zip(spec.ends or ((), ()), (0, -1), strict=True)
-    ]
-    return balanced(costs, num_stages=num_stages, first=ends[0], last=ends[1])
+    )
+    return balanced(costs, num_stages=num_stages, first=first, last=last)
 
 
 def _saved_bytes(model: nn.Module, names: Sequence[str], sample: Tensor) -> list[int]:

@@ -10,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from axonlaunch.config import load
 from axonlaunch.config.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
+from axonlaunch.division import pipeline_problems
 from axonlaunch.engines.pipeline_split import (
     balanced,
     block_names,
     cut,
     cuttable,
+    kept_everywhere,
     parts,
     stage_counts,
 )
@@ -68,6 +71,73 @@ def test_a_plain_sequence_is_cut_between_its_modules_and_keeps_its_names() -> No
 def test_a_model_that_names_no_ends_can_t_be_cut() -> None:
     model = nn.Linear(2, 2)
     assert not cuttable(ModelSpec(build=lambda _: model, loss=cross_entropy_sum), model)
+
+
+class Scaled(nn.Module):
+    """Blocks between an embedding and a head, and a parameter of its own in front of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.embed is None else self.embed(x)
+        for layer in self.layers:
+            x = x if layer is None else layer(x)
+        return x if self.head is None else self.head(x * self.scale)
+
+
+def spec_of(*ends: tuple[str, ...]) -> ModelSpec:
+    first, last = ends
+    return ModelSpec(
+        build=lambda _: Scaled(), loss=cross_entropy_sum, layers="layers", ends=(first, last)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        ((("embed",), ("scale", "head")), []),
+        (
+            (("embed",), ("scales", "head")),
+            [
+                "model.ends=scales: Scaled has no such attribute; "
+                "at its top it has embed, layers, head"
+            ],
+        ),
+        (
+            (("embed",), ("head",)),
+            [
+                "model.ends: every stage would train its own scale; "
+                "name what holds it among the ends"
+            ],
+        ),
+    ],
+)
+def test_ends_that_are_missing_or_leave_something_out_are_told(
+    ends: tuple[tuple[str, ...], ...], told: list[str]
+) -> None:
+    config = load(["strategy=pipeline", "launch.nproc=2"])
+    problems = pipeline_problems(config, spec_of(*ends), Scaled())
+    assert [str(problem) for problem in problems] == told
+
+
+def test_what_stands_around_the_blocks_of_a_sequence_is_not_kept_by_every_stage() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    spec = ModelSpec(build=lambda _: model, loss=cross_entropy_sum, layers="1")
+    assert kept_everywhere(spec, model) == ["0.weight"]
+
+
+def test_a_parameter_may_be_an_end() -> None:
+    spec = spec_of(("embed",), ("scale", "head"))
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    assert stage_counts(spec, Scaled(), num_stages=2, sample=tokens, in_flight=2) == [1, 1]
+    first, last = (cut(spec, Scaled(), part) for part in parts([1, 1]))
+    assert first.scale is None
+    assert last(first(tokens)).shape == (1, 3, 8)
 
 
 @given(
