@@ -276,6 +276,11 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 def _laid_out(tensor: Tensor) -> Tensor:
     """Return a tensor with the strides of its shape; torch compares them, also of one-row dims."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"a stage of the pipeline returned {type(tensor).__name__}; stages pass one tensor "
+            "on: return one, or cut elsewhere by strategy.pipeline.split"
+        )
     if tensor.stride() == torch.empty(tensor.shape, device="meta").stride():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

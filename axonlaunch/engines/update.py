@@ -33,7 +33,8 @@ class Update:
         self.optimizers = self._build(config)
 
     def _build(self, config: OptimizerConfig) -> list[Optimizer]:
-        return [build_optimizer(config, self.tensors.values())]
+        # A pipeline stage may hold nothing that is trained.
+        return [build_optimizer(config, self.tensors.values())] if self.tensors else []
 
     def collect_gradients(self) -> None:
         """Bring gradients to where the update reads them; whole parameters have them already."""

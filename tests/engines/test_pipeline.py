@@ -54,6 +54,19 @@ def test_it_computes_what_one_process_does(schedule: str, ranks: int) -> None:
     World.mock(ranks).run(run)
 
 
+def test_a_stage_that_gives_no_single_tensor_is_told() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x
+
+    def run(world: World) -> None:
+        pipeline = Pipeline.from_modules([Two(), *modules(1)], microbatches=2)
+        pipeline.step(*batch(), loss=loss)
+
+    with pytest.raises(RankFailedError, match="returned tuple; stages pass one tensor on"):
+        World.mock(2).run(run)
+
+
 def test_a_group_of_the_world_is_a_pipeline_of_its_own() -> None:
     def run(world: World) -> tuple[float, int]:
         mesh = world.mesh(pp=2, dp_replicate=2)

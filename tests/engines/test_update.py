@@ -187,3 +187,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
         return result.skipped, same, scale == 32768.0
 
     assert World.mock(2).run(run) == [(True, True, True)] * 2
+
+
+def test_a_stage_without_parameters_has_nothing_to_update() -> None:
+    update = Update(AdamWConfig(), {})
+    assert update.state_dict() == {}
+    assert float(update.clip_gradients(1.0)) == 0
+    update.apply(learning_rate=1.0)
