@@ -56,8 +56,7 @@ def styled(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
     """Return every module of a tree, parents first, with what a plan says of it."""
     found: dict[str, Styled] = {}
     for name, submodule in module.named_modules():
-        names = [name, *_own_parameters(name, submodule)]
-        pattern = next((p for p in plan if any(fnmatchcase(n, p) for n in names)), "")
+        pattern = next((p for p in plan if _matches(p, name, submodule)), "")
         style = plan.get(pattern)
         parent = found.get(name.rpartition(".")[0]) if name else None
         nested = parent is not None and parent.in_region
@@ -120,12 +119,19 @@ def misfits(
     return found
 
 
+def _matches(pattern: str, name: str, module: nn.Module) -> bool:
+    return any(fnmatchcase(one, pattern) for one in (name, *_own_parameters(name, module)))
+
+
 def _own_parameters(name: str, module: nn.Module) -> list[str]:
     return [f"{name}.{key}" if name else key for key in module._parameters]
 
 
 def _matches_nothing(pattern: str, modules: list[Styled]) -> str:
-    """Name what was probably meant, numbers written as the pattern would write them."""
+    """Name what came before it, or was probably meant, numbers written as a pattern has them."""
+    for one in modules:
+        if _matches(pattern, one.name, one.module):
+            return f"{one.pattern} stands before it and matches {one.name} too; put this one first"
     names = {re.sub(r"\b\d+\b", "*", one.name) for one in modules if one.name}
     close = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.6)
     if not close:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
 from axonlaunch.config.model import MLPConfig
-from axonlaunch.engines.tensor_plan import parallelize
+from axonlaunch.engines.tensor_plan import parallelize, problems
 from axonlaunch.models.build import build, construct, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 
@@ -338,6 +338,15 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_changes() -> None:
             parallelize(model, {}, mesh=square)
 
     on_ranks(2, rank)
+
+
+def test_a_pattern_behind_a_wider_one_is_told_to_go_first() -> None:
+    plan = {"layers.*": "region", "layers.*.mlp.up_proj": "column"}
+    model = build(GPT)
+    wrong = dict(problems(model, plan, degree=2, sequence_parallel=False))
+    assert wrong["layers.*.mlp.up_proj"] == (
+        "layers.* stands before it and matches layers.0.mlp.up_proj too; put this one first"
+    )
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
