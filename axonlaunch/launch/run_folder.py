@@ -85,8 +85,11 @@ def free_name(name: str) -> str:
 def default_name(config: RunConfig) -> str:
     """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
     assert config.launch.nproc != "auto"
-    kind = layout(config, world_size=config.launch.nproc).data_parallel
-    return f"{config.model.name}-{'single' if kind == 'none' else kind}"
+    shares = layout(config, world_size=config.launch.nproc)
+    degrees = {"context": shares.context, "tensor": shares.tensor, "pipeline": shares.pipeline}
+    kinds: list[str] = [] if shares.data_parallel == "none" else [shares.data_parallel]
+    kinds += [axis for axis, degree in degrees.items() if degree > 1]
+    return "-".join([config.model.name, *(kinds or ["single"])])
 
 
 def _refuse_overwriting(config: RunConfig) -> None:

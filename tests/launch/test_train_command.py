@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from command import TINY, Command, wait_for
 
+from axonlaunch import config as configuration
+from axonlaunch.config.layout import resolved
+from axonlaunch.launch.run_folder import default_name
+
 LINE = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "peak_memory_bytes"}
 
 
@@ -63,6 +67,20 @@ def test_an_unnamed_run_never_writes_into_another(axonlaunch: Command) -> None:
     axonlaunch.train("train.steps=1", "strategy=single")
     names = sorted(path.name for path in (axonlaunch.folder / "runs").iterdir())
     assert names == ["gpt-single", "gpt-single-2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["strategy=single"], "gpt-single"),
+        (["strategy=fsdp"], "gpt-fsdp"),
+        (["strategy=pipeline", "launch.nproc=2"], "gpt-pipeline"),
+        (["strategy=hybrid", "launch.nproc=8"], "gpt-fsdp-tensor-pipeline"),
+    ],
+)
+def test_an_unnamed_run_is_named_after_its_layout(overrides: list[str], name: str) -> None:
+    config = resolved(configuration.load(overrides), accelerators=0)
+    assert default_name(config) == name
 
 
 def test_a_sweep_runs_one_after_another_each_in_its_own_folder(axonlaunch: Command) -> None:
