@@ -76,8 +76,7 @@ def broken_rounds(config: RunConfig, *, world_size: int) -> Iterator[Problem]:
     degree, per_rank = pipeline.degree, shares.stages_per_rank
     asked = pipeline.microbatches
     if asked != "auto" and shares.micro_batches % asked:
-        message = f"a rank has {shares.micro_batches} a step; use {divisors(shares.micro_batches)}"
-        yield Problem("strategy.pipeline.microbatches", message, asked)
+        yield _rounds_problem(config, shares, f"a rank has {shares.micro_batches} a step")
         return
     if rule.fits(shares.round_microbatches, degree=degree, stages_per_rank=per_rank):
         return

@@ -102,7 +102,8 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if train.global_batch_size % ranks:
         nearest = max(1, round(train.global_batch_size / ranks)) * ranks
         counts = divisors(train.global_batch_size)
-        message = f"{ranks} ranks can't share it evenly; use {nearest}, or {counts} ranks"
+        who = "ranks" if ranks == world_size else "data-parallel ranks"
+        message = f"{ranks} {who} can't share it evenly; use {nearest}, or {counts} {who}"
         yield Problem("train.global_batch_size", message, train.global_batch_size)
         return
     share = train.global_batch_size // ranks

@@ -391,6 +391,12 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
+        "strategy=hybrid launch.nproc=8 train.global_batch_size=7",
+        [
+            "train.global_batch_size=7: 2 data-parallel ranks can't share it evenly; use 8, or 1 or 7 data-parallel ranks",
+        ],
+    ),
+    (
         "launch.nproc=4 train.micro_batch_size=3 train.global_batch_size=32",
         [
             "train.micro_batch_size=3: a rank's share of the global batch is 8 samples; use 1, 2, 4 or 8",
@@ -828,7 +834,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "strategy=pipeline launch.nproc=2 strategy.pipeline.microbatches=3",
         [
-            "strategy.pipeline.microbatches=3: a rank has 4 a step; use 1, 2 or 4",
+            "strategy.pipeline.microbatches=3: a rank has 4 a step; use 2 or 4",
         ],
     ),
     (
