@@ -11,10 +11,12 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from axonlaunch import data
 from axonlaunch.comm import RankFailedError, World
@@ -104,14 +106,14 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
     Raises:
         NoReferenceError: They fail, or the model draws random numbers, as no two layouts do alike.
     """
-    one = dataclasses.replace(
-        config,
-        strategy=type(config.strategy)(data_parallel="none"),
-        train=dataclasses.replace(config.train, micro_batch_size="auto"),
-    )
+    assert config.launch.nproc != "auto"
+    shares = layout(config, world_size=config.launch.nproc)
 
     def run(world: World) -> Reference:
-        engine, loader = _engine(one, world)
+        engine, loader = _engine(_in_one_process(config, micro_batch_size="auto"), world)
+        if _mixes_samples(engine.modules):
+            same = _in_one_process(config, micro_batch_size=shares.micro_batch_size)
+            engine, loader = _engine(same, world)
         losses, norms, gradients = [], [], []
         for step in range(steps):
             loss, _ = engine.backward(loader.batch(step))
@@ -282,6 +284,19 @@ def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     engine = build(config, world, sample=sample_inputs(dataset))
     _drop_nothing(engine.modules)
     return engine, loader
+
+
+def _in_one_process(config: RunConfig, *, micro_batch_size: int | Literal["auto"]) -> RunConfig:
+    return dataclasses.replace(
+        config,
+        strategy=type(config.strategy)(data_parallel="none"),
+        train=dataclasses.replace(config.train, micro_batch_size=micro_batch_size),
+    )
+
+
+def _mixes_samples(modules: Iterable[nn.Module]) -> bool:
+    """Say whether a sample's output depends on what else is in its micro-batch."""
+    return any(isinstance(part, _BatchNorm) for whole in modules for part in whole.modules())
 
 
 def _drop_nothing(modules: Iterable[nn.Module]) -> None:

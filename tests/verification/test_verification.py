@@ -304,6 +304,18 @@ def test_dropout_is_off_for_every_layout_would_drop_others(monkeypatch: Patch) -
     assert verify(["model=custom", *ONE_BY_ONE], model="user").passed
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10)
+    )
+
+
+@pytest.mark.parametrize("overrides", [PIPELINE, ONE_BY_ONE], ids=" ".join)
+def test_batch_norm_sees_the_same_micro_batches(overrides: list[str], monkeypatch: Patch) -> None:
+    monkeypatch.setitem(MODELS, "user", [f"model.target={__name__}:normed", "data=digits"])
+    assert verify(["model=custom", *overrides], model="user").passed
+
+
 def test_a_number_that_is_none_is_a_difference() -> None:
     one = verification._of_number(0, "loss", float("nan"), 1.0)
     assert one.relative == float("inf")
