@@ -49,10 +49,11 @@ def command(
         raise ConfigError(problems)
     shares = layout(config, world_size=config.launch.nproc)
 
-    from axonlaunch.engines import pipeline_plot  # torch, from here on
-
     if plot is not None:
-        pipeline_plot.check_plot(plot)
+        from axonlaunch.engines.picture import check_plot
+
+        check_plot(plot)
+    from axonlaunch.engines import pipeline_plot  # torch, from here on
     from axonlaunch.engines.pipeline_schedule import PipelineSchedule
     from axonlaunch.engines.pipeline_timeline import PipelineMemoryStats, timeline
 

@@ -30,12 +30,15 @@ class Backend(StrEnum):
     def of_torch(cls, name: str) -> Backend:
         """Return what carries the bytes under a torch backend's name.
 
+        torch's own ``fake`` backend, one rank alone in a world of any size, passes for the mock
+        world: CPU tensors that never leave the process.
+
         Raises:
             ValueError: It is none of ours.
         """
         if "nccl" in name.split(",")[-1].split(":"):
             return cls.NCCL
-        return cls(name)
+        return cls.MOCK if name == "fake" else cls(name)
 
 
 class ReduceOp(Enum):

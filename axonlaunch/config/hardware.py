@@ -1,24 +1,56 @@
-"""What one device of a kind has and can do, as its maker publishes it.
+"""What one device of a kind has and can do, and how it reaches the others, as published.
 
-It holds figures; nothing here is measured on this machine.
+It holds figures; nothing here is measured on this machine. A figure that nobody published is null,
+and whoever needs it refuses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """One device, and how it reaches its neighbours."""
+    """One device, its node and the network between nodes; rates count one direction."""
 
     name: str
     """name of the device"""
     memory_gib: float | None = field(default=None, metadata={"above": 0})
-    """memory of one device, GiB; null: this machine's memory shared among its ranks"""
+    """memory of one device as torch reports it, GiB; null: this machine's memory shared among its
+    ranks
+    """
+    fp32_tflops: float | None = field(default=None, metadata={"above": 0})
+    """fp32 peak of matrix products as torch does them by default, without TF32, TFLOP/s"""
+    tf32_tflops: float | None = field(default=None, metadata={"above": 0})
+    """dense TF32 matrix peak, TFLOP/s, without sparsity"""
+    fp16_tflops: float | None = field(default=None, metadata={"above": 0})
+    """dense fp16 matrix peak, TFLOP/s, without sparsity"""
     bf16_tflops: float | None = field(default=None, metadata={"above": 0})
     """dense bf16 matrix peak, TFLOP/s, without sparsity; null: not published"""
+    matrix_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    """share of the matrix peak that the best shapes of products reach"""
+    attention_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    """share of the matrix peak that fused attention reaches on long sequences"""
+    multiprocessors: int | None = field(default=None, metadata={"min": 1})
+    """streaming multiprocessors or compute units: tiles of a product that run side by side"""
     memory_bandwidth_gb_s: float | None = field(default=None, metadata={"above": 0})
     """device memory bandwidth, GB/s (1e9)"""
+    memory_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    """share of the memory bandwidth that long kernels reach"""
+    devices_per_node: int | None = field(default=None, metadata={"min": 1})
+    """devices of a node"""
+    link: Literal["nvlink", "xgmi", "pcie"] | None = None
+    """what joins the devices of a node"""
     link_gb_s: float | None = field(default=None, metadata={"above": 0})
-    """bandwidth to the other devices of its node, one direction, GB/s (1e9)"""
+    """bandwidth of a device to the others of its node, one direction, GB/s (1e9)"""
+    link_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    """share of the link's bandwidth that collectives reach"""
+    link_latency_us: float | None = field(default=None, metadata={"above": 0})
+    """time of one step of a collective inside a node, microseconds"""
+    network_gb_s: float | None = field(default=None, metadata={"above": 0})
+    """bandwidth between nodes for each device, one direction, GB/s (1e9)"""
+    network_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    """share of the network's bandwidth that collectives reach"""
+    network_latency_us: float | None = field(default=None, metadata={"above": 0})
+    """time of one step of a collective between nodes, microseconds"""

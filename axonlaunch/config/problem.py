@@ -34,8 +34,11 @@ class ConfigError(ValueError):
     """A configuration that can't be run; ``problems`` holds every reason."""
 
     def __init__(self, problems: list[Problem]) -> None:
+        super().__init__(problems)  # also what it is pickled as
         self.problems = problems
-        super().__init__("\n".join(str(problem) for problem in problems))
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
 
 
 def plain(value: Any) -> str:

@@ -6,9 +6,11 @@ replication: each takes what the one before left, and none knows of the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ from axonlaunch.engines.optimizer import learning_rate
 from axonlaunch.engines.passes import Loss, Passes, PipelinePasses, WholePasses
 from axonlaunch.engines.pipeline import Pipeline
 from axonlaunch.engines.pipeline_schedule import PipelineSchedule
-from axonlaunch.engines.pipeline_split import cut, parts, stage_counts
+from axonlaunch.engines.pipeline_split import Part, cut, parts, stage_counts
 from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded_policy
 from axonlaunch.engines.tensor_loss import vocab_parallel_cross_entropy_sum
 from axonlaunch.engines.tensor_plan import has_divided_logits, parallelize
@@ -40,6 +42,26 @@ from axonlaunch.engines.update import Update
 from axonlaunch.engines.zero1 import ShardedUpdate
 from axonlaunch.models.build import construct, spec_for, start
 from axonlaunch.models.spec import ModelSpec
+
+Boundaries = Callable[[nn.Module, Sequence[Part]], Mapping[int, tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where modules and their storage come from; another one builds an engine without bytes.
+
+    Attributes:
+        construct: As ``models.build.construct``.
+        start: As ``models.build.start``.
+        storing: What surrounds whatever allocates storage.
+        boundaries: Whole model, divided as a stage is, and all stages, to what each stage takes
+            and gives of a micro-batch; None: a micro-batch is passed through the ranks to see.
+    """
+
+    construct: Callable[..., nn.Module] = construct
+    start: Callable[..., None] = start
+    storing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    boundaries: Boundaries | None = None
 
 
 @dataclass
@@ -55,6 +77,7 @@ class _Plan:
     shares: Layout
     mesh: Mesh
     spec: ModelSpec
+    source: Source
     context: ContextAxis | None = None
     owners: dict[str, int] = field(default_factory=dict)
 
@@ -69,8 +92,18 @@ class _Plan:
         offload = CPUOffload(self.config.strategy.fsdp.cpu_offload)
         return self.shares.data_parallel == "fsdp" and offload.keeps_parameters_on_host
 
+    def construct(self) -> nn.Module:
+        """Build the whole model, undivided."""
+        return self.source.construct(self.config.model, seed=self.config.seed)
 
-def build(config: RunConfig, world: World, *, sample: Tensor | None = None) -> Engine:
+
+def build(
+    config: RunConfig,
+    world: World,
+    *,
+    sample: Tensor | None = None,
+    source: Source | None = None,
+) -> Engine:
     """Build a model, divide it, wrap it, fill it with its initial weights.
 
     Args:
@@ -78,16 +111,20 @@ def build(config: RunConfig, world: World, *, sample: Tensor | None = None) -> E
         world: Its ranks; all of them call this.
         sample: One sample's inputs [...], for balancing the stages of a pipeline; values don't
             matter.
+        source: Of modules and their storage; None: as ``models.build`` makes them.
     """
     shares = layout(config, world_size=world.world_size)
     mesh = run_mesh(world, shares)
-    plan = _Plan(config, world, shares, mesh, spec_for(config.model))
+    plan = _Plan(config, world, shares, mesh, spec_for(config.model), source or Source())
     if shares.context > 1:
         plan.context = ContextAxis(context_group(world, shares))
-    whole = construct(config.model, seed=config.seed)
+    whole = plan.construct()
     num_parameters = sum(p.numel() for p in whole.parameters())
     ties = tied_names(whole)
-    counts = _counts(plan, whole, sample) if shares.pipeline > 1 else []
+    counts: list[int] = []
+    if shares.pipeline > 1:
+        assert sample is not None, "a pipeline is balanced by what a sample takes"
+        counts = stage_blocks(config, shares, whole, sample=sample)
     _parallelize(plan, whole)
     divided_logits = has_divided_logits(whole)
     passes: Passes
@@ -130,6 +167,31 @@ def build(config: RunConfig, world: World, *, sample: Tensor | None = None) -> E
         grad_clip=config.train.grad_clip,
         seed=config.seed,
         rate=partial(_rate, config),
+    )
+
+
+def stage_blocks(
+    config: RunConfig, shares: Layout, whole: nn.Module, *, sample: Tensor
+) -> list[int]:
+    """Return the blocks of each pipeline stage: as given, or balanced.
+
+    Args:
+        config: The run's.
+        shares: Its layout.
+        whole: The model, undivided.
+        sample: One sample's inputs [...]; values don't matter.
+    """
+    split = config.strategy.pipeline.split
+    if split != "auto":
+        return split
+    device = next(whole.parameters()).device
+    batch = torch.zeros((shares.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device)
+    return stage_counts(
+        spec_for(config.model),
+        whole,
+        num_stages=shares.num_stages,
+        sample=batch,
+        in_flight=shares.pipeline,
     )
 
 
@@ -182,11 +244,12 @@ def _pipeline(
         # A weight's first end is at the model's first one, the other at its last.
         plan.owners[first] = group.ranks[schedule.rank_of_stage[0]]
         plan.owners[other] = group.ranks[schedule.rank_of_stage[-1]]
+    boundaries = _boundaries(plan, stages)
     mine: dict[int, nn.Module] = {}
     for index in schedule.stages_of(group.rank):
         model = whole
         if mine:
-            model = construct(plan.config.model, seed=plan.config.seed)
+            model = plan.construct()
             _parallelize(plan, model)
         mine[index] = cut(plan.spec, model, stages[index])
     replicas = None
@@ -195,27 +258,20 @@ def _pipeline(
     if plan.shares.data_parallel in ("ddp", "zero1"):
         # Schedules split and reorder backwards, so replicas agree when all of them have run.
         replicas = _replicate(plan, nn.ModuleList(mine.values()), sync=GradSyncStrategy.NO_SYNC)
-    pipeline = Pipeline(mine, schedule=schedule, group=group)
+    pipeline = Pipeline(mine, schedule=schedule, group=group, boundaries=boundaries)
     return PipelinePasses(pipeline, micro_batch_size=shares.micro_batch_size), replicas
 
 
-def _counts(plan: _Plan, whole: nn.Module, sample: Tensor | None) -> list[int]:
-    """Return the blocks of each stage: as given, or balanced."""
-    split = plan.config.strategy.pipeline.split
-    if split != "auto":
-        return split
-    assert sample is not None, "a pipeline is balanced by what a sample takes"
-    device = next(whole.parameters()).device
-    batch = torch.zeros(
-        (plan.shares.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device
-    )
-    return stage_counts(
-        plan.spec,
-        whole,
-        num_stages=plan.shares.num_stages,
-        sample=batch,
-        in_flight=plan.shares.pipeline,
-    )
+def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tensor, Tensor]] | None:
+    if plan.source.boundaries is None:
+        return None
+    model = plan.construct()
+    _parallelize(plan, model)
+    if plan.shares.data_parallel == "fsdp":
+        model.to(DTYPES[plan.config.train.precision])  # as it is gathered
+    else:
+        _replicated_arithmetic(plan, model)
+    return plan.source.boundaries(model, stages)
 
 
 def _wrap(plan: _Plan, model: nn.Module) -> DDP | FSDP | None:
@@ -280,24 +336,27 @@ def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> None:
 
 def _replicate(plan: _Plan, model: nn.Module, *, sync: GradSyncStrategy | str) -> DDP:
     ddp, reduce = plan.config.strategy.ddp, plan.config.strategy.reduce_dtype
-    return DDP(
-        model,
-        group=plan.mesh.group("dp_replicate"),
-        sync=sync,
-        bucket_size_mb=ddp.bucket_size_mb,
-        broadcast_buffers=ddp.broadcast_buffers,
-        gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-        reduce_dtype=None if reduce == "fp32" else DTYPES[reduce],
-    )
+    with plan.source.storing():
+        return DDP(
+            model,
+            group=plan.mesh.group("dp_replicate"),
+            sync=sync,
+            bucket_size_mb=ddp.bucket_size_mb,
+            broadcast_buffers=ddp.broadcast_buffers,
+            gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+            reduce_dtype=None if reduce == "fp32" else DTYPES[reduce],
+        )
 
 
 def _fill(plan: _Plan, model: nn.Module) -> None:
     """Put a model on its device and give it its initial weights."""
     config, world = plan.config, plan.world
-    if plan.spec.initializers is None and plan.shares.data_parallel == "fsdp":
+    filled = not any(parameter.is_meta for parameter in model.parameters())
+    if filled and plan.shares.data_parallel == "fsdp":
         return  # fully_shard has moved what the model filled itself
     device = HOST if plan.whole_on_host else world.device
-    start(model, config.model, seed=config.seed, device=device)
+    with plan.source.storing():
+        plan.source.start(model, config.model, seed=config.seed, device=device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(world.device))

@@ -69,7 +69,7 @@ class MemoryWatch:
         for tensor in _parameter_storages(self._module):
             storage = tensor.untyped_storage()
             if storage.nbytes():
-                seen[storage.data_ptr()] = storage.nbytes()
+                seen[storage._cdata] = storage.nbytes()
         return sum(seen.values())
 
 

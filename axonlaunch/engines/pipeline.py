@@ -48,8 +48,12 @@ class PipelineStage:
     def __call__(self, x: Tensor) -> Tensor:
         """Run the part on one micro-batch, and remember the shapes and types at its ends."""
         y: Tensor = self.module(x)
-        self.takes, self.gives = _without_values(x), _without_values(y)
+        self.meet(x, y)
         return y
+
+    def meet(self, takes: Tensor, gives: Tensor) -> None:
+        """Remember the shapes and types of what comes in and what goes out."""
+        self.takes, self.gives = _without_values(takes), _without_values(gives)
 
 
 class Pipeline:
@@ -67,6 +71,7 @@ class Pipeline:
         *,
         schedule: PipelineSchedule,
         group: ProcessGroup | None = None,
+        boundaries: Mapping[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         """Join a pipeline; every rank of the group calls this.
 
@@ -74,6 +79,8 @@ class Pipeline:
             stages: This rank's parts of the model, on their device, by stage.
             schedule: The same on every rank.
             group: The ranks of the pipeline, in order; None is the whole world.
+            boundaries: What each stage takes and gives of a micro-batch, shapes and types alone,
+                if all are of one shape; None: a micro-batch is passed through the ranks to see.
 
         Raises:
             ValueError: The schedule is for another number of ranks, or gives this rank others.
@@ -93,6 +100,10 @@ class Pipeline:
         self.schedule = schedule
         self.device = device_of(self.group)
         self.stages = {index: PipelineStage(stages[index], index) for index in sorted(stages)}
+        self._known = boundaries is not None
+        for index, ends in (boundaries or {}).items():
+            if index in self.stages:
+                self.stages[index].meet(*ends)
         for stage in stages.values():
             stage.register_forward_hook(lambda module, inputs, output: _laid_out(output))
         self._runs: dict[tuple[torch.Size, torch.dtype], Any] = {}
@@ -226,10 +237,9 @@ class Pipeline:
     def _rank_of(self, stage: int) -> int:
         return self.group.ranks[self.schedule.rank_of_stage[stage]]
 
-    def _schedule(self, inputs: Tensor) -> Any:
-        """Make torch's schedule for micro-batches of one shape.
+    def _meet_in_evaluation(self, inputs: Tensor) -> None:
+        """Pass one micro-batch through the stages for the shapes between them.
 
-        The shapes between stages come from passing one micro-batch through, in evaluation mode:
         torch's own inference would run it in training mode and move running statistics.
         """
         training = {part: part.training for module in self.modules for part in module.modules()}
@@ -238,6 +248,11 @@ class Pipeline:
         self.forward(inputs)
         for part, was in training.items():
             part.training = was
+
+    def _schedule(self, inputs: Tensor) -> Any:
+        """Make torch's schedule for micro-batches of one shape."""
+        if not self._known:
+            self._meet_in_evaluation(inputs)
         stages = [self._torch_stage(stage) for stage in self.stages.values()]
         several = self.schedule.stages_per_rank > 1
         make: Any = self.schedule.torch_class

@@ -1,16 +1,14 @@
 """A pipeline's timeline as a picture, PNG or SVG, by matplotlib.
 
-It refuses other kinds of files; without matplotlib it says how to install it.
+It says what is to be drawn; ``picture`` refuses what can't be written.
 """
 
 from __future__ import annotations
 
-import io
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.engines.picture import check_plot, save
 from axonlaunch.engines.pipeline_schedule import Kind
 from axonlaunch.engines.pipeline_timeline import Slot, Timeline
 
@@ -37,26 +35,6 @@ WIDEST = 40.0  # inches; numbers that would be too small are left out then
 SMALLEST = 4.0  # points
 
 
-def check_plot(path: Path) -> None:
-    """Say before any work whether a picture can be drawn there.
-
-    Raises:
-        ConfigError: The ending is neither .png nor .svg, there is no such folder, the path is a
-            folder itself, or matplotlib is not installed.
-    """
-    reason = ""
-    if path.is_dir():
-        reason = "is a folder; give a file in it, ending in .png or .svg"
-    elif path.suffix.lower() not in (".png", ".svg"):
-        reason = "must end in .png or .svg"
-    elif not path.parent.is_dir():
-        reason = f"there is no folder {path.parent}; make it, or write elsewhere"
-    elif find_spec("matplotlib") is None:
-        reason = "matplotlib is not installed; pip install 'axonlaunch[plot]'"
-    if reason:
-        raise ConfigError([Problem("--plot", reason, str(path))])
-
-
 def plot(timeline: Timeline, path: str | Path) -> None:
     """Draw a timeline: a row a rank, time to the right, a micro-batch's number on each action.
 
@@ -65,14 +43,7 @@ def plot(timeline: Timeline, path: str | Path) -> None:
     """
     path = Path(path)
     check_plot(path)
-    figure = _draw(timeline)
-    drawn = io.BytesIO()  # the file appears whole or not at all
-    figure.savefig(drawn, format=path.suffix.lower()[1:], dpi=150, facecolor="white")
-    try:
-        path.write_bytes(drawn.getvalue())
-    except OSError as error:
-        reason = f"can't be written: {error.strerror}"
-        raise ConfigError([Problem("--plot", reason, str(path))]) from None
+    save(_draw(timeline), path)
 
 
 def _draw(timeline: Timeline) -> Figure:

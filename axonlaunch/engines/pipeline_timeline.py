@@ -56,23 +56,29 @@ class Timeline:
 
 
 def timeline(
-    schedule: PipelineSchedule, *, forward: float = 1.0, backward: float = 2.0
+    schedule: PipelineSchedule,
+    *,
+    forward: float | Sequence[float] = 1.0,
+    backward: float | Sequence[float] = 2.0,
+    message: float = 0.0,
 ) -> Timeline:
-    """Start every action as soon as its rank is free and what it needs is done.
+    """Start every action as soon as its rank is free and what it needs is there.
 
     Args:
         schedule: The order of the actions on each rank.
-        forward: Time that a micro-batch takes through one stage.
+        forward: Time that a micro-batch takes through one stage; of all, or of each.
         backward: Time that its whole backward takes through one stage; gradients of inputs and of
             weights take half of it each.
+        message: Time from the end of an action on one rank until the next stage's rank has its
+            result.
 
     Raises:
-        ValueError: A time is not positive.
+        ValueError: A time is not positive, or there is not one a stage.
     """
-    for name, value in (("forward", forward), ("backward", backward)):
-        if not value > 0:
-            raise ValueError(f"{name}={value}: an action takes time; use a positive number")
-    takes = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+    forwards = _by_stage("forward", forward, num_stages=schedule.num_stages)
+    backwards = _by_stage("backward", backward, num_stages=schedule.num_stages)
+    parts = {"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5}
+    holders = schedule.rank_of_stage
     done: dict[Action, float] = {}
     rows: list[list[Slot]] = [[] for _ in schedule.actions]
     waiting = True
@@ -85,12 +91,29 @@ def timeline(
                 if not all(any(one in done for one in either) for either in needs):
                     waiting = True
                     break
-                ready = [done[one] for either in needs for one in either if one in done]
+                ready = [
+                    done[one] + (message if holders[one.stage] != rank else 0.0)
+                    for either in needs
+                    for one in either
+                    if one in done
+                ]
                 start = max([row[-1].stop if row else 0.0, *ready])
-                done[action] = start + takes[action.kind]
+                times = forwards if action.kind == "F" else backwards
+                done[action] = start + parts[action.kind] * times[action.stage]
                 row.append(Slot(rank, start, done[action], action))
         assert not waiting or len(done) > before, f"{schedule!r} waits for itself"
     return Timeline(schedule, tuple(slot for row in rows for slot in row))
+
+
+def _by_stage(name: str, value: float | Sequence[float], *, num_stages: int) -> list[float]:
+    """Return the time of each stage."""
+    times = list(value) if isinstance(value, Sequence) else [value] * num_stages
+    if len(times) != num_stages:
+        raise ValueError(f"{name} has {len(times)} times: there are {num_stages} stages")
+    for one in times:
+        if not one > 0:
+            raise ValueError(f"{name}={one}: an action takes time; use a positive number")
+    return times
 
 
 def _needs(action: Action, *, last_stage: int) -> list[tuple[Action, ...]]:

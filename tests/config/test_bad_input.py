@@ -471,7 +471,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "hardware=h100",
         [
-            "hardware=h100: there is no such option; did you mean h200? known: a100_40gb, a100_80gb, b200, cpu, h100_80gb, h200, mi300x, rtx4090",
+            "hardware=h100: there is no such option; did you mean h200? known: a100_40gb, a100_80gb, b200, cpu, h100_80gb, h100_96gb, h200, mi300x, rtx4090",
         ],
     ),
     (

@@ -21,6 +21,7 @@ from axonlaunch.data.dataset import Batch
 from axonlaunch.engines import build, ddp, mesh_engine, passes, pipeline, tensor, tied, update
 from axonlaunch.engines.zero1 import ShardedUpdate
 from axonlaunch.models import attention
+from axonlaunch.models import build as models_build
 from axonlaunch.verification import Verdict
 
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
@@ -142,12 +143,12 @@ def ranks_read_the_same_samples(patch: Patch) -> None:
 
 
 def weights_depend_on_the_rank(patch: Patch) -> None:
-    right = build.start
+    right = models_build.initialize
 
-    def by_rank(module: Any, model: Any, *, seed: int, device: Any) -> None:
-        right(module, model, seed=seed + dist.get_rank(), device=device)
+    def by_rank(module: Any, *, seed: int, initializers: Any) -> None:
+        right(module, seed=seed + dist.get_rank(), initializers=initializers)
 
-    patch.setattr(build, "start", by_rank)
+    patch.setattr(models_build, "initialize", by_rank)
 
 
 def the_learning_rate_grows_with_the_world(patch: Patch) -> None:
