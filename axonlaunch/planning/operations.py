@@ -1,0 +1,358 @@
+"""What a training step makes a device do: products, attention, kernels and exchanges, counted.
+
+It counts and never times; what a kernel does inside, and gradients that torch's DDP reduces from
+C++, it does not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+Phase = Literal["forward", "recomputation", "backward", "update"]
+ExchangeKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
+
+_aten = torch.ops.aten
+_PRODUCTS = {
+    _aten.mm: 0,
+    _aten.bmm: 0,
+    _aten.addmm: 1,
+    _aten.addmm_: 1,
+    _aten.baddbmm: 1,
+}
+"""Matrix products, and where among their arguments the first factor is."""
+_FLASH = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+}
+_EXCHANGES: dict[str, ExchangeKind] = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "allreduce_": "all_reduce",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base_": "all_to_all",
+}
+_BETWEEN_RANKS = frozenset({"c10d", "_c10d_functional"})
+_NO_KERNEL = frozenset({"prim", "profiler", "inductor"})
+_NO_TRAFFIC = frozenset(
+    {
+        "aten::_unsafe_view",
+        "aten::_local_scalar_dense",
+        "aten::_assert_async",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::set_",
+        "aten::detach_",
+    }
+)
+_NOT_READ = {
+    "aten::copy_": ("self",),
+    "aten::_foreach_copy_": ("self",),
+    "aten::fill_": ("self",),
+    "aten::zero_": ("self",),
+    "aten::_foreach_zero_": ("self",),
+    "aten::embedding": ("weight",),
+    "aten::nll_loss_forward": ("self",),
+    "aten::nll_loss_backward": ("self",),
+    "fsdp::all_gather_copy_in": ("all_gather_output",),
+    "fsdp::split_with_sizes_copy": ("out",),
+    "fsdp::chunk_cat": ("out",),
+}
+"""Arguments that are written alone, or of which a few rows are read."""
+_NOT_WRITTEN = {"aten::_fused_adamw_": ("grads",), "aten::_fused_sgd_": ("grads",)}
+"""Arguments that may be written but are not without a gradient scaler."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product, [batch, m, k] x [batch, k, n], in one type."""
+
+    phase: Phase
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One fused attention of queries to keys; its amount holds its FLOPs."""
+
+    phase: Phase
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Whatever else runs on the device, bound by its memory; its amount holds the traffic."""
+
+    phase: Phase
+    name: str
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective among ranks; its amount holds the bytes of the whole tensor.
+
+    Attributes:
+        phase: When it runs.
+        kind: What it does.
+        axes: Mesh axes that its group spans, outermost first.
+        under: Products that run between its start and the wait for it.
+    """
+
+    phase: Phase
+    kind: ExchangeKind
+    axes: tuple[str, ...]
+    under: tuple[Product, ...] = ()
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message to the neighbour along an axis."""
+
+    phase: Phase
+    axis: str
+
+
+Operation = Product | Attention | Kernel | Exchange | Send
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How often an operation runs, and what all its runs together move and compute.
+
+    Attributes:
+        count: Runs.
+        num_bytes: Read and written, or sent.
+        flops: Floating point operations.
+    """
+
+    count: float = 0.0
+    num_bytes: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(
+            self.count + other.count,
+            self.num_bytes + other.num_bytes,
+            self.flops + other.flops,
+        )
+
+    def __mul__(self, factor: float) -> Amount:
+        return Amount(self.count * factor, self.num_bytes * factor, self.flops * factor)
+
+
+Work = dict[Operation, Amount]
+
+
+def add(first: Work, second: Work, *, factor: float = 1.0) -> Work:
+    """Return ``first + factor * second``, operation by operation."""
+    total = dict(first)
+    for key, amount in second.items():
+        total[key] = total.get(key, Amount()) + amount * factor
+    return {key: amount for key, amount in total.items() if amount != Amount()}
+
+
+class OperationTrace(TorchDispatchMode):
+    """Counts operations while it is entered, beside whatever else follows them.
+
+    Attributes:
+        work: What ran so far.
+    """
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        """Begin to count.
+
+        Args:
+            axes: Sizes of the mesh axes, outermost first.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work: Work = {}
+        self._axes = dict(axes)
+        self._updating = False
+        self._begun: dict[int, tuple[Exchange, Amount, list[Product]]] = {}
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Take what runs inside for the optimizer's update."""
+        self._updating = True
+        try:
+            yield
+        finally:
+            self._updating = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
+            return NotImplemented  # they come again as the plain tensors that they hold
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in _BETWEEN_RANKS:
+            self._exchange(func, args, kwargs or {}, out)
+        elif func.namespace not in _NO_KERNEL and not func.is_view:
+            self._compute(func, args, kwargs or {}, out)
+        return out
+
+    @property
+    def _phase(self) -> Phase:
+        """Say what is going on.
+
+        Recomputation is a forward inside of backward, with gradients enabled; what an autograd
+        function computes in it can't be told from backward.
+        """
+        if self._updating:
+            return "update"
+        if torch._C._current_graph_task_id() == -1:
+            return "forward"
+        return "recomputation" if torch.is_grad_enabled() else "backward"
+
+    def _count(self, key: Operation, amount: Amount) -> None:
+        self.work[key] = self.work.get(key, Amount()) + amount
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func._schema.name
+        if func.overloadpacket in _PRODUCTS:
+            self._product(args[_PRODUCTS[func.overloadpacket] :])
+        elif name.removesuffix("_backward") in _FLASH:
+            self._attention(func, args, kwargs, backward=name.endswith("_backward"))
+        elif name not in _NO_TRAFFIC:
+            moved = _traffic(func, args, kwargs, out)
+            if moved:
+                self._count(Kernel(self._phase, name), Amount(1, moved))
+
+    def _product(self, factors: Any) -> None:
+        a, b = factors[0], factors[1]
+        batch = a.shape[0] if a.ndim == 3 else 1
+        m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+        key = Product(self._phase, batch, m, n, k, a.dtype)
+        moved = batch * (m * k + k * n + m * n) * a.element_size()
+        self._count(key, Amount(1, moved, 2.0 * batch * m * n * k))
+        for _, _, under in self._begun.values():
+            under.append(key)
+
+    def _attention(self, func: Any, args: Any, kwargs: Any, *, backward: bool) -> None:
+        given = dict(kwargs)
+        given.update(zip((a.name for a in func._schema.arguments), args, strict=False))
+        q, k, v = given["query"], given["key"], given["value"]
+        # Formulas for as many key as query heads: those that share keys compute as much.
+        shapes = [(q.shape[0], q.shape[1], *x.shape[2:]) for x in (q, k, v)]
+        flops = (
+            sdpa_backward_flop_count(shapes[0], *shapes) if backward else sdpa_flop_count(*shapes)
+        )
+        queries, keys = q.shape[2], k.shape[2]
+        if given.get("is_causal"):
+            # Kernels skip blocks above the diagonal, so half the square is left.
+            flops /= 2
+        key = Attention(self._phase, q.shape[0] * q.shape[1], queries, keys, q.shape[-1], q.dtype)
+        moved = _num_bytes([q, k, v]) * (2 if backward else 1)
+        self._count(key, Amount(1, moved, float(flops)))
+
+    def _exchange(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func._schema.name.partition("::")[2]
+        if name == "wait_tensor":
+            begun = self._begun.pop(id(args[0].untyped_storage()), None)
+            if begun is not None:
+                key, amount, under = begun
+                self._count(replace(key, under=tuple(under)), amount)
+        elif name == "send":
+            self._count(Send(self._phase, "pp"), Amount(1, _num_bytes(args[0])))
+        elif name in _EXCHANGES:
+            kind = _EXCHANGES[name]
+            key = Exchange(self._phase, kind, self._axes_of(_ranks([*args, *kwargs.values()])))
+            sizes = [_size(t) for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+            gathers = kind in ("all_gather", "reduce_scatter")
+            whole = max(sizes) if gathers else _num_bytes((args, kwargs))
+            amount = Amount(1, whole)
+            if func.namespace == "_c10d_functional":
+                self._begun[id(out.untyped_storage())] = (key, amount, [])
+            else:
+                self._count(key, amount)
+
+    def _axes_of(self, ranks: list[int]) -> tuple[str, ...]:
+        """Name the neighbouring mesh axes that a group spans."""
+        if len(ranks) == 1:
+            return ()
+        stride, size = ranks[1] - ranks[0], len(ranks)
+        inner, spanned, found = 1, 1, []
+        for axis, extent in reversed(self._axes.items()):
+            if extent > 1 and inner >= stride and spanned < size:
+                found.append(axis)
+                spanned *= extent
+            inner *= extent
+        assert spanned == size, f"ranks {ranks} are not along {self._axes}"
+        return tuple(reversed(found))
+
+
+def _ranks(arguments: Iterable[Any]) -> list[int]:
+    """Find the ranks of the group among an operation's arguments."""
+    for argument in arguments:
+        if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product"):
+            resolve: Any = dist.distributed_c10d._resolve_process_group
+            group = resolve(argument)
+            return sorted(dist.get_process_group_ranks(group))
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                group = dist.ProcessGroup.unbox(argument)
+            except RuntimeError:
+                continue  # a reduction, in the same wrapping
+            return sorted(dist.get_process_group_ranks(group))
+    raise AssertionError("an operation between ranks has no group")
+
+
+def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the bytes that an operation reads and writes, each tensor once."""
+    name = func._schema.name
+    total, written = 0, set()
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        if argument.name not in _NOT_READ.get(name, ()):
+            total += sum(map(_size, tensors))
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes and argument.name not in _NOT_WRITTEN.get(name, ()):
+            total += sum(map(_size, tensors))
+            written |= {id(t.untyped_storage()) for t in tensors}
+    if name == "fsdp::all_gather_copy_in":
+        return 2 * total  # it writes this rank's part of the buffer that it returns
+    results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+    return total + sum(_size(t) for t in results if id(t.untyped_storage()) not in written)
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(_size(t) for t in tree_leaves(tree) if isinstance(t, Tensor))
+
+
+def _size(tensor: Tensor) -> int:
+    """Return the bytes that a tensor holds; one that is expanded holds less than its shape."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,0 +1,258 @@
+"""Published measurements of speed as runs of ours: which configuration, which hardware.
+
+It holds what a row says and nothing that it does not; a row that can't be expressed says why.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from axonlaunch import config as configs
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.hardware import HardwareConfig
+
+GPT2_VOCABULARY = 50257
+"""Megatron's default, for its rows that don't tell their vocabulary."""
+NODE_GBIT_S = {
+    # bigscience train/tr11-176B-ml/README.md: 4 OmniPath links a node, of 100 Gb/s
+    "bigscience": 400,
+    # in the rows themselves: "4x100Gb RoCE per node", "400Gbps"
+    "internevo": 400,
+    "fms": 400,
+}
+"""Network of a node where the source tells another than the maker's own system has, Gb/s."""
+
+
+HARDWARE = (
+    (r"A100.*40 ?GB", "a100_40gb"),
+    (r"A100.*80 ?GB", "a100_80gb"),
+    (r"^H100 9[56]", "h100_96gb"),
+    (r"^(DGX-)?H100", "h100_80gb"),
+    (r"H200", "h200"),
+)
+"""What a row's GPU looks like, and which of our groups it is."""
+CSV_NUMBERS = (
+    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "num_gpus"),
+    *("tp", "pp", "zero_stage", "micro_batch_size", "grad_accum"),
+)
+
+
+class NotExpressedError(ValueError):
+    """Why a row is no run of ours."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published measurement.
+
+    Attributes:
+        id: As in its file.
+        group: Rows to be ranked together: model, hardware and number of devices.
+        config: The run.
+        hardware: What it ran on.
+        tokens_per_s: Measured, a device.
+    """
+
+    id: str
+    group: tuple[str, str, int]
+    config: RunConfig
+    hardware: HardwareConfig
+    tokens_per_s: float
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file, JSON lines or CSV, as they stand."""
+    if path.suffix == ".csv":
+        with path.open(newline="") as file:
+            return [_from_csv(index, row) for index, row in enumerate(csv.DictReader(file), 1)]
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def express(row: dict[str, Any]) -> Row:
+    """Return a row as a run.
+
+    Raises:
+        NotExpressedError: It is none of ours, or it does not tell enough.
+    """
+    measured = _measured(row)
+    hardware, option = _hardware(row)
+    try:
+        config = configs.load([*_model(row), *_layout(row), *_training(row), f"hardware={option}"])
+    except ConfigError as error:
+        problem = error.problems[0]
+        raise NotExpressedError(f"{problem.key} is refused") from None
+    group = (str(row["model"]), option, int(row["num_gpus"]))
+    return Row(row["id"], group, config, hardware, measured)
+
+
+def _from_csv(index: int, row: dict[str, str]) -> dict[str, Any]:
+    numbers = {key: int(row[key]) for key in CSV_NUMBERS}
+    return {
+        **numbers,
+        "id": f"ultrascale-{index:03}",
+        "model": row["model"],
+        "gpu": row["gpu"],
+        "activation": "swiglu",
+        "tied_embeddings": row["tied_embeddings"] == "True",
+        "param_dtype": row["param_dtype"],
+        "ac_mode": row["ac_mode"],
+        "pp_schedule": row["pp_schedule"],
+        "sequence_parallel": True,  # the script's default; the chart does not tell
+        "tokens_per_s_per_gpu": float(row["tok_s_per_gpu"] or 0),
+        "global_batch_size": int(row["global_batch_seqs"]),
+    }
+
+
+def _measured(row: dict[str, Any]) -> float:
+    if row.get("throughput_usable") is False:
+        raise NotExpressedError("its source says not to use its timings")
+    if row.get("tokens_per_s_per_gpu"):
+        return float(row["tokens_per_s_per_gpu"])
+    if row.get("ms_per_iter"):
+        return row["micro_batch_size"] * row["seq_len"] / (row["ms_per_iter"] / 1000)
+    raise NotExpressedError("no tokens a second")
+
+
+def _hardware(row: dict[str, Any]) -> tuple[HardwareConfig, str]:
+    gpu = str(row.get("gpu"))
+    option = next((name for pattern, name in HARDWARE if re.search(pattern, gpu)), None)
+    if option is None:
+        raise NotExpressedError(f"no hardware group for {gpu}")
+    hardware = configs.load([f"hardware={option}"]).hardware
+    assert hardware is not None
+    gbit = NODE_GBIT_S.get(row["id"].split("-")[0])
+    if gbit is not None:
+        assert hardware.devices_per_node is not None
+        hardware = replace(hardware, network_gb_s=gbit / 8 / hardware.devices_per_node)
+    return hardware, option
+
+
+def _model(row: dict[str, Any]) -> list[str]:
+    for key in ("num_experts", "mla", "encoder_layers", "mtp_layers"):
+        if row.get(key):
+            raise NotExpressedError("not a model of ours (experts, encoders, latent attention)")
+    for key in ("layers", "hidden", "heads", "ffn", "seq_len"):
+        if not row.get(key):
+            raise NotExpressedError(f"{key} not told")
+    gated = row.get("activation") == "swiglu"
+    heads, tensor = row["heads"], row.get("tp") or 1
+    vocabulary = -(-(row.get("vocab") or GPT2_VOCABULARY) // (tensor * 128)) * tensor * 128
+    overrides = [
+        f"model={'llama_debug' if gated else 'gpt'}",
+        f"model.hidden_size={row['hidden']}",
+        f"model.num_hidden_layers={row['layers']}",
+        f"model.num_attention_heads={heads}",
+        f"model.intermediate_size={row['ffn']}",
+        f"model.vocab_size={vocabulary}",
+        f"model.max_position_embeddings={row['seq_len']}",
+        f"model.tie_word_embeddings={str(bool(row.get('tied_embeddings', not gated))).lower()}",
+        "data=synthetic_tokens",
+        f"data.sequence_length={row['seq_len']}",
+    ]
+    if gated:
+        overrides.append(f"model.num_key_value_heads={row.get('kv_heads') or heads}")
+    return overrides
+
+
+def _layout(row: dict[str, Any]) -> list[str]:
+    tensor, pipeline, context = (row.get(axis) or 1 for axis in ("tp", "pp", "cp"))
+    data, rest = divmod(row["num_gpus"], tensor * pipeline * context)
+    if rest:
+        raise NotExpressedError("its degrees don't divide its devices")
+    overrides = [f"launch.nproc={row['num_gpus']}", f"strategy.tensor.degree={tensor}"]
+    if row.get("sequence_parallel") and tensor > 1:
+        overrides.append("strategy.tensor.sequence_parallel=true")
+    overrides += [f"strategy.context.degree={context}", *_data_parallel(row, data * context)]
+    if pipeline > 1:
+        overrides += [f"strategy.pipeline.degree={pipeline}", *_schedule(row)]
+    return overrides
+
+
+def _data_parallel(row: dict[str, Any], ranks: int) -> list[str]:
+    zero = row.get("zero_stage") or 0
+    if str(row.get("offload", "none")) != "none":
+        raise NotExpressedError("offload as its source does it")
+    if ranks == 1:
+        return ["strategy.data_parallel=none"]
+    kind = {0: "ddp", 1: "zero1", 2: "fsdp", 3: "fsdp"}[zero]
+    overrides = [f"strategy.data_parallel={kind}"]
+    replicas = row.get("dp_replicate") or 1
+    if zero == 2:
+        overrides.append("strategy.fsdp.sharding=shard_grad_op")
+    elif zero == 3 and replicas > 1:
+        overrides += ["strategy.fsdp.sharding=hybrid_shard", f"strategy.fsdp.replicate={replicas}"]
+    if zero == 1 and (row.get("zero1_group_size") or ranks) < ranks:
+        raise NotExpressedError("optimizer states divided among some of the data ranks")
+    if _reduces_in_16_bit(row):
+        overrides.append("strategy.reduce_dtype=bf16")
+    return overrides
+
+
+def _reduces_in_16_bit(row: dict[str, Any]) -> bool:
+    """Say whether gradients are summed in the type of half-precision parameters."""
+    told = str(row.get("reduce_dtype") or row.get("grad_dtype") or "")
+    if told:
+        return "fp32" not in told
+    pure = str(row.get("param_dtype")) in ("bf16", "fp16")
+    return pure or "PURE" in str(row.get("mixed_precision"))
+
+
+def _schedule(row: dict[str, Any]) -> list[str]:
+    told = str(row.get("pp_schedule") or "1F1B")
+    stages = row.get("virtual_stages") or 1
+    if told.startswith("Interleaved"):
+        name = "interleaved_1f1b"
+    elif told.startswith("1F1B"):
+        name, stages = "1f1b", 1
+    else:
+        raise NotExpressedError(f"schedule {told}")
+    if row["layers"] < stages * row["pp"]:
+        raise NotExpressedError("a stage without a layer")
+    return [f"strategy.pipeline.schedule={name}", f"strategy.pipeline.stages_per_rank={stages}"]
+
+
+def _training(row: dict[str, Any]) -> list[str]:
+    precision = _precision(row)
+    size = row.get("micro_batch_size") or row.get("local_batch_size")
+    if not size:
+        raise NotExpressedError("micro-batch not told")
+    if row.get("finetune") or row.get("packed") is False:
+        raise NotExpressedError("lengths of samples not told")
+    if re.search(r"bit|bnb", str(row.get("optimizer"))) or row.get("optimizer_in_bwd"):
+        raise NotExpressedError("another optimizer")
+    ranks = row["num_gpus"] // ((row.get("tp") or 1) * (row.get("pp") or 1) * (row.get("cp") or 1))
+    whole = row.get("global_batch_size") or size * ranks * (row.get("grad_accum") or 1)
+    compiled = row.get("torch_compile")
+    if isinstance(compiled, str):
+        if "thunder" in compiled:
+            raise NotExpressedError("another compiler")
+        compiled = False
+    return [
+        f"train.precision={precision}",
+        f"train.micro_batch_size={size}",
+        f"train.global_batch_size={whole}",
+        f"train.activation_checkpointing={_checkpointing(row)}",
+        f"train.compile={str(bool(compiled)).lower()}",
+    ]
+
+
+def _precision(row: dict[str, Any]) -> str:
+    for key in ("linear_precision", "float8_linear", "fp8"):
+        told = str(row.get(key, "")).lower()
+        if told == "true" or re.search(r"fp8|float8|fp4", told):
+            raise NotExpressedError("8-bit products")
+    text = f"{row.get('param_dtype')} {row.get('mixed_precision')}".lower()
+    return "fp16" if "fp16" in text and "bf16" not in text else "bf16"
+
+
+def _checkpointing(row: dict[str, Any]) -> str:
+    told = str(row.get("ac_mode", ""))
+    for start, mode in (("none", "none"), ("full", "full"), ("selective per-op", "selective")):
+        if told.startswith(start):
+            return mode
+    raise NotExpressedError(f"recomputation {told or 'not told'}")

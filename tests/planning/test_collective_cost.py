@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from axonlaunch.config import ConfigError
+from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.planning.collective_cost import Links
+from axonlaunch.planning.operations import Amount, Exchange, ExchangeKind
+
+HARDWARE = HardwareConfig(
+    name="round",
+    devices_per_node=8,
+    link_gb_s=100,
+    link_sustained=1.0,
+    link_latency_us=1.0,
+    network_gb_s=10,
+    network_sustained=1.0,
+    network_latency_us=10.0,
+)
+GB = 1e9
+
+
+def seconds(kind: ExchangeKind, axes: dict[str, int], axis: str, num_bytes: float = GB) -> float:
+    links = Links(HARDWARE, axes)
+    # Two messages of different sizes: their difference is free of latency.
+    key = Exchange("forward", kind, (axis,))
+    return links.seconds(key, Amount(1, num_bytes)) - links.seconds(key, Amount(1, 0))
+
+
+def test_a_ring_gathers_all_but_its_own_part() -> None:
+    assert seconds("all_gather", {"tp": 4}, "tp") == pytest.approx(0.75 / 100)
+
+
+def test_an_all_reduce_moves_twice_what_a_reduce_scatter_does() -> None:
+    one, two = (seconds(kind, {"tp": 4}, "tp") for kind in ("reduce_scatter", "all_reduce"))
+    assert two == pytest.approx(2 * one)
+
+
+def test_between_nodes_a_ring_runs_through_every_adapter_of_the_group() -> None:
+    whole_nodes = seconds("all_gather", {"dp_shard": 16}, "dp_shard")
+    one_a_node = seconds("all_gather", {"dp_shard": 16, "tp": 8}, "dp_shard")
+    assert whole_nodes == pytest.approx(15 / 16 / 80)
+    assert one_a_node == pytest.approx(15 / 16 / 10)
+
+
+def test_the_innermost_axis_stays_inside_a_node() -> None:
+    inside = seconds("all_gather", {"dp_shard": 4, "tp": 8}, "tp")
+    assert inside == pytest.approx(7 / 8 / 100)
+
+
+def test_adapters_never_beat_the_links_that_feed_them() -> None:
+    fast = Links(replace(HARDWARE, network_gb_s=50), {"dp_shard": 16})
+    key = Exchange("forward", "all_gather", ("dp_shard",))
+    moving = fast.seconds(key, Amount(1, GB)) - fast.seconds(key, Amount(1, 0))
+    assert moving == pytest.approx(15 / 16 / 100)
+
+
+def test_small_sums_go_by_a_tree() -> None:
+    links = Links(HARDWARE, {"dp_replicate": 512})
+    small = links.seconds(Exchange("forward", "all_reduce", ("dp_replicate",)), Amount(1, 0))
+    # Up and down 7 hops in a node and 6 halvings of 64 nodes.
+    assert small == pytest.approx(6.6e-6 + 2 * (7 * 1e-6 + 6 * 10e-6))
+
+
+def test_a_group_of_one_costs_nothing() -> None:
+    key = Exchange("forward", "all_reduce", ("tp",))
+    assert Links(HARDWARE, {"tp": 1}).seconds(key, Amount(1, GB)) == 0.0
+
+
+def test_a_message_takes_the_link_or_the_network() -> None:
+    inside = Links(HARDWARE, {"pp": 2, "tp": 4}).message(GB, axis="pp")
+    between = Links(HARDWARE, {"pp": 2, "tp": 8}).message(GB, axis="pp")
+    assert inside == pytest.approx(0.01, rel=0.01)
+    assert between == pytest.approx(0.1, rel=0.01)
+
+
+def test_a_figure_that_is_missing_is_asked_for() -> None:
+    links = Links(replace(HARDWARE, network_gb_s=None), {"dp_shard": 16})
+    with pytest.raises(ConfigError, match=r"hardware\.network_gb_s=null: .*write hardware\."):
+        links.seconds(Exchange("forward", "all_gather", ("dp_shard",)), Amount(1, GB))

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from axonlaunch.planning import fake_world
+from axonlaunch.planning.operations import (
+    Amount,
+    Attention,
+    Kernel,
+    OperationTrace,
+    Product,
+    add,
+)
+
+
+@pytest.fixture
+def trace() -> OperationTrace:
+    return OperationTrace({"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1})
+
+
+@pytest.fixture(autouse=True)
+def without_bytes() -> Iterator[None]:
+    with fake_world.tensors_without_bytes():
+        yield
+
+
+def test_a_linear_layer_is_one_product_forward_and_two_backward(trace: OperationTrace) -> None:
+    x = torch.empty(6, 4, requires_grad=True)
+    weight = torch.empty(10, 4, requires_grad=True)
+    with trace:
+        F.linear(x, weight).sum().backward()
+    products = {key: amount for key, amount in trace.work.items() if isinstance(key, Product)}
+    fp32 = torch.float32
+    assert products == {
+        Product("forward", 1, 6, 10, 4, fp32): Amount(1, 4 * (6 * 4 + 4 * 10 + 6 * 10), 480),
+        Product("backward", 1, 10, 4, 6, fp32): Amount(1, 4 * (10 * 6 + 6 * 4 + 10 * 4), 480),
+        Product("backward", 1, 6, 4, 10, fp32): Amount(1, 4 * (6 * 10 + 10 * 4 + 6 * 4), 480),
+    }
+
+
+def test_equal_products_are_merged(trace: OperationTrace) -> None:
+    a, b = torch.empty(2, 3), torch.empty(3, 5)
+    with trace:
+        a @ b
+        a @ b
+    assert trace.work[Product("forward", 1, 2, 5, 3, torch.float32)].count == 2
+
+
+def test_a_batch_of_products_counts_each(trace: OperationTrace) -> None:
+    with trace:
+        torch.bmm(torch.empty(7, 2, 3), torch.empty(7, 3, 5))
+    (key,) = trace.work
+    assert trace.work[key].flops == 7 * 2 * 2 * 3 * 5
+
+
+@pytest.mark.parametrize(("causal", "share"), [(False, 1.0), (True, 0.5)])
+def test_attention_is_two_products_of_the_square_forward_and_five_backward(
+    trace: OperationTrace, causal: bool, share: float
+) -> None:
+    q, k, v = (torch.empty(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+    with trace:
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
+    product = 2 * 2 * 4 * 16 * 16 * 8
+    flops = {key.phase: a.flops for key, a in trace.work.items() if isinstance(key, Attention)}
+    assert flops == {"forward": 2 * product * share, "backward": 5 * product * share}
+
+
+def test_shared_keys_cost_no_fewer_flops(trace: OperationTrace) -> None:
+    q, k = torch.empty(2, 4, 16, 8), torch.empty(2, 2, 16, 8)
+    with trace:
+        F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+    (flops,) = [a.flops for key, a in trace.work.items() if isinstance(key, Attention)]
+    assert flops == 2 * 2 * 2 * 4 * 16 * 16 * 8
+
+
+def test_a_kernel_moves_what_it_reads_and_writes(trace: OperationTrace) -> None:
+    a, b = torch.empty(100), torch.empty(100)
+    with trace:
+        a + b
+        a.mul_(2.0)
+        a.copy_(b)
+    moved = {key.name: amount.num_bytes for key, amount in trace.work.items()}
+    assert moved == {"aten::add": 1200, "aten::mul_": 800, "aten::copy_": 800}
+
+
+def test_an_expanded_tensor_is_read_once(trace: OperationTrace) -> None:
+    a, b = torch.empty(10, 10), torch.empty(10)
+    with trace:
+        a + b.expand(10, 10)
+    (moved,) = [amount.num_bytes for amount in trace.work.values()]
+    assert moved == 400 + 40 + 400
+
+
+def test_views_and_empty_tensors_cost_nothing(trace: OperationTrace) -> None:
+    a = torch.empty(4, 6)
+    with trace:
+        a.view(24).unsqueeze(0).transpose(0, 1)
+        torch.empty(1000)
+    assert trace.work == {}
+
+
+def test_an_embedding_reads_the_rows_that_are_asked_for(trace: OperationTrace) -> None:
+    table, tokens = torch.empty(1000, 8), torch.empty(5, dtype=torch.int64)
+    with trace:
+        F.embedding(tokens, table)
+    (moved,) = [amount.num_bytes for amount in trace.work.values()]
+    assert moved == 5 * 8 + 5 * 8 * 4
+
+
+def test_what_a_checkpoint_runs_again_is_recomputation(trace: OperationTrace) -> None:
+    x = torch.empty(4, 4, requires_grad=True)
+    weight = torch.empty(4, 4, requires_grad=True)
+    with trace:
+        y = torch.utils.checkpoint.checkpoint(
+            lambda t: F.linear(t, weight).relu() @ weight, x, use_reentrant=False
+        )
+        y.sum().backward()
+    counts = {
+        phase: sum(
+            a.count for k, a in trace.work.items() if isinstance(k, Product) and k.phase == phase
+        )
+        for phase in ("forward", "recomputation", "backward")
+    }
+    assert counts == {"forward": 2, "recomputation": 1, "backward": 4}
+
+
+def test_the_update_is_told_from_the_passes(trace: OperationTrace) -> None:
+    weight = torch.nn.Parameter(torch.empty(100))
+    weight.grad = torch.empty(100)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()
+    with trace, trace.updating():
+        optimizer.step()
+    moved = trace.work[Kernel("update", "aten::_fused_adamw_")].num_bytes
+    # Reads parameter, gradient and two moments, writes all but the gradient; steps besides.
+    assert moved - 7 * 400 < 16
+
+
+def test_work_is_added_operation_by_operation() -> None:
+    product = Product("forward", 1, 2, 3, 4, torch.float32)
+    kernel = Kernel("forward", "aten::add")
+    total = add({product: Amount(1, 2, 3)}, {product: Amount(1, 1, 1), kernel: Amount(2)}, factor=2)
+    assert total == {product: Amount(3, 4, 5), kernel: Amount(4)}
+
+
+def test_what_cancels_out_is_forgotten() -> None:
+    work = {Kernel("forward", "aten::add"): Amount(1, 8)}
+    assert add(work, work, factor=-1) == {}

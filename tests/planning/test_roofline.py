@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from axonlaunch.config import ConfigError
+from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.planning.operations import Amount, Attention, Kernel, Product
+from axonlaunch.planning.roofline import Roofline
+
+HARDWARE = HardwareConfig(
+    name="round",
+    fp32_tflops=10,
+    bf16_tflops=100,
+    matrix_sustained=0.8,
+    attention_sustained=0.5,
+    multiprocessors=100,
+    memory_bandwidth_gb_s=1000,
+    memory_sustained=0.9,
+)
+
+
+def product(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Product:
+    return Product("forward", 1, m, n, k, dtype)
+
+
+def rate(key: Product) -> float:
+    """FLOP/s as a share of the peak."""
+    seconds = Roofline(HARDWARE).seconds(key, Amount(1))
+    peak = 1e14 if key.dtype is torch.bfloat16 else 1e13
+    return 2.0 * key.m * key.n * key.k / seconds / peak
+
+
+def test_large_products_come_near_the_sustained_rate_and_never_above() -> None:
+    sustained = 0.8 * 0.75  # alone, and what a training step leaves of it
+    assert 0.99 * sustained < rate(product(65536, 16384, 16384)) <= sustained
+
+
+def test_products_with_few_tiles_or_little_depth_are_slower() -> None:
+    whole = rate(product(8192, 8192, 8192))
+    assert rate(product(8192, 256, 8192)) < whole
+    assert rate(product(256, 8192, 8192)) < whole
+    assert rate(product(8192, 8192, 64)) < whole
+
+
+def test_thin_products_wait_for_memory() -> None:
+    key = product(8192, 8, 8192)
+    moved = 2 * (8192 * 8192 + 2 * 8 * 8192)
+    assert Roofline(HARDWARE).seconds(key, Amount(1)) >= moved / 0.9e12
+
+
+def test_each_type_has_its_rate() -> None:
+    single, half = product(8192, 8192, 8192, torch.float32), product(8192, 8192, 8192)
+    assert rate(single) == pytest.approx(rate(half), rel=0.01)
+
+
+def test_a_kernel_takes_its_bytes_and_a_launch() -> None:
+    roofline, key = Roofline(HARDWARE), Kernel("forward", "aten::add")
+    one = roofline.seconds(key, Amount(1, 9e11))
+    many = roofline.seconds(key, Amount(1000, 9e11))
+    assert one == pytest.approx(1.0, rel=1e-3)
+    assert many > one
+
+
+def test_long_attention_is_faster_than_short() -> None:
+    roofline = Roofline(HARDWARE)
+
+    def seconds(length: int) -> float:
+        key = Attention("forward", 32, length, length, 128, torch.bfloat16)
+        return roofline.seconds(key, Amount(1, 0, 1e12))
+
+    assert seconds(16384) < seconds(1024)
+    assert seconds(16384) > 1e12 / 5e13
+
+
+@pytest.mark.parametrize("name", ["bf16_tflops", "matrix_sustained", "multiprocessors"])
+def test_a_figure_that_is_missing_is_asked_for(name: str) -> None:
+    roofline = Roofline(replace(HARDWARE, **{name: None}))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"hardware\.{name}=null: .*write hardware\.{name}="):
+        roofline.seconds(product(8, 8, 8), Amount(1))

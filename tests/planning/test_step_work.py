@@ -1,0 +1,122 @@
+"""Counts that follow lines in layers and micro-batches are those of a whole trace."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from axonlaunch import config as configs
+from axonlaunch.config import ConfigError
+from axonlaunch.planning import forked, step_work
+from axonlaunch.planning.operations import Amount, Kernel, Product, Work, add
+from axonlaunch.planning.step_work import StageWork
+
+SMALL = [
+    "model=llama_debug",
+    "model.num_hidden_layers=6",
+    "data=synthetic_tokens",
+    "data.sequence_length=64",
+    "train.precision=bf16",
+]
+
+
+def summed(stage: StageWork, *, layers: int, micro_batches: int) -> Work:
+    micro = add(stage.micro_ends.work, stage.micro_layer.work, factor=layers)
+    step = add(stage.step_ends.work, stage.step_layer.work, factor=layers)
+    return add(step, micro, factor=micro_batches)
+
+
+def whole(overrides: list[str], *, stage: int = 0) -> Work:
+    config = configs.load(overrides)
+    ((traced,),) = forked.run([lambda: step_work._trace([config], stage=stage)])
+    return traced.share.work
+
+
+def same(first: Work, second: Work) -> bool:
+    left = add(first, second, factor=-1)
+    return all(
+        abs(amount.count) < 1e-6 and abs(amount.num_bytes) < 64 and abs(amount.flops) < 1
+        for amount in left.values()
+    )
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["strategy=fsdp", "launch.nproc=4", "train.activation_checkpointing=full"],
+        ["strategy=ddp", "launch.nproc=4"],
+        ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"],
+    ],
+    ids=["fsdp", "ddp", "tensor"],
+)
+def test_layers_and_micro_batches_follow_lines(strategy: list[str]) -> None:
+    overrides = [*SMALL, *strategy, "train.global_batch_size=24", "train.micro_batch_size=1"]
+    config = configs.load(overrides)
+    ranks = config.launch.nproc
+    assert ranks != "auto"
+    micro_batches = 24 // (1 if "strategy=tensor" in strategy else 4)
+    told = step_work.step_work(config, world_size=ranks)
+    assert told.layers == (6,)
+    assert same(summed(told.first, layers=6, micro_batches=micro_batches), whole(overrides))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_ends_of_a_pipeline_follow_lines(stage: int) -> None:
+    overrides = [
+        *SMALL,
+        "strategy=pipeline",
+        "strategy.pipeline.degree=2",
+        "strategy.pipeline.schedule=1f1b",
+        "strategy.pipeline.split=[3,3]",
+        "launch.nproc=2",
+        "train.global_batch_size=6",
+        "train.micro_batch_size=1",
+    ]
+    told = step_work.step_work(configs.load(overrides), world_size=2)
+    mine = told.last if stage else told.first
+    assert told.layers == (3, 3)
+    assert same(summed(mine, layers=3, micro_batches=6), whole(overrides, stage=stage))
+
+
+def test_parameters_are_those_of_the_whole_depth() -> None:
+    config = configs.load([*SMALL, "launch.nproc=1"])
+    told = step_work.step_work(config, world_size=1)
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
+    assert told.parameters == 6 * layer + 2 * 256 * 128 + 128
+
+
+def test_a_norm_is_one_kernel() -> None:
+    told = step_work.step_work(configs.load([*SMALL, "launch.nproc=1"]), world_size=1)
+    names = {key.name for key in told.first.micro_layer.work if isinstance(key, Kernel)}
+    assert "aten::native_layer_norm" in names
+    assert "aten::rsqrt" not in names
+
+
+def test_every_product_of_a_layer_comes_once_forward_and_twice_backward() -> None:
+    told = step_work.step_work(configs.load([*SMALL, "launch.nproc=1"]), world_size=1)
+    flops = {
+        phase: sum(
+            amount.flops
+            for key, amount in told.first.micro_layer.work.items()
+            if isinstance(key, Product) and key.phase == phase
+        )
+        for phase in ("forward", "backward")
+    }
+    # llama_debug's layer: q and o 128 x 128, k and v 128 x 64, three of 128 x 384.
+    weights = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384
+    tokens = 16 * 64
+    assert flops == {"forward": 2 * tokens * weights, "backward": 4 * tokens * weights}
+
+
+def test_a_pipeline_of_a_model_without_depth_is_refused() -> None:
+    config = configs.load(
+        [*SMALL, "strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"]
+    )
+    custom = dataclasses.replace(config, model=configs.model.FreeModelConfig(name="llama"))
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        step_work.step_work(custom, world_size=2)
+
+
+def test_amounts_scale() -> None:
+    assert Amount(1, 2, 3) * 2 == Amount(2, 4, 6)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from axonlaunch import config as configs
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.planning.step_work import StepWork, step_work
+from axonlaunch.planning.throughput import Throughput, flops_per_token, throughput, timed
+
+LLAMA = [
+    "model=llama3_8b",
+    "model.num_hidden_layers=4",
+    "data=synthetic_tokens",
+    "data.sequence_length=2048",
+    "train.precision=bf16",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=16",
+]
+
+
+def run(*overrides: str, hardware: str = "h100_80gb") -> RunConfig:
+    return configs.load([*LLAMA, f"hardware={hardware}", *overrides])
+
+
+def told(config: RunConfig, work: StepWork | None = None) -> Throughput:
+    assert config.hardware is not None
+    return (
+        throughput(config, config.hardware)
+        if work is None
+        else timed(config, config.hardware, work)
+    )
+
+
+@pytest.fixture(scope="module")
+def fsdp() -> StepWork:
+    return step_work(run("strategy=fsdp", "launch.nproc=8"), world_size=8)
+
+
+def test_parts_of_a_step_come_to_the_whole(fsdp: StepWork) -> None:
+    found = told(run("strategy=fsdp", "launch.nproc=8"), fsdp)
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_s)
+    assert min(found.breakdown.values()) >= 0
+    assert found.tokens_per_s_per_device == pytest.approx(16 * 2048 / found.step_s / 8)
+
+
+def test_mfu_counts_what_the_model_needs(fsdp: StepWork) -> None:
+    config = run("strategy=fsdp", "launch.nproc=8")
+    found = told(config, fsdp)
+    needed = 6 * fsdp.parameters + 12 * 4 * 4096 * 2048
+    assert flops_per_token(config.model, fsdp) == needed
+    assert found.mfu == pytest.approx(found.tokens_per_s_per_device * needed / 989e12)
+
+
+def test_a_slower_network_never_makes_a_step_quicker(fsdp: StepWork) -> None:
+    fast = told(run("strategy=fsdp", "launch.nproc=8"), fsdp)
+    slow = told(run("strategy=fsdp", "launch.nproc=8", "hardware.link_gb_s=1"), fsdp)
+    assert slow.step_s > fast.step_s
+    assert slow.breakdown["communication dp"] > fast.breakdown["communication dp"]
+    assert slow.breakdown["matrix products"] == fast.breakdown["matrix products"]
+
+
+def test_gathering_hides_under_computation(fsdp: StepWork) -> None:
+    config = run("strategy=fsdp", "launch.nproc=8")
+    assert config.hardware is not None
+    exchanged = 3 * 2 * fsdp.parameters / 450e9
+    assert told(config, fsdp).breakdown["communication dp"] < exchanged * 2
+
+
+def test_compiling_leaves_products_and_saves_kernels(fsdp: StepWork) -> None:
+    plain = told(run("strategy=fsdp", "launch.nproc=8"), fsdp)
+    fused = told(run("strategy=fsdp", "launch.nproc=8", "train.compile=true"), fsdp)
+    assert fused.breakdown["matrix products"] == plain.breakdown["matrix products"]
+    assert fused.breakdown["memory-bound"] < plain.breakdown["memory-bound"]
+
+
+def test_more_micro_batches_fill_a_pipeline() -> None:
+    # A small vocabulary, so that no stage has much more to do than the others.
+    pipeline = ["strategy=pipeline", "strategy.pipeline.degree=4", "launch.nproc=4"]
+    pipeline.append("model.vocab_size=1024")
+    few = told(run(*pipeline, "train.global_batch_size=4"))
+    many = told(run(*pipeline, "train.global_batch_size=32"))
+    assert many.tokens_per_s_per_device > few.tokens_per_s_per_device
+    assert few.breakdown["pipeline bubble"] / few.step_s > 0.3
+    assert many.breakdown["pipeline bubble"] / many.step_s < 0.3
+
+
+def test_tensor_parallelism_over_nodes_is_slow() -> None:
+    tensor = ["strategy=tensor", "strategy.tensor.degree=8", "launch.nproc=8"]
+    config = run(*tensor)
+    work = step_work(config, world_size=8)
+    inside, over = told(config, work), told(run(*tensor, "hardware.devices_per_node=2"), work)
+    assert over.breakdown["communication tp"] > 2 * inside.breakdown["communication tp"]
+
+
+def test_hardware_without_figures_is_refused_by_name(fsdp: StepWork) -> None:
+    config = run("strategy=fsdp", "launch.nproc=8", hardware="cpu")
+    with pytest.raises(ConfigError, match=r"hardware\.\w+=null: .*write hardware\."):
+        told(config, fsdp)
+
+
+def test_a_users_own_hardware_works(tmp_path: Path, fsdp: StepWork) -> None:
+    ours = Path(__file__).parents[2] / "configs" / "hardware" / "h100_80gb.yaml"
+    folder = tmp_path / "hardware"
+    folder.mkdir()
+    text = ours.read_text().replace("name: h100_80gb", "name: twice")
+    (folder / "twice.yaml").write_text(text.replace("bf16_tflops: 989", "bf16_tflops: 1978"))
+    overrides = [*LLAMA, "strategy=fsdp", "launch.nproc=8", "hardware=twice"]
+    config = configs.load(overrides, config_dirs=[tmp_path])
+    plain = told(run("strategy=fsdp", "launch.nproc=8"), fsdp)
+    assert told(config, fsdp).breakdown["matrix products"] < plain.breakdown["matrix products"]
+
+
+def test_replicas_sum_every_gradient_once() -> None:
+    slow = ["strategy=ddp", "launch.nproc=4", "hardware.link_gb_s=0.01", "model.vocab_size=1024"]
+    seconds = {
+        dtype: told(run(*slow, f"strategy.reduce_dtype={dtype}")).breakdown["communication dp"]
+        for dtype in ("fp32", "bf16")
+    }
+    parameters = step_work(run(*slow), world_size=4).parameters
+    # torch's DDP, which is counted, and our own buckets, which are traced.
+    on_the_link = 2 * 3 / 4 * parameters / (0.01e9 * 0.824)
+    assert seconds["fp32"] == pytest.approx(4 * on_the_link, rel=0.01)
+    assert seconds["bf16"] == pytest.approx(2 * on_the_link, rel=0.01)
+
+
+def test_tensor_parallel_replicas_are_not_summed_twice() -> None:
+    both = ["strategy=hybrid", "strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
+    slow = [*both, "strategy.tensor.degree=2", "launch.nproc=4", "hardware.devices_per_node=2"]
+    config = run(*slow, "hardware.network_gb_s=0.01", "model.vocab_size=1024")
+    work = step_work(config, world_size=4)
+    halves = 4 * work.parameters / 2
+    seconds = told(config, work).breakdown["communication dp"]
+    assert seconds == pytest.approx(halves / (0.01e9 * 0.9), rel=0.05)
