@@ -5,7 +5,9 @@ It holds the records; nothing here shows or writes them.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +76,23 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Finished:
-    """The run's end, after its last step or an interruption."""
+    """The run's end, after its last step or an interruption.
+
+    On a CPU the peak is what tensors held in the second step; None where that was not watched.
+    """
 
     step: int
     interrupted: bool
     loss: float | None
     eval_loss: float | None
     tokens_per_s: float | None
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
+
+
+def of_all_ranks(finished: Sequence[Finished]) -> Finished:
+    """Return what the main rank, the first, tells, with the peak of the highest."""
+    peaks = [one.peak_memory_bytes for one in finished if one.peak_memory_bytes is not None]
+    return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
 
 
 Event = Started | Stepped | Advanced | Evaluated | Saved | Sampled | Finished

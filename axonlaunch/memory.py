@@ -1,6 +1,6 @@
 """What this process holds of its device's memory, as the system or the allocator tells.
 
-It measures; ``planning`` is where memory will be foretold.
+It measures; ``planning`` is where memory is foretold.
 """
 
 from __future__ import annotations
@@ -8,8 +8,38 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
+
+from axonlaunch.engines.base import Engine
+
+
+class Watch(Protocol):
+    """Finds the peak of a run."""
+
+    def step(self, engine: Engine) -> AbstractContextManager[None]:
+        """Surround a step of the run."""
+
+    def peak_bytes(self) -> int | None:
+        """Return the most that was held; None where that is not known."""
+
+
+class DevicePeak:
+    """The peak that the system or the allocator tells."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def step(self, engine: Engine) -> AbstractContextManager[None]:
+        """Do nothing: who tells it watches by itself."""
+        del engine
+        return nullcontext()
+
+    def peak_bytes(self) -> int | None:
+        """Return ``peak_memory_bytes``."""
+        return peak_memory_bytes(self._device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -36,26 +36,46 @@ def resolve(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: Every problem, all at once.
     """
+    return _resolved(config, here=True)
+
+
+def resolve_anywhere(config: RunConfig) -> RunConfig:
+    """Resolve ``launch.nproc`` and check what holds on every machine that has the devices.
+
+    Raises:
+        ConfigError: Every problem, all at once.
+    """
+    return _resolved(config, here=False)
+
+
+def _resolved(config: RunConfig, *, here: bool) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
     config = resolved(config, accelerators=accelerators())
-    problems = check(config)
+    problems = check(config, here=here)
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def check(config: RunConfig) -> list[Problem]:
-    """Return what is wrong with a configuration whose ``launch.nproc`` is known."""
+def check(config: RunConfig, *, here: bool = True) -> list[Problem]:
+    """Return what is wrong with a configuration whose ``launch.nproc`` is known.
+
+    Args:
+        config: The run's.
+        here: Whether this machine is to run it: its devices, memory, disk, data and checkpoints
+            then have to suffice.
+    """
     assert config.launch.nproc != "auto"
     world_size = config.launch.nproc
     shares = layout(config, world_size=world_size)
     problems = broken_world_rules(config, world_size=world_size)
-    problems += _backend(config, world_size)
+    if here:
+        problems += _backend(config, world_size)
     dataset, found = _dataset(config)
     problems += found
     spec, model, found = _model(config)
     problems += found
-    if dataset is not None:
+    if here and dataset is not None:
         problems += _samples(config, dataset)
     if spec is not None and dataset is not None:
         problems += _fit_each_other(config, spec, dataset)
@@ -63,6 +83,7 @@ def check(config: RunConfig) -> list[Problem]:
         problems += context_problems(config, spec)
         problems += tensor_problems(config, spec, model)
         problems += pipeline_problems(config, spec, model)
+    if here and model is not None:
         problems += _memory(config, model, shares)
         problems += _disk(config, model)
         problems += _resume(config, model)

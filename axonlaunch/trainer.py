@@ -19,7 +19,7 @@ from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.loader import Loader
 from axonlaunch.engines.base import Engine, StepResult
 from axonlaunch.events import Advanced, Evaluated, Event, Finished, Saved, Stepped
-from axonlaunch.memory import peak_memory_bytes
+from axonlaunch.memory import DevicePeak, Watch, peak_memory_bytes
 
 Report = Callable[[Event], None]
 Save = Callable[[int, float | None], str]
@@ -48,6 +48,7 @@ def fit(
     save: Save | None = None,
     save_every: int = 0,
     stop: Callable[[], bool] = lambda: False,
+    watch: Watch | None = None,
 ) -> Finished:
     """Train until ``config.steps`` or until a rank asks to stop; every rank calls this.
 
@@ -60,14 +61,18 @@ def fit(
         save: ``(step, loss) -> path`` of a complete checkpoint; None saves nothing.
         save_every: Steps between checkpoints.
         stop: Whether this rank was asked to stop; all then stop after the same step.
+        watch: Finds the peak of this rank's memory; None: the system or the allocator tells it.
     """
+    watch = watch or DevicePeak(world.device)
     progress = _Progress()
     interrupted = False
     with closing(data.iterate(engine.step)) as batches:
         while engine.step < config.steps and not interrupted:
             vote = _Vote(world, stop())
             rate = engine.learning_rate()
-            result = engine.train_step(next(batches))
+            batch = next(batches)
+            with watch.step(engine):
+                result = engine.train_step(batch)
             step, progress.steps_since = engine.step, progress.steps_since + 1
             last = step == config.steps
             if _due(step, config.log_every, last=last) or not progress.started:
@@ -89,7 +94,7 @@ def fit(
         loss=progress.loss,
         eval_loss=progress.eval_loss,
         tokens_per_s=speed,
-        peak_memory_bytes=peak_memory_bytes(world.device),
+        peak_memory_bytes=watch.peak_bytes(),
     )
     report(done)
     return done

@@ -17,10 +17,12 @@ from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.build import build
+from axonlaunch.engines.build import Source, build
 from axonlaunch.events import Event, Finished, Sampled, Started
+from axonlaunch.memory import DevicePeak
 from axonlaunch.metrics import MetricsFile, TensorBoard
 from axonlaunch.models.generation import generate
+from axonlaunch.planning.live import LivePeak
 from axonlaunch.trainer import fit
 
 Report = Callable[[Event], None]
@@ -52,7 +54,9 @@ def run(
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
     )
-    engine = build(config, world, sample=sample_inputs(dataset))
+    live = _watch(config, world)
+    source = Source(storing=live.storing) if live else None
+    engine = build(config, world, sample=sample_inputs(dataset), source=source)
     resumed = _restore(config, engine)
     report = _on_main(report, run_dir, engine.step, config, world)
     report(
@@ -89,10 +93,16 @@ def run(
         save=save if config.checkpoint.every else None,
         save_every=config.checkpoint.every,
         stop=stop,
+        watch=live or DevicePeak(world.device),
     )
     if not finished.interrupted:
         _sample(config, engine, dataset, report)
     return finished
+
+
+def _watch(config: RunConfig, world: World) -> LivePeak | None:
+    """Return what counts live tensors, where no allocator does."""
+    return LivePeak(config) if world.device.type == "cpu" and not config.train.compile else None
 
 
 def _restore(config: RunConfig, engine: Engine) -> str | None:

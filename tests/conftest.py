@@ -28,6 +28,12 @@ def _time_limit(item: pytest.Item) -> float:
 
 
 @pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Estimates are kept beside the tests' folders, not in the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LAUNCHERS_VARIABLES:
         monkeypatch.delenv(name, raising=False)

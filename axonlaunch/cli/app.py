@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from axonlaunch.cli import config, doctor, ls, sample, schedule, train, verify
+from axonlaunch.cli import config, doctor, estimate, ls, sample, schedule, train, verify
 
 STARTED = time.time()
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 for name, module in {
     "train": train,
+    "estimate": estimate,
     "sample": sample,
     "config": config,
     "schedule": schedule,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from axonlaunch.cli.estimate import as_object, show
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
 
 HELP = "Train a model."
@@ -15,6 +18,7 @@ EXAMPLES = """Examples:
   axonlaunch train +strategy=fsdp
   axonlaunch train strategy=ddp model=llama_debug launch.nproc=4
   axonlaunch train data=text 'data.files=["notes/*.md"]' name=notes
+  axonlaunch train strategy=fsdp hardware=a100_80gb --dry-run
   axonlaunch train -m optimizer.lr=1e-3,3e-3 model.num_hidden_layers=2,4
 """
 
@@ -26,12 +30,18 @@ def command(
     multirun: Annotated[
         bool, typer.Option("-m", "--multirun", help="Run every combination of a=1,2, in turn.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and estimate alone; start nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model."""
     from axonlaunch.cli.app import STARTED
     from axonlaunch.launch import forkserver
 
+    if dry_run:
+        _estimate(overrides or [], config_dir or [], config_name, multirun, as_json)
+        return
     with forkserver.warm() as context:
         # Imported only now, while the server imports torch on another core.
         from axonlaunch.launch.start import start
@@ -48,3 +58,43 @@ def command(
     if as_json:
         print_json({"runs": summaries} if multirun else summaries[0])
     raise typer.Exit(status)
+
+
+def _estimate(
+    overrides: list[str], config_dirs: list[Path], config_name: str, multirun: bool, as_json: bool
+) -> None:
+    """Check what would be run, and tell what it would hold.
+
+    Raises:
+        ConfigError: Something can't be run, or does not fit the hardware it is to run on.
+    """
+    from axonlaunch.config import ConfigError
+    from axonlaunch.launch import forkserver
+
+    with forkserver.warm() as context:
+        from rich.console import Console
+
+        from axonlaunch.launch.estimate import forecast, misfit
+        from axonlaunch.launch.start import checked
+
+        progress = Console(stderr=True, highlight=False)
+        with progress.status("tracing a step"):
+            configs = checked(
+                context,
+                overrides,
+                config_name=config_name,
+                config_dirs=config_dirs,
+                multirun=multirun,
+            )
+            found = [forecast(context, config) for config in configs]
+    if as_json:
+        told = [as_object(one) for one in found]
+        print_json({"runs": told} if multirun else told[0])
+    else:
+        console = Console(file=sys.stdout, highlight=False)
+        for number, one in enumerate(found):
+            if number:
+                console.print()
+            show(one, console)
+    if problems := [problem for one in found if (problem := misfit(one))]:
+        raise ConfigError(problems)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -111,7 +112,7 @@ def call_together(
     Raises:
         CallsFailedError: One raised, or died without an answer.
     """
-    calls = [_Call(context, target, args) for args in arguments]
+    calls = [Call(context, target, args) for args in arguments]
     errors: dict[int, Exception] = {}
     try:
         pending = {one.connection: index for index, one in enumerate(calls)}
@@ -134,15 +135,24 @@ def call_together(
     return [one.result for one in calls]
 
 
-class _Call:
-    """A function that runs in a forked process."""
+class Call:
+    """A function that runs in a forked process.
+
+    Attributes:
+        result: What it returned, once ``receive`` took it.
+    """
 
     def __init__(self, context: ForkServerContext, target: str, args: tuple[Any, ...]) -> None:
+        """Begin to run ``"module:function"``."""
         self.result: Any = None
         self._target = target
         self.connection, theirs = context.Pipe(duplex=False)
         self._process = fork(context, "axonlaunch.launch.forkserver:answer", theirs, target, args)
         theirs.close()
+
+    def is_ready(self) -> bool:
+        """Return whether ``receive`` would not wait."""
+        return self.connection.poll()
 
     def receive(self) -> Exception | None:
         """Take what the function returned or raised; return the latter."""
@@ -160,10 +170,30 @@ class _Call:
         return None
 
     def end(self) -> None:
-        """Leave no process behind."""
-        self._process.kill()
+        """Leave no process behind, nor any of its group's."""
+        if self._process.exitcode is None:
+            with suppress(ProcessLookupError, PermissionError):  # it made no group
+                os.killpg(self._process.pid or 0, signal.SIGKILL)
+            self._process.kill()
         self._process.join()
         self.connection.close()
+
+
+def lead_group() -> None:
+    """Make this forked process, and what it starts, a group that ends when the parent is gone.
+
+    Ctrl-C in the terminal does not reach it. The kernel's parent-death signal would not do: the
+    parent of a forked process is the fork server.
+    """
+    os.setpgid(0, 0)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:

@@ -20,6 +20,7 @@ from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.events import Event, Stepped, finite
 from axonlaunch.launch import forkserver, run_folder
 from axonlaunch.launch.console import RunConsole, gibibytes, quantity, shortened, show_crash
+from axonlaunch.launch.prediction import Prediction
 from axonlaunch.launch.rank_messages import Place
 from axonlaunch.launch.supervisor import Outcome, Rank, Supervisor
 
@@ -45,7 +46,8 @@ def train(
     """
     with _listener(config) as listener, run_folder.create(config) as config:
         console = RunConsole(run_dir=config.run_dir, stream=sys.stderr if as_json else sys.stdout)
-        record = _Record(started, console)
+        prediction = Prediction(context, config)
+        record = _Record(started, console, prediction)
         try:
             supervisor = Supervisor(
                 ranks=_spawn(config, context, listener),
@@ -56,6 +58,7 @@ def train(
             outcome = supervisor.run()
         finally:
             console.stop()
+            prediction.end()
         return _conclude(config, outcome, record, console)
 
 
@@ -123,9 +126,12 @@ def _log(config: RunConfig, rank: int) -> Path:
 class _Record:
     """Passes events on and keeps what the summary of a run that fails can still say."""
 
-    def __init__(self, started: float, listener: Callable[[Event], None]) -> None:
+    def __init__(
+        self, started: float, listener: Callable[[Event], None], prediction: Prediction
+    ) -> None:
         self._started = started
         self._listener = listener
+        self.prediction = prediction
         self.first_step_s: float | None = None
         self.last: Stepped | None = None
 
@@ -134,6 +140,7 @@ class _Record:
             self.last = event
             if self.first_step_s is None:
                 self.first_step_s = time.time() - self._started
+                self.prediction.begin()
         self._listener(event)
 
 
@@ -173,16 +180,22 @@ def _conclude(
         "eval_loss": finished.eval_loss if finished else None,
         "tokens_per_s": told.tokens_per_s if told else None,
         "first_step_s": record.first_step_s,
-        "measured_peak_bytes": told.peak_memory_bytes if told else None,
+        "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
         "run_dir": config.run_dir,
     }
+    prediction = record.prediction
+    if prediction.peak_bytes is not None:
+        summary["predicted_peak_bytes"] = prediction.peak_bytes
+    else:
+        with _log(config, 0).open("a") as log:
+            log.write(f"summary.json has no predicted_peak_bytes: {prediction.reason}\n")
     if outcome.crash is not None:
         crash = outcome.crash
         summary["failed_rank"], summary["reason"] = crash.rank, crash.reason
         assert config.launch.nproc != "auto"
         process = 0 if config.launch.backend == "mock" else crash.rank
-        log = shortened(str(_log(config, process)))
-        show_crash(crash, log=log, world_size=config.launch.nproc)
+        where = shortened(str(_log(config, process)))
+        show_crash(crash, log=where, world_size=config.launch.nproc)
     summary = finite(summary)
     run_folder.write_json(folder / "summary.json", summary)
     if finished is not None:
@@ -202,6 +215,9 @@ def _rows(config: RunConfig, summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("tokens/s", quantity(summary["tokens_per_s"])))
     if summary["first_step_s"]:
         rows.append(("first step after", f"{summary['first_step_s']:.1f} s"))
-    rows.append(("peak memory", f"{gibibytes(summary['measured_peak_bytes'])} a rank"))
+    peak, foretold = summary["measured_peak_bytes"], summary.get("predicted_peak_bytes")
+    if peak is not None:
+        words = "" if foretold is None else f", {gibibytes(foretold)} foretold"
+        rows.append(("peak memory", f"{gibibytes(peak)} a rank{words}"))
     rows.append(("run folder", shortened(config.run_dir)))
     return rows

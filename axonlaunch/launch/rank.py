@@ -6,7 +6,6 @@ It sends the parent events, then how it ended. What a rank computes is ``worker`
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import sys
@@ -25,16 +24,16 @@ from axonlaunch import worker
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig
-from axonlaunch.events import Finished
+from axonlaunch.events import Finished, of_all_ranks
+from axonlaunch.launch import forkserver
 from axonlaunch.launch.rank_messages import Done, Failure, Place
 
 
 def main(run_dir: Path, place: Place, connection: Connection) -> None:
     """Be a rank, or under the mock backend all of them; never returns."""
-    os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the parent alone, which tells us to stop
+    forkserver.lead_group()  # Ctrl-C reaches the parent alone, which tells us to stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    threading.Thread(target=_die_with_parent, daemon=True).start()
     _redirect(place.log)
     faulthandler.enable()
     asked = threading.Event()
@@ -66,7 +65,7 @@ def _work(
     if config.launch.backend == "mock":
         assert config.launch.nproc != "auto"
         mock = World.mock(config.launch.nproc, timeout_s=config.launch.timeout_s)
-        return mock.run(in_world)[0]
+        return of_all_ranks(mock.run(in_world))
     os.environ.update(local_place(place.rank, place.world_size, port=place.port))
     with World.init(
         backend=config.launch.backend,
@@ -88,17 +87,6 @@ def _store(place: Place, timeout_s: float) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=None if place.listener is None else place.listener.detach(),
     )
-
-
-def _die_with_parent() -> None:
-    """End this rank, and what it started, when the parent is gone, however it went.
-
-    The kernel's parent-death signal would not do: a rank's parent is the fork server.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.killpg(0, signal.SIGKILL)
 
 
 def _redirect(log: Path) -> None:

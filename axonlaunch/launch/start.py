@@ -38,18 +38,13 @@ def start(
     Raises:
         ConfigError: A configuration can't be run.
     """
-    batches = [list(overrides)]
-    if multirun:
-        batches = Composer(config_dirs=config_dirs).sweep(overrides)
-    told = multirun and len(batches) > 1
-    load = partial(configuration.load, config_name=config_name, config_dirs=config_dirs)
-    configs = [_checked(partial(load, batch), batch, told) for batch in batches]
-    configs = _numbered(configs) if multirun else configs
-    resolve = partial(forkserver.call, context, "axonlaunch.preflight:resolve")
-    configs = [
-        _checked(partial(resolve, config), batch, told)
-        for config, batch in zip(configs, batches, strict=True)
-    ]
+    configs = checked(
+        context,
+        overrides,
+        config_name=config_name,
+        config_dirs=config_dirs,
+        multirun=multirun,
+    )
     summaries = []
     for config in configs:
         status, summary = local.train(config, context, started=started, as_json=as_json)
@@ -58,6 +53,33 @@ def start(
             break
         started = time.time()
     return status, summaries
+
+
+def checked(
+    context: ForkServerContext,
+    overrides: Sequence[str],
+    *,
+    config_name: str,
+    config_dirs: Sequence[Path],
+    multirun: bool,
+) -> list[RunConfig]:
+    """Return what a command line asks for, checked as far as that goes without a rank.
+
+    Raises:
+        ConfigError: A configuration can't be run.
+    """
+    batches = [list(overrides)]
+    if multirun:
+        batches = Composer(config_dirs=config_dirs).sweep(overrides)
+    told = multirun and len(batches) > 1
+    load = partial(configuration.load, config_name=config_name, config_dirs=config_dirs)
+    configs = [_checked(partial(load, batch), batch, told) for batch in batches]
+    configs = _numbered(configs) if multirun else configs
+    resolve = partial(forkserver.call, context, "axonlaunch.preflight:resolve")
+    return [
+        _checked(partial(resolve, config), batch, told)
+        for config, batch in zip(configs, batches, strict=True)
+    ]
 
 
 def _checked(

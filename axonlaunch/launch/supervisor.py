@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 
-from axonlaunch.events import Event, Finished
+from axonlaunch.events import Event, Finished, of_all_ranks
 from axonlaunch.launch.rank_messages import Done, Failure
 
 SETTLE_S = 0.3
@@ -109,7 +109,8 @@ class Supervisor:
                     _signal(rank.process, signal.SIGTERM)
             if all(rank.finished is not None and not rank.open for rank in self.ranks):
                 self.tick()
-                outcome.finished = self.ranks[0].finished
+                ended = [rank.finished for rank in self.ranks if rank.finished is not None]
+                outcome.finished = of_all_ranks(ended)
                 return outcome
 
     def _listen(self, *, timeout: float) -> None:

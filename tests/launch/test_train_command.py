@@ -225,3 +225,19 @@ def test_a_reader_that_leaves_early_ends_the_run_quietly(axonlaunch: Command) ->
         assert process.wait(timeout=30) != 0
     assert "Traceback" not in errors
     axonlaunch.wait_until_gone(seconds=3)
+
+
+@pytest.mark.timeout(240)
+def test_a_run_tells_what_it_held_and_once_estimated_what_it_was_to_hold(
+    axonlaunch: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(axonlaunch.folder / "cache"))
+    axonlaunch.train("strategy=fsdp", "name=new", "train.steps=2")
+    assert "predicted_peak_bytes" not in axonlaunch.summary("new")
+    log = (axonlaunch.folder / "runs" / "new" / "logs" / "rank_0.log").read_text()
+    assert log.endswith("no predicted_peak_bytes: the run ended before it was estimated\n")
+    axonlaunch("estimate", *TINY, "strategy=fsdp", "launch.nproc=2")
+    axonlaunch.train("strategy=fsdp", "name=known", "train.steps=2")
+    summary = axonlaunch.summary("known")
+    # The trainer keeps the last step's numbers, and between rows of a batch lies a token more.
+    assert 0 <= summary["measured_peak_bytes"] - summary["predicted_peak_bytes"] < 100

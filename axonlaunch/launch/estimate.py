@@ -1,0 +1,155 @@
+"""Foretells a run's memory from the parent, which has no torch: out of the cache, or by tracing.
+
+No device, data file or rank takes part, so a world may be of any size; what can't be told is
+refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from axonlaunch import config as configuration
+from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config.layout import layout, resolved
+from axonlaunch.config.plugins import import_plugins
+from axonlaunch.launch import forkserver
+from axonlaunch.planning import cache
+from axonlaunch.planning.changes import remedies
+from axonlaunch.planning.record import GIB, Estimate, Forecast
+from axonlaunch.planning.report import size
+from axonlaunch.planning.unread import naming_files, without_files
+
+
+def estimate(
+    context: ForkServerContext,
+    overrides: Sequence[str],
+    *,
+    config_name: str,
+    config_dirs: Sequence[Path],
+    exact: bool = False,
+) -> Forecast:
+    """Check a configuration and foretell its memory.
+
+    Raises:
+        ConfigError: The configuration can't be run on any machine, or can't be traced.
+    """
+    composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
+    config = configuration.typed(dataclasses.replace(composed, tree=naming_files(composed.tree)))
+    if config.launch.nproc == "auto":
+        config = forkserver.call(
+            context, "axonlaunch.preflight:resolve_anywhere", without_files(config)
+        )
+    return forecast(context, config, exact=exact)
+
+
+def forecast(context: ForkServerContext, config: RunConfig, *, exact: bool = False) -> Forecast:
+    """Foretell the memory of a configuration whose ``launch.nproc`` is resolved.
+
+    Raises:
+        ConfigError: It can't be run on any machine, or can't be traced.
+    """
+    assert config.launch.nproc != "auto"
+    config = _on_named_hardware(resolved(config, accelerators=0))
+    notes = []
+    if config.train.compile:
+        notes.append(
+            "train.compile=true: told for the same run without it; what compiled code allocates "
+            "shows only when it runs"
+        )
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile=False))
+    foretell = partial(foretold, context, exact=exact)
+    found = foretell(config)
+    hardware, memory, told = config.hardware, None, []
+    if hardware is not None and hardware.memory_gib is not None:
+        memory = int(hardware.memory_gib * GIB)
+    if memory is not None and not found.fits:
+        told = remedies(config, found, memory=memory, estimate=foretell)
+    return Forecast(
+        layout=str(layout(config, world_size=found.world_size)),
+        estimate=found,
+        hardware=hardware.name if hardware else None,
+        memory_bytes=memory,
+        remedies=told,
+        notes=notes,
+    )
+
+
+def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = False) -> Estimate:
+    """Return an estimate that was kept, or make and keep one.
+
+    Args:
+        context: Of the warm fork server.
+        config: With ``launch.nproc`` resolved.
+        exact: Trace every layer.
+
+    Raises:
+        ConfigError: It can't be run on any machine, or can't be traced.
+    """
+    config = without_files(config)
+    kept = cache.read(config, exact=exact)
+    if kept is None:
+        made: Estimate = forkserver.call(context, "axonlaunch.launch.estimate:trace", config, exact)
+        cache.write(config, made, exact=exact)
+        return made
+    return kept
+
+
+def misfit(found: Forecast) -> Problem | None:
+    """Return the problem that a run does not fit its hardware, if it does not."""
+    if found.memory_bytes is None or found.estimate.fits:
+        return None
+    instead = " ".join(found.remedies[0].overrides) if found.remedies else "more ranks"
+    message = (
+        f"the highest rank takes {size(found.estimate.process_bytes)}, and a device has "
+        f"{size(found.memory_bytes)}; use {instead}"
+    )
+    return Problem("hardware", message, found.hardware)
+
+
+def trace_beside(config: RunConfig) -> Estimate:
+    """Do as ``trace`` with what others leave of the cores.
+
+    Raises:
+        ConfigError: The configuration can't be run on any machine, or can't be traced.
+    """
+    os.nice(19)
+    return trace(config)
+
+
+def trace(config: RunConfig, exact: bool = False) -> Estimate:
+    """Check and estimate, in a process forked from the server.
+
+    Raises:
+        ConfigError: The configuration can't be run on any machine, or can't be traced.
+    """
+    from axonlaunch.planning import memory
+    from axonlaunch.preflight import resolve_anywhere
+
+    forkserver.lead_group()  # it forks a process for each stage
+    import_plugins(config.plugins)
+    return memory.estimate(resolve_anywhere(config), exact=exact)
+
+
+def _on_named_hardware(config: RunConfig) -> RunConfig:
+    """Give a rank on ``hardware=cpu`` its share of this machine's memory.
+
+    Raises:
+        ConfigError: The memory of other hardware is not told.
+    """
+    hardware, nproc = config.hardware, config.launch.nproc
+    if hardware is None or hardware.memory_gib is not None:
+        return config
+    if hardware.name != "cpu":
+        message = (
+            f"the memory of {hardware.name} is not told, so whether a run fits it can't be; write "
+            "one device's, in GiB, or leave hardware out"
+        )
+        raise ConfigError([Problem("hardware.memory_gib", message, None)])
+    assert nproc != "auto"
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / nproc / GIB
+    return dataclasses.replace(config, hardware=dataclasses.replace(hardware, memory_gib=share))

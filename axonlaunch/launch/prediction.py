@@ -1,0 +1,76 @@
+"""The estimate of a run, made beside it at the lowest priority, or read from the cache.
+
+It begins when the first step is done, so that it delays none; what is not ready when the run ends
+is given up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from multiprocessing.context import ForkServerContext
+
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.launch import forkserver
+from axonlaunch.planning import cache
+from axonlaunch.planning.record import Estimate
+from axonlaunch.planning.unread import without_files
+
+
+class Prediction:
+    """What a run's highest rank is foretold to hold.
+
+    Attributes:
+        peak_bytes: None until it is known.
+        reason: Why it is not known.
+    """
+
+    def __init__(self, context: ForkServerContext, config: RunConfig) -> None:
+        """Look for the estimate of a run; nothing is started yet.
+
+        Args:
+            context: Of the warm fork server.
+            config: Checked, with ``launch.nproc`` resolved.
+        """
+        self._context = context
+        self._config = without_files(config)
+        if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to foretell
+            self._config = dataclasses.replace(self._config, hardware=HardwareConfig(name="cpu"))
+        self._call: forkserver.Call | None = None
+        self.peak_bytes: int | None = None
+        self.reason = "no step was done"
+        if config.train.compile:
+            self.reason = "what compiled code allocates shows only when it runs"
+        elif (kept := cache.read(self._config)) is not None:
+            self._take(kept)
+
+    def begin(self) -> None:
+        """Begin to trace, unless that was done or can't be."""
+        if self.peak_bytes is not None or self._call is not None or self._config.train.compile:
+            return
+        self.reason = "the run ended before it was estimated"
+        self._call = forkserver.Call(
+            self._context, "axonlaunch.launch.estimate:trace_beside", (self._config,)
+        )
+
+    def end(self) -> None:
+        """Take what is ready and give up what is not."""
+        call, self._call = self._call, None
+        if call is None:
+            return
+        try:
+            if not call.is_ready():
+                return
+            error = call.receive()
+            if error is None:
+                cache.write(self._config, call.result)
+                self._take(call.result)
+            elif isinstance(error, ConfigError):
+                self.reason = str(error)
+            else:
+                self.reason = f"{type(error).__name__}: {error}"
+        finally:
+            call.end()
+
+    def _take(self, found: Estimate) -> None:
+        self.peak_bytes, self.reason = found.peak_bytes, ""

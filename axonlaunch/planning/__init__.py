@@ -1,0 +1,1 @@
+"""What a run would take, foretold without running it."""

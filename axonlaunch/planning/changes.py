@@ -1,0 +1,303 @@
+"""The smallest changes that make a run fit its devices, each with what it costs.
+
+Of one setting, then of two and three together, it takes those that a closed formula says may fit,
+in a fixed order of cost, and has each estimated. It refuses nothing: what can't be run is passed
+over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+from axonlaunch.config import Composed, ConfigError, RunConfig, to_tree, typed
+from axonlaunch.config.layout import Layout, layout
+from axonlaunch.config.problem import plain
+from axonlaunch.planning.record import Estimate, Remedy
+
+Settings = Mapping[str, Any]
+Keeps = Mapping[str, float]
+
+MOST = 3
+TOGETHER = 3
+"""Settings that are changed at once, at most."""
+TRACED = 8
+"""Changes that are estimated, at most: a person waits."""
+
+_STATES = ("parameters", "gradients", "optimizer")
+_PASSING = ("activations", "communication", "temporary")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting changed.
+
+    Attributes:
+        settings: Dotted keys and values.
+        cost: What it costs, in words.
+        keeps: The least fraction that can be left of each category of memory; 1 of the others.
+    """
+
+    settings: Settings
+    cost: str
+    keeps: Keeps
+
+
+Lever = Sequence[Option]
+"""One thing to change, by more and more."""
+
+
+def levers(config: RunConfig) -> list[Lever]:
+    """Return what could be changed, in the order of what it costs.
+
+    Args:
+        config: With ``launch.nproc`` resolved.
+    """
+    assert config.launch.nproc != "auto"
+    shares = layout(config, world_size=config.launch.nproc)
+    return [
+        _micro_batches(shares),
+        _recomputing(config),
+        _sharding(config, shares),
+        _sequence_parallel(config),
+        _tensor(config, shares),
+        _pipeline(config, shares),
+        _offload(config),
+    ]
+
+
+def remedies(
+    config: RunConfig, found: Estimate, *, memory: float, estimate: Callable[[RunConfig], Estimate]
+) -> list[Remedy]:
+    """Return up to three changes after which a run fits, the cheapest first.
+
+    Args:
+        config: Of a run that does not fit, with ``launch.nproc`` resolved.
+        found: Its estimate.
+        memory: Bytes of a device.
+        estimate: Of a changed configuration; raises ``ConfigError`` where it can't be run.
+    """
+    told: list[Remedy] = []
+    enough: list[set[int]] = []
+    seen: dict[int, Keeps] = {}
+    traced = 0
+    for which, options in _candidates(levers(config)):
+        if len(told) == MOST or traced == TRACED:
+            break
+        if any(fewer <= set(which) for fewer in enough):
+            continue
+        keeps = [seen.get(id(option), option.keeps) for option in options]
+        if _least(found, keeps) > memory:
+            continue
+        settings = {key: value for option in options for key, value in option.settings.items()}
+        try:
+            after = estimate(changed(config, settings))
+        except ConfigError:
+            continue
+        traced += 1
+        if len(options) == 1:
+            seen[id(options[0])] = _kept(found, after)
+        if after.process_bytes <= memory:
+            overrides = [f"{key}={plain(value)}" for key, value in settings.items()]
+            costs = [option.cost for option in options]
+            told.append(Remedy(overrides, costs, after.process_bytes))
+            enough.append(set(which))
+    return told
+
+
+def _candidates(available: Sequence[Lever]) -> Iterator[tuple[tuple[int, ...], tuple[Option, ...]]]:
+    """Yield which levers are taken, and how far: the fewest first, of as many the least."""
+    for count in range(1, TOGETHER + 1):
+        for which in combinations(range(len(available)), count):
+            ways = product(*(enumerate(available[lever]) for lever in which))
+            for way in sorted(ways, key=lambda way: sum(far for far, _ in way)):
+                yield which, tuple(option for _, option in way)
+
+
+def _least(found: Estimate, keeps: Sequence[Keeps]) -> float:
+    """Return bytes that the highest rank can't come below."""
+    return max(
+        sum(
+            size * math.prod(kept.get(category, 1.0) for kept in keeps)
+            for category, size in one.breakdown.items()
+        )
+        for one in found.ranks
+    )
+
+
+def _kept(before: Estimate, after: Estimate) -> Keeps:
+    """Return what an option left of each category on the highest rank, now that it is known."""
+    old, new = (max(e.ranks, key=lambda one: one.peak_bytes).breakdown for e in (before, after))
+    return {category: new[category] / size for category, size in old.items() if size}
+
+
+def changed(config: RunConfig, settings: Settings) -> RunConfig:
+    """Return a configuration with some settings changed.
+
+    Raises:
+        ConfigError: They don't go together.
+    """
+    tree = to_tree(config)
+    for key, value in settings.items():
+        *path, last = key.split(".")
+        place = tree
+        for name in path:
+            place = place[name]
+        place[last] = value
+    return typed(Composed(tree, {}, []))
+
+
+def _micro_batches(shares: Layout) -> Lever:
+    options = []
+    size, count = shares.micro_batch_size, shares.micro_batches
+    while size % 2 == 0:
+        size, count = size // 2, count * 2
+        cost = f"{count} smaller micro-batches: smaller matrix products, as much compute"
+        keeps = dict.fromkeys(_PASSING, size / shares.micro_batch_size)
+        options.append(Option({"train.micro_batch_size": size}, cost, keeps))
+    return options
+
+
+def _recomputing(config: RunConfig) -> Lever:
+    """Backward computes twice what forward does: Kaplan et al., 2020, section 2.1."""
+    key, now = "train.activation_checkpointing", config.train.activation_checkpointing
+    keeps = dict.fromkeys(("activations", "temporary"), 0.0)
+    options = [
+        Option(
+            {key: "selective"},
+            "recomputes every second matrix product of the forward: about 1/6 more compute",
+            keeps,
+        ),
+        Option({key: "full"}, "recomputes the forward: about 1/3 more compute", keeps),
+    ]
+    return options[("none", "selective", "full").index(now) :]
+
+
+def _sharding(config: RunConfig, shares: Layout) -> Lever:
+    """Traffic beside that of replicas: Rajbhandari et al., "ZeRO", 2020, section 7.
+
+    ZeRO-1 is not theirs: here its gradients are all-reduced, as replicas' are. Shards are summed
+    in every micro-batch, replicas once a step.
+    """
+    if shares.data_ranks == 1:
+        return []
+    kind, sharding = "strategy.data_parallel", "strategy.fsdp.sharding"
+    count = shares.micro_batches
+    share = 1 / shares.data_ranks
+    sharded = dict.fromkeys(_STATES, share) | {"communication": 0.0, "temporary": 0.0}
+    options = [
+        Option(
+            {kind: "zero1"},
+            f"gathers updated parameters: {_traffic(1.5)}",
+            {"optimizer": share, "temporary": 0.0},
+        ),
+        Option(
+            {kind: "fsdp", sharding: "shard_grad_op"},
+            f"gathers parameters for every micro-batch: {_traffic(count)}",
+            sharded,
+        ),
+        Option(
+            {kind: "fsdp", sharding: "full_shard"},
+            f"gathers parameters in every forward and backward: {_traffic(1.5 * count)}",
+            sharded,
+        ),
+    ]
+    is_sharded = shares.data_parallel == "fsdp"
+    now = config.strategy.fsdp.sharding if is_sharded else shares.data_parallel
+    after = {"zero1": 1, "no_shard": 1, "shard_grad_op": 2, "hybrid_shard": 2, "full_shard": 3}
+    return options[after.get(now, 0) :]
+
+
+def _traffic(times: float) -> str:
+    return "as much traffic as replicas" if times == 1 else f"{times:g} times replicas' traffic"
+
+
+def _sequence_parallel(config: RunConfig) -> Lever:
+    """Source: Korthikanti et al., 2022, section 4.2.2."""
+    tensor = config.strategy.tensor
+    if tensor.degree == 1 or tensor.sequence_parallel:
+        return []
+    cost = "an all-gather and a reduce-scatter for each all-reduce: as much traffic"
+    keeps = dict.fromkeys(_PASSING, 1 / tensor.degree)
+    return [Option({"strategy.tensor.sequence_parallel": True}, cost, keeps)]
+
+
+def _tensor(config: RunConfig, shares: Layout) -> Lever:
+    """Source: Shoeybi et al., "Megatron-LM", 2019, section 3."""
+    cost = "4 all-reduces of activations more a layer and micro-batch"
+    if shares.tensor > 1:
+        cost = "smaller matrix products between as many all-reduces, over more ranks"
+    return [
+        Option(
+            {"strategy.tensor.degree": degree, **_same_micro_batch(config, shares)},
+            cost,
+            dict.fromkeys(_STATES + _PASSING, shares.tensor / degree),
+        )
+        for degree in _doubled(shares.tensor, shares)
+    ]
+
+
+def _pipeline(config: RunConfig, shares: Layout) -> Lever:
+    """Ranks are idle for (p - 1) / (v m + p - 1): Narayanan et al., 2021, section 2.2.
+
+    By the same source the first stage of 1F1B holds min(p, m) micro-batches.
+    """
+    assert config.launch.nproc != "auto"
+    in_flight = min(shares.pipeline, shares.round_microbatches)
+    options = []
+    for degree in _doubled(shares.pipeline, shares):
+        settings = {"strategy.pipeline.degree": degree, **_same_micro_batch(config, shares)}
+        try:
+            new = layout(changed(config, settings), world_size=config.launch.nproc)
+        except ConfigError:
+            continue
+        idle = (degree - 1) / (new.stages_per_rank * new.round_microbatches + degree - 1)
+        cost = f"ranks wait {idle:.0%} of a step for each other"
+        keeps = dict.fromkeys(_STATES + _PASSING, shares.pipeline / degree)
+        keeps["activations"] *= min(degree, new.round_microbatches) / in_flight
+        options.append(Option(settings, cost, keeps))
+    return options
+
+
+def _offload(config: RunConfig) -> Lever:
+    """What crosses the link to the host: Ren et al., "ZeRO-Offload", 2021, section 4."""
+    fsdp = config.strategy.fsdp
+    if config.strategy.data_parallel != "fsdp" or fsdp.cpu_offload == "full":
+        return []
+    key = "strategy.fsdp.cpu_offload"
+    options = [
+        Option(
+            {key: "params"},
+            "parameters and gradients cross the link to host memory every step",
+            {"parameters": 0.0, "gradients": 0.0, "temporary": 0.0},
+        ),
+        Option(
+            {key: "optimizer_states"},
+            "optimizer states cross the link to host memory both ways every step",
+            {"optimizer": 0.0, "temporary": 0.0},
+        ),
+        Option(
+            {key: "full"},
+            "parameters and gradients cross the link to host memory, whose cores do the update",
+            dict.fromkeys((*_STATES, "temporary"), 0.0),
+        ),
+    ]
+    return options if fsdp.cpu_offload == "none" else options[-1:]
+
+
+def _same_micro_batch(config: RunConfig, shares: Layout) -> Settings:
+    """A rank's share of the batch grows with fewer data-parallel ranks; what it holds must not."""
+    is_told = config.train.micro_batch_size != "auto"
+    return {} if is_told else {"train.micro_batch_size": shares.micro_batch_size}
+
+
+def _doubled(degree: int, shares: Layout) -> list[int]:
+    """Return degrees that data-parallel ranks can be turned into."""
+    found, left = [], shares.data_ranks
+    while left % 2 == 0:
+        degree, left = degree * 2, left // 2
+        found.append(degree)
+    return found

@@ -1,0 +1,141 @@
+"""One rank of a world of any size, alone in its process, on tensors that have no bytes.
+
+Everything private to torch that this takes is here, and ``tests/planning/test_fake_world.py``
+holds it and says what to do when it moves. It never undoes what it does to torch: it belongs in
+a process that is forked for one rank and ends with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch.distributed import pipelining
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from axonlaunch.comm import World
+from axonlaunch.comm.backend import Backend
+
+UNTRACEABLE = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+"""What torch raises for an operation that needs values, or that has no fake kernel."""
+
+
+def join(*, rank: int, world_size: int) -> World:
+    """Stand as one rank in a world whose other ranks are not there.
+
+    Raises:
+        ValueError: This process has a world already.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            "this process has a world already, and an estimate makes its own: close() it, or "
+            "estimate in another process"
+        )
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    _let_replicas_run_alone()
+    _let_pipelines_run_alone()
+    _let_messages_hold_tensors()
+    return World(
+        rank=rank,
+        local_rank=0,
+        world_size=world_size,
+        device=torch.device("cpu"),
+        backend=Backend.MOCK,
+    )
+
+
+def tensors_without_bytes() -> Any:
+    """Return the mode in which tensors have shapes, types and storages, but no bytes."""
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def operation(error: BaseException) -> str:
+    """Name the operation that one of ``UNTRACEABLE`` is about."""
+    return str(getattr(error, "func", None) or error).removesuffix(".default")
+
+
+class _SaysYes(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def answering_yes() -> Iterator[None]:
+    """Let a decision on a tensor that has no value be the usual one: fp16 did not overflow."""
+    with _SaysYes():  # type: ignore[no-untyped-call]
+        yield
+
+
+def _let_replicas_run_alone() -> None:
+    """Let torch's DDP go through its steps without values.
+
+    Its reducer looks into gradients to lay its buckets out anew, which moves no byte of their sum,
+    and all-reduces from C++; a hook that is done at once takes the place of that.
+    """
+    wrap: Any = nn.parallel.DistributedDataParallel.__init__
+
+    def wrap_and_hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrap(self, *args, **kwargs)
+        # torch compares annotations, which are strings here; a lambda has none.
+        self.register_comm_hook(None, lambda state, bucket: _already_reduced(bucket))
+
+    nn.parallel.DistributedDataParallel.__init__ = wrap_and_hook  # type: ignore[method-assign]
+    reducer: Any = dist.Reducer
+    reducer._rebuild_buckets = lambda self: False
+
+
+def _already_reduced(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _let_pipelines_run_alone() -> None:
+    """Let torch's schedules take the shapes that they are given; up to torch 2.11 they do."""
+    schedule: Any = pipelining.schedules._PipelineSchedule
+    if not hasattr(schedule, "_warmup_p2p"):
+        return
+    static = pipelining.schedules.InferenceMode.STATIC
+
+    def be_static(self: Any, stages: Any, *_: Any) -> None:
+        del self
+        for stage in stages:
+            stage._inference_mode = static
+
+    schedule._warmup_p2p = be_static
+
+
+class _InFlight:
+    """Messages on their way: like a backend's work, it holds their tensors while it lives."""
+
+    def __init__(self, works: Sequence[Any], tensors: list[torch.Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _let_messages_hold_tensors() -> None:
+    """Let what a pipeline sends stay alive until it has waited for it and forgets it."""
+    schedules: Any = pipelining.schedules
+    begin = schedules._batch_p2p
+
+    def begin_and_hold(messages: Any, *args: Any, **kwargs: Any) -> list[_InFlight]:
+        works = begin(messages, *args, **kwargs)
+        return [_InFlight(works, [message.tensor for message in messages])]
+
+    schedules._batch_p2p = begin_and_hold

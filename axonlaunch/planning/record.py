@@ -1,0 +1,95 @@
+"""What an estimate says, as plain records that a process without torch can read.
+
+It holds numbers; ``memory`` finds them and ``report`` shows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from axonlaunch.planning.trace import Category
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """What one rank holds; the ranks that differ from it on other axes than pp hold no more.
+
+    Attributes:
+        rank: The global rank.
+        coords: Where it stands on each axis of the mesh.
+        peak_bytes: Most bytes on its device in a steady step.
+        host_bytes: Most bytes that it keeps offloaded in host memory.
+        breakdown: What ``peak_bytes`` is made of, by category.
+    """
+
+    rank: int
+    coords: dict[str, int]
+    peak_bytes: int
+    host_bytes: int
+    breakdown: dict[Category, int]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run would hold.
+
+    Attributes:
+        world_size: Ranks.
+        mesh: Ranks along each axis, outermost first.
+        parameters: Of the whole model.
+        peak_bytes: What tensors hold at most on the highest rank.
+        reserved_bytes: What torch's allocator holds for them on a GPU; of a CPU, the same.
+        process_bytes: What the process holds of the GPU: that, the driver's context and NCCL's
+            buffers; of a CPU, ``peak_bytes``.
+        fits: Whether that fits the hardware's device; None where its memory is not known.
+        ranks: One of each distinct pipeline stage.
+    """
+
+    world_size: int
+    mesh: dict[str, int]
+    parameters: int
+    peak_bytes: int
+    reserved_bytes: int
+    process_bytes: int
+    fits: bool | None
+    ranks: list[RankEstimate]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change after which a run fits.
+
+    Attributes:
+        overrides: What to write.
+        costs: What it costs, in words, for each setting.
+        process_bytes: Of the highest rank then.
+    """
+
+    overrides: list[str]
+    costs: list[str]
+    process_bytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """An estimate, and what a user wants to know of it.
+
+    Attributes:
+        layout: In words.
+        estimate: What was found.
+        hardware: Its name; None where none was named.
+        memory_bytes: Of one of its devices.
+        remedies: Where it does not fit, what would make it.
+        notes: What the estimate is of, where it is not of the very run.
+    """
+
+    layout: str
+    estimate: Estimate
+    hardware: str | None
+    memory_bytes: int | None
+    remedies: list[Remedy]
+    notes: list[str]

@@ -1,0 +1,214 @@
+"""torch's caching allocator for CUDA, replayed on what a run asks of it.
+
+Its rounding, its pools by stream and its fragmentation follow from the run; no factor is fitted for
+them. It knows neither graphs nor pools that a user makes.
+
+Source of the allocator's rules: PyTorch, ``c10/cuda/CUDACachingAllocator.cpp``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MIB = 1024**2
+
+MIN_BLOCK = 512
+"""kMinBlockSize: every size is rounded up to a multiple of it"""
+SMALL_SIZE = MIB
+"""kSmallSize: largest allocation of the small pool"""
+SMALL_SEGMENT = 2 * MIB
+"""kSmallBuffer: what the small pool asks the driver for"""
+LARGE_SEGMENT = 20 * MIB
+"""kLargeBuffer: what allocations below ``MIN_LARGE`` ask the driver for"""
+MIN_LARGE = 10 * MIB
+"""kMinLargeAlloc: allocations from here on get a segment of their own size"""
+ROUND_LARGE = 2 * MIB
+"""kRoundLarge: that size is rounded up to a multiple of it"""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A storage's size from now on.
+
+    Attributes:
+        storage: Which one; numbers are not used again.
+        num_bytes: 0 frees it.
+        stream: The one that was current; a block is used again only on its own.
+    """
+
+    storage: int
+    num_bytes: int
+    stream: int = 0
+
+
+class _Block:
+    """Part of a segment, between its neighbours."""
+
+    __slots__ = ("after", "before", "free", "pool", "size", "start")
+
+    def __init__(self, pool: _Pool, start: int, size: int) -> None:
+        self.pool, self.start, self.size = pool, start, size
+        self.free = False
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+
+@dataclass(eq=False)
+class _Pool:
+    """Segments of one stream for small or for large allocations.
+
+    Attributes:
+        free: ``(size, start)`` of free blocks, in order: the best fit is the first that fits.
+        blocks: Of the same, by start.
+        last: The block at the end of an expandable segment.
+    """
+
+    small: bool
+    free: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[int, _Block] = field(default_factory=dict)
+    last: _Block | None = None
+
+
+class Allocator:
+    """torch's caching allocator on a device, without a device.
+
+    Attributes:
+        reserved: Bytes held of the driver.
+        peak_reserved: The most of that: what ``torch.cuda.max_memory_reserved`` shows.
+    """
+
+    def __init__(self, *, capacity: int | None = None, expandable: bool = False) -> None:
+        """Begin empty.
+
+        Args:
+            capacity: Bytes that the driver gives; where they don't do, cached segments go back
+                before more is asked. None: without end.
+            expandable: ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: one segment for each
+                pool, that grows at its end.
+        """
+        self.reserved = self.peak_reserved = 0
+        self._capacity = capacity
+        self._expandable = expandable
+        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._held: dict[int, _Block] = {}
+        self._top = 0
+
+    def replay(self, changes: Iterable[Change]) -> None:
+        """Let storages come, change their size and go."""
+        for change in changes:
+            held = self._held.pop(change.storage, None)
+            if held is not None:
+                self._free(held)
+            if change.num_bytes:
+                self._held[change.storage] = self._allocate(change.num_bytes, change.stream)
+
+    def _allocate(self, num_bytes: int, stream: int) -> _Block:
+        size = _up(num_bytes, MIN_BLOCK)
+        small = size <= SMALL_SIZE
+        pool = self._pools.setdefault((stream, small), _Pool(small))
+        at = bisect_left(pool.free, (size, -1))
+        if at < len(pool.free):
+            block = pool.blocks.pop(pool.free.pop(at)[1])
+        elif self._expandable:
+            block = self._grown(pool, size)
+        else:
+            block = self._new_segment(pool, size)
+        block.free = False
+        rest = block.size - size
+        if rest >= MIN_BLOCK if small or self._expandable else rest > SMALL_SIZE:
+            self._split(block, size)
+        return block
+
+    def _new_segment(self, pool: _Pool, size: int) -> _Block:
+        if pool.small:
+            segment = SMALL_SEGMENT
+        else:
+            segment = LARGE_SEGMENT if size < MIN_LARGE else _up(size, ROUND_LARGE)
+        if self._capacity is not None and self.reserved + segment > self._capacity:
+            self._return_cached()
+        self._reserve(segment)
+        # A gap keeps neighbours of different segments apart.
+        block = _Block(pool, self._top, segment)
+        self._top += segment + MIN_BLOCK
+        return block
+
+    def _grown(self, pool: _Pool, size: int) -> _Block:
+        """Map more pages behind the last block, which is used too if it is free."""
+        step = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        last = pool.last
+        if last is not None and last.free:
+            self._take_out(last)
+            more = _up(size - last.size, step)
+            last.size += more
+            self._reserve(more)
+            return last
+        segment = _up(size, step)
+        self._reserve(segment)
+        block = _Block(pool, self._top if last is None else last.start + last.size, segment)
+        if last is None:
+            self._top += 1 << 50  # room for this segment alone
+        else:
+            last.after, block.before = block, last
+        pool.last = block
+        return block
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.pool, block.start + size, block.size - size)
+        block.size = size
+        rest.before, rest.after, block.after = block, block.after, rest
+        if rest.after is not None:
+            rest.after.before = rest
+        if block.pool.last is block:
+            block.pool.last = rest
+        self._put_back(rest)
+
+    def _free(self, block: _Block) -> None:
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            self._take_out(before)
+            before.size += block.size
+            before.after = after
+            if after is not None:
+                after.before = before
+            if block.pool.last is block:
+                block.pool.last = before
+            block = before
+        if after is not None and after.free:
+            self._take_out(after)
+            block.size += after.size
+            block.after = after.after
+            if block.after is not None:
+                block.after.before = block
+            if block.pool.last is after:
+                block.pool.last = block
+        self._put_back(block)
+
+    def _return_cached(self) -> None:
+        """Give segments that are free as a whole back to the driver."""
+        for pool in self._pools.values():
+            for block in list(pool.blocks.values()):
+                if block.before is None and block.after is None:
+                    self._take_out(block)
+                    self.reserved -= block.size
+
+    def _reserve(self, num_bytes: int) -> None:
+        self.reserved += num_bytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    @staticmethod
+    def _put_back(block: _Block) -> None:
+        block.free = True
+        insort(block.pool.free, (block.size, block.start))
+        block.pool.blocks[block.start] = block
+
+    @staticmethod
+    def _take_out(block: _Block) -> None:
+        block.free = False
+        del block.pool.free[bisect_left(block.pool.free, (block.size, block.start))]
+        del block.pool.blocks[block.start]
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

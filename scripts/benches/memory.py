@@ -1,0 +1,142 @@
+"""Foretold memory beside published measurements: the error of each, medians by source and kind.
+
+Every row that a configuration of ours can say is estimated; the others are counted by what they
+would need. ``peak`` and ``active`` are held against the estimate's peak, ``reserved`` against what
+the allocator is foretold to hold, ``steady`` against parameters, gradients and optimizer states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import published
+
+from axonlaunch.config import load
+from axonlaunch.config.layout import resolved
+from axonlaunch.planning import forked, memory, process
+from axonlaunch.planning.dry_run import Blueprint
+
+GIB = 1024**3
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "truth" / "measurements.jsonl"
+
+Foretold = Mapping[str, int]
+
+
+def foretell(run: published.Run, capacity: int | None) -> Foretold:
+    """Return bytes by kind of the rank that was looked at; in a process of its own."""
+    config = resolved(load(list(run.overrides)), accelerators=0)
+    ranks = memory.estimate(config).ranks
+    one = {"first": ranks[0], "last": ranks[-1]}.get(run.scope) or max(
+        ranks, key=lambda rank: rank.peak_bytes
+    )
+    blueprint = Blueprint.of(config)
+    stages = blueprint.stages_of(one.coords["pp"])
+    on_host = memory.host_categories(config)
+    (changes,) = forked.run(
+        [partial(process.record, blueprint, rank=one.rank, stages=stages, on_host=on_host)]
+    )
+    held = process.held(
+        changes,
+        peak_bytes=one.peak_bytes,
+        groups=blueprint.shares.axes.values(),
+        capacity=capacity,
+        expandable=run.expandable,
+    )
+    steady = ("parameters", "gradients", "optimizer")
+    return {
+        "allocated": one.peak_bytes,
+        "active": one.peak_bytes,
+        "reserved": held.allocator,
+        "nvidia-smi": held.process,
+        "steady": sum(one.breakdown[name] for name in steady),
+    }
+
+
+def cached(run: published.Run, capacity: int | None, folder: Path | None) -> Foretold:
+    """Return ``foretell``'s answer, from a folder if it is there."""
+    if folder is None:
+        return foretell(run, capacity)
+    key = hashlib.sha256(repr((run, capacity)).encode()).hexdigest()[:16]
+    file = folder / f"{key}.json"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(foretell(run, capacity)))
+    found: Foretold = json.loads(file.read_text())
+    return found
+
+
+def main() -> None:
+    """Print the error of every row, then what they come to, then what the others would need."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=Path, default=SHARED)
+    parser.add_argument("--only", default="", help="rows whose id begins so")
+    parser.add_argument("--cache", type=Path, help="folder of answers; those that are there stand")
+    args = parser.parse_args()
+    lines = args.rows.read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["id"].startswith(args.only)]
+    rows = [row for row in rows if any(key.startswith(("peak_", "steady_")) for key in row)]
+    against = {row["id"]: published.reasons(row) for row in rows}
+    said = [row for row in rows if not against[row["id"]]]
+    jobs = [
+        partial(cached, published.run(row), published.device_bytes(row), args.cache) for row in said
+    ]
+    answers = forked.run(jobs, at_once=2)
+    _print_errors(said, answers)
+    _print_reasons(against)
+
+
+def _print_errors(rows: list[dict[str, Any]], answers: list[Foretold]) -> None:
+    errors: dict[tuple[str, str], list[float]] = {}
+    print(f"{'row':<22} {'kind':<10} {'measured':>9} {'foretold':>9}  GiB  error")
+    misfits = []
+    for row, answer in zip(rows, answers, strict=True):
+        capacity = published.device_bytes(row)
+        if capacity is not None and answer["reserved"] > capacity:
+            misfits.append(f"{row['id']}{'*' if published.run(row).compiled else ''}")
+        compiled = published.run(row).compiled
+        for kind, bytes_ in published.measured(row).items():
+            error = answer[kind] / bytes_ - 1
+            label = f"{kind}*" if compiled else kind
+            errors.setdefault((row["id"].split("-")[0], label), []).append(abs(error))
+            print(
+                f"{row['id']:<22} {label:<10} {bytes_ / GIB:>9.2f} {answer[kind] / GIB:>9.2f}"
+                f"  {error:>+10.1%}"
+            )
+    print("\n* compiled, foretold as if it were not\n")
+    print(f"{'source':<10} {'kind':<10} {'rows':>4} {'median':>7} {'90th':>7}")
+    groups = sorted(errors.items())
+    whole = [e for (_, kind), found in groups for e in found if not kind.endswith("*")]
+    for (source, kind), found in [*groups, (("all", "eager"), whole)]:
+        if found:
+            print(
+                f"{source:<10} {kind:<10} {len(found):>4} {statistics.median(found):>7.1%} "
+                f"{_percentile(found, 0.9):>7.1%}"
+            )
+    print(f"\nforetold not to fit their GPU: {', '.join(misfits) or 'none'}")
+
+
+def _print_reasons(against: Mapping[str, list[str]]) -> None:
+    """Say what rows would need, and for how many of them nothing else is missing."""
+    every = Counter(reason for found in against.values() for reason in found)
+    alone = Counter(found[0] for found in against.values() if len(found) == 1)
+    print(f"\n{'rows':>5} {'alone':>5}  can't be said")
+    for reason, count in every.most_common():
+        print(f"{count:>5} {alone[reason]:>5}  {reason}")
+
+
+def _percentile(values: list[float], share: float) -> float:
+    """Return the nearest-rank percentile."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""``axonlaunch estimate`` and ``train --dry-run``: what they print, draw, and refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import TINY, Command
+from rich.console import Console
+
+from axonlaunch.cli.estimate import as_object, show
+from axonlaunch.planning.memory_plot import plot
+from axonlaunch.planning.record import Estimate, Forecast, RankEstimate, Remedy
+from axonlaunch.planning.report import bars, figures, size
+
+GIB = 1024**3
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
+
+CHOOSING = """
+from torch import nn
+from axonlaunch import register_model
+
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, tokens):
+        used = self.embedding(tokens[tokens > 3])
+        return self.head(self.embedding(tokens) + used.mean())
+
+@register_model("choosing", inputs="tokens")
+def build():
+    return Choosing()
+"""
+
+
+@pytest.fixture
+def axonlaunch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """The command in a new folder, with an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    command = Command(tmp_path)
+    yield command
+    assert not command.processes()
+
+
+def forecast(*, memory: int | None = None, stages: int = 2, host: int = 0) -> Forecast:
+    ranks = []
+    for stage in range(stages):
+        sizes = (7 * GIB, 0, 14 * GIB, (30 - 5 * stage) * GIB, 3 * GIB, GIB // 3)
+        breakdown: Any = dict(zip(CATEGORIES, sizes, strict=True))
+        ranks.append(RankEstimate(stage * 4, {"pp": stage}, sum(sizes), host, breakdown))
+    peak = ranks[0].peak_bytes
+    fits = None if memory is None else peak <= memory
+    found = Estimate(8, {"pp": stages, "tp": 4}, 10**9, *(3 * [peak]), fits, ranks)
+    remedy = Remedy(["train.micro_batch_size=1"], ["smaller matrix products"], 10 * GIB)
+    name = None if memory is None else "some_device"
+    return Forecast("pipeline 2 (1f1b)", found, name, memory, [remedy] if fits is False else [], [])
+
+
+def shown(found: Forecast, *, width: int, **options: Any) -> str:
+    stream = io.StringIO()
+    show(found, Console(file=stream, width=width, highlight=False, **options))
+    return stream.getvalue()
+
+
+@pytest.mark.timeout(240)
+def test_512_ranks_are_told_on_one_machine_and_kept(axonlaunch: Command) -> None:
+    words = [
+        *("estimate", *TINY, "strategy=hybrid", "model.num_attention_heads=4", "--json"),
+        *("launch.nproc=512", "train.global_batch_size=1024", "hardware=h100_80gb"),
+    ]
+    first = axonlaunch(*words)
+    told = json.loads(first.stdout)
+    assert (told["world_size"], told["fits"], told["changes"]) == (512, True, [])
+    assert told["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 2}
+    assert [one["rank"] for one in told["ranks"]] == [0, 256]
+    for one in told["ranks"]:
+        assert set(one["breakdown"]) == set(CATEGORIES)
+        assert sum(one["breakdown"].values()) == one["peak_bytes"] <= told["peak_bytes"]
+    assert len(list((axonlaunch.folder / "cache" / "axonlaunch" / "estimates").iterdir())) == 1
+    assert axonlaunch(*words).stdout == first.stdout
+    assert [path.name for path in axonlaunch.folder.iterdir()] == ["cache"]
+
+
+def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -> None:
+    small = ["hardware=cpu", "hardware.memory_gib=0.0007"]
+    ran = axonlaunch.train("strategy=fsdp", *small, "--dry-run", status=2)
+    assert "fsdp 2: 2 ranks" in ran.stdout
+    assert "does not fit" in ran.stdout
+    [error] = ran.stderr.splitlines()
+    assert error.startswith("error: hardware=cpu: the highest rank takes ")
+    assert error.rpartition("; use ")[2] in ran.stdout.splitlines()
+    assert "fits " in axonlaunch.train("strategy=fsdp", "hardware=h100_80gb", "--dry-run").stdout
+    assert not (axonlaunch.folder / "runs").exists()
+
+
+def test_data_that_is_not_there_is_no_obstacle(axonlaunch: Command) -> None:
+    words = ["data=tokens", "data.sequence_length=16", "train.compile=true"]
+    ran = axonlaunch("estimate", *TINY[:3], "train.global_batch_size=8", *words)
+    assert "highest peak" in ran.stdout
+    assert ran.stdout.splitlines()[-1].startswith("note train.compile=true: told for the same run")
+
+
+def test_a_model_that_can_not_be_traced_is_told_by_operation_and_module(
+    axonlaunch: Command,
+) -> None:
+    (axonlaunch.folder / "choosing.py").write_text(CHOOSING)
+    words = ["plugins=[choosing]", "model=choosing", *TINY[3:]]
+    ran = axonlaunch("estimate", *words, status=2)
+    [error] = ran.stderr.splitlines()
+    assert error.startswith("error: model.name=choosing: ")
+    assert "Choosing" in error
+    assert "depends on values" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--plot", "memory.pdf"], "--plot=memory.pdf: must end in .png or .svg"),
+        (["--plot", "nowhere/a.png"], "--plot=nowhere/a.png: there is no folder nowhere"),
+        (["launch.nproc=7", "strategy=tensor"], "strategy.tensor.degree=2: 7 ranks are not"),
+        (["launch.nproc=7"], "train.global_batch_size=8: 7 ranks can't share it evenly"),
+        (["+hardware.name=mine"], "hardware.memory_gib=null: the memory of mine is not told"),
+        (["strategy=tensor", "strategy.tensor.degree=3"], "strategy.tensor.degree=3: "),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    words: list[str], message: str, axonlaunch: Command
+) -> None:
+    ran = axonlaunch("estimate", *TINY, *words, status=2)
+    assert ran.stdout == ""
+    [error] = ran.stderr.splitlines()
+    assert error.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("memory", [None, 40 * GIB, 80 * GIB])
+def test_it_fits_the_terminal(width: int, memory: int | None) -> None:
+    text = shown(forecast(memory=memory, stages=12, host=12 * GIB), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("pp 11") == 2
+    assert ("does not fit" in text) == (memory == 40 * GIB)
+
+
+def test_colour_is_for_terminals_and_nothing_hangs_on_it() -> None:
+    plain = shown(forecast(memory=40 * GIB), width=80)
+    coloured = shown(
+        forecast(memory=40 * GIB), width=80, force_terminal=True, color_system="truecolor"
+    )
+    assert "\x1b" not in plain
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+    first = next(line for line in plain.splitlines() if line.startswith("pp 0  P"))
+    assert re.fullmatch(r"pp 0  P-+O-+A-+\|-+C-*T-*|pp 0  P-+O-+A-+\|.*", first)
+
+
+def test_a_bar_is_as_long_as_what_it_stands_for() -> None:
+    found = forecast(memory=100 * GIB).estimate
+    lines = bars(found, memory_bytes=100 * GIB, width=107).plain.splitlines()
+    for line, one in zip(lines, found.ranks, strict=False):
+        assert line.index("|") == 106
+        assert len(line[:106].rstrip()) - 6 == round(one.peak_bytes / GIB)
+
+
+def test_sizes_have_three_figures() -> None:
+    assert [size(n * 1024**2) for n in (0, 0.5, 12.345, 999, 1000)] == [
+        *("0 MiB", "0.5 MiB", "12.3 MiB", "999 MiB", "0.977 GiB")
+    ]
+    assert [figures(n) for n in (1234.5, 0.00012)] == ["1234", "0.00012"]
+
+
+def test_json_has_what_would_make_it_fit() -> None:
+    told = as_object(forecast(memory=40 * GIB))
+    assert told["fits"] is False
+    assert told["changes"] == [
+        {
+            "overrides": ["train.micro_batch_size=1"],
+            "costs": ["smaller matrix products"],
+            "process_bytes": 10 * GIB,
+        }
+    ]
+
+
+def test_pictures_name_what_they_show(tmp_path: Path) -> None:
+    plot(forecast(memory=40 * GIB), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
+    plot(forecast(memory=40 * GIB), tmp_path / "b.svg")
+    written = re.findall(r"<!-- (.*?) -->", (tmp_path / "b.svg").read_text())
+    assert {"pp 0", "pp 1", "parameters", "activations", "40 GiB"} <= set(written)

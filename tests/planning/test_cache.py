@@ -1,0 +1,134 @@
+"""Estimates are found again exactly as long as nothing that they depend on has changed."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from axonlaunch import config
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import resolved
+from axonlaunch.planning import cache
+from axonlaunch.planning.record import Estimate, RankEstimate
+
+MADE = Estimate(
+    world_size=2,
+    mesh={"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1},
+    parameters=10,
+    peak_bytes=300,
+    reserved_bytes=320,
+    process_bytes=340,
+    fits=None,
+    ranks=[RankEstimate(0, {"pp": 0}, 300, 5, {"parameters": 100, "activations": 200})],
+)
+
+
+@pytest.fixture(autouse=True)
+def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "axonlaunch" / "estimates"
+
+
+@lru_cache
+def run(*overrides: str) -> RunConfig:
+    return resolved(config.load(["strategy=fsdp", *overrides]), accelerators=0)
+
+
+def test_what_was_kept_is_found_again_whole(kept_here: Path) -> None:
+    assert cache.read(run()) is None
+    cache.write(run(), MADE)
+    assert cache.read(run()) == MADE
+    assert len(list(kept_here.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "name=other",
+        "seed=3",
+        "train.steps=7",
+        "train.log_every=3",
+        "scheduler=constant",
+        "checkpoint.every=0",
+        "launch.backend=mock",
+    ],
+)
+def test_what_plays_no_part_in_a_step_makes_no_difference(override: str) -> None:
+    cache.write(run(), MADE)
+    assert cache.read(run(override)) == MADE
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.hidden_size=64",
+        "data.sequence_length=64",
+        "optimizer=sgd",
+        "train.precision=bf16",
+        "train.micro_batch_size=4",
+        "train.grad_clip=null",
+        "strategy.fsdp.sharding=shard_grad_op",
+        "launch.nproc=4",
+        "hardware=h100_80gb",
+    ],
+)
+def test_another_run_is_another_estimate(override: str) -> None:
+    cache.write(run(), MADE)
+    assert cache.read(run(override)) is None
+
+
+def test_tracing_every_layer_is_kept_apart() -> None:
+    cache.write(run(), MADE)
+    assert cache.read(run(), exact=True) is None
+
+
+@pytest.mark.parametrize("what", ["_source", "version"])
+def test_another_source_or_torch_is_another_estimate(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write(run(), MADE)
+    monkeypatch.setattr(cache, what, lambda *name: "other")
+    assert cache.read(run()) is None
+
+
+@pytest.mark.parametrize("damage", ["", "{", "half", "other", "binary"])
+def test_a_damaged_entry_is_passed_over_and_written_anew(damage: str, kept_here: Path) -> None:
+    cache.write(run(), MADE)
+    [file] = kept_here.iterdir()
+    whole = file.read_bytes()
+    content = {
+        "half": whole[: len(whole) // 2],
+        "other": whole.replace(b"300", b"301"),
+        "binary": b"\xff\xfe\x00",
+    }.get(damage, damage.encode())
+    file.write_bytes(content)
+    assert cache.read(run()) is None
+    cache.write(run(), MADE)
+    assert cache.read(run()) == MADE
+
+
+def test_nothing_is_kept_of_a_model_whose_source_is_not_ours(kept_here: Path) -> None:
+    mine = run("model=custom", "model.target=torch.nn:Linear")
+    cache.write(mine, MADE)
+    assert cache.read(mine) is None
+    with_plugin = run("plugins=[json]")
+    cache.write(with_plugin, MADE)
+    assert cache.read(with_plugin) is None
+    assert not kept_here.exists()
+
+
+def test_a_folder_that_can_not_be_written_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    cache.write(run(), MADE)
+    assert cache.read(run()) is None
+
+
+def test_without_the_variable_it_is_the_users_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache.folder() == Path("/home/someone/.cache/axonlaunch/estimates")

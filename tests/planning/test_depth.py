@@ -1,0 +1,90 @@
+"""Two shallow models tell what a deep one holds, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from axonlaunch import config
+from axonlaunch.planning import depth
+from axonlaunch.planning.dry_run import Blueprint
+from axonlaunch.planning.memory import estimate
+from axonlaunch.planning.trace import Event
+
+DEEP = [
+    "model.hidden_size=64",
+    "model.num_attention_heads=4",
+    "data=synthetic_tokens",
+    "data.sequence_length=32",
+    "train.global_batch_size=16",
+]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "strategy=fsdp launch.nproc=4 model.num_hidden_layers=10 "
+        "train.activation_checkpointing=full train.precision=bf16",
+        "strategy=tensor model=llama_debug strategy.tensor.sequence_parallel=true "
+        "model.num_hidden_layers=9 train.activation_checkpointing=selective",
+        pytest.param(
+            "strategy=ddp launch.nproc=4 model.num_hidden_layers=12 train.micro_batch_size=2",
+            marks=SLOW,
+        ),
+        pytest.param("strategy=zero1 launch.nproc=4 model.num_hidden_layers=13", marks=SLOW),
+        pytest.param(
+            "strategy=fsdp launch.nproc=8 model.num_hidden_layers=14 train.precision=bf16",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "strategy=fsdp launch.nproc=8 model.num_hidden_layers=14 "
+            "strategy.fsdp.cpu_offload=full",
+            marks=SLOW,
+        ),
+        pytest.param("strategy=pipeline model.num_hidden_layers=21", marks=SLOW),
+        pytest.param(
+            "strategy=pipeline strategy.pipeline.schedule=interleaved_1f1b "
+            "model.num_hidden_layers=37",
+            marks=SLOW,
+        ),
+        pytest.param("strategy=hybrid launch.nproc=8 model.num_hidden_layers=18", marks=SLOW),
+    ],
+)
+def test_they_give_what_tracing_every_block_gives(overrides: str) -> None:
+    chosen = config.load([*DEEP, "launch.nproc=2", *overrides.split()])
+    assert min(Blueprint.of(chosen).counts) > depth.SHALLOW + 1
+    assert estimate(chosen) == estimate(chosen, exact=True)
+
+
+def test_blocks_that_differ_in_shape_or_in_a_setting_do_not_repeat() -> None:
+    alike = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(3)]
+    assert depth.repeats(alike)
+    assert not depth.repeats([*alike, nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2))])
+    assert not depth.repeats([*alike, nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.1))])
+
+
+def events(*, blocks: int) -> list[Event]:
+    """Of a model whose every block saves 10 bytes in forward and frees them in backward."""
+    found = [Event(("start",), [(5, 0)])]
+    for index in range(blocks):
+        where = (0, index, blocks - 1 - index)
+        found.append(Event(("forward", *where), [(5 + 10 * (index + 1), 0)]))
+    for index in reversed(range(blocks)):
+        where = (0, index, blocks - 1 - index)
+        found.append(Event(("backward", *where), [(5 + 10 * (index + 1) + 3, 0)]))
+    return found
+
+
+def test_what_grows_with_depth_is_found_at_the_end_where_it_is_most() -> None:
+    deep = depth.deepened(events(blocks=6), events(blocks=7), blocks=94)
+    assert depth.peak(deep) == ((5 + 10 * 100 + 3, 0), 0)
+    assert len(deep) == 1 + 2 * 2 * depth.NEAR
+
+
+def test_an_event_with_more_moments_in_a_deeper_model_goes_on_as_its_highest_does() -> None:
+    shallow = [Event(("update",), [(1, 0), (7, 0)])]
+    deeper = [Event(("update",), [(1, 0), (2, 0), (9, 0)])]
+    assert depth.peak(depth.deepened(shallow, deeper, blocks=10)) == ((27, 0), 0)

@@ -1,0 +1,108 @@
+"""The replayed allocator keeps the rules of torch's, and what a process holds is told apart."""
+
+import random
+
+import pytest
+
+from axonlaunch.planning.process import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING, held
+from axonlaunch.planning.reserved import MIB, Allocator, Change
+
+
+def reserved(*sizes: float, expandable: bool = False) -> float:
+    """MiB held for storages of so many MiB that live together."""
+    allocator = Allocator(expandable=expandable)
+    allocator.replay(Change(number, round(size * MIB)) for number, size in enumerate(sizes))
+    return allocator.peak_reserved / MIB
+
+
+@pytest.mark.parametrize(
+    ("size", "segment"), [(1e-6, 2), (1, 2), (1.1, 20), (9.9, 20), (10, 10), (11, 12), (300.5, 302)]
+)
+def test_a_lone_storage_takes_a_segment_of_its_pool(size: float, segment: int) -> None:
+    assert reserved(size) == segment
+
+
+def test_small_storages_share_a_segment_and_large_ones_another() -> None:
+    assert reserved(0.5, 0.5, 0.5, 0.5) == 2
+    assert reserved(9, 9) == 20
+    assert reserved(0.5, 9, 9) == 22
+
+
+def test_a_rest_of_at_most_a_mebibyte_of_a_large_block_is_not_used() -> None:
+    assert reserved(9.5, 9.5, 1.0) == 22
+    allocator = Allocator()
+    allocator.replay(
+        [Change(0, 13 * MIB), Change(0, 0), Change(1, 12 * MIB + 1), Change(2, 2 * MIB)]
+    )
+    assert allocator.reserved == (14 + 20) * MIB
+
+
+def test_a_freed_block_is_used_again_on_its_own_stream_alone() -> None:
+    for stream, expected in ((0, 30), (1, 60)):
+        allocator = Allocator()
+        allocator.replay([Change(0, 30 * MIB), Change(0, 0), Change(1, 30 * MIB, stream)])
+        assert allocator.peak_reserved == expected * MIB
+
+
+def test_the_smallest_block_that_fits_is_taken() -> None:
+    allocator = Allocator()
+    allocator.replay(Change(n, size * MIB) for n, size in enumerate((60, 40, 50)))
+    allocator.replay([Change(n, 0) for n in range(3)])
+    allocator.replay([Change(3, 40 * MIB), Change(4, 50 * MIB), Change(5, 60 * MIB)])
+    assert allocator.peak_reserved == 150 * MIB
+
+
+def test_free_neighbours_become_one_block_again() -> None:
+    allocator = Allocator()
+    allocator.replay([Change(0, 40 * MIB), Change(0, 0)])
+    allocator.replay([Change(1, 20 * MIB), Change(2, 20 * MIB), Change(1, 0), Change(2, 0)])
+    allocator.replay([Change(3, 40 * MIB)])
+    assert allocator.peak_reserved == 40 * MIB
+
+
+def test_fragments_cost_memory_that_expandable_segments_save() -> None:
+    changes = [Change(n, 30 * MIB) for n in range(8)]
+    changes += [Change(n, 0) for n in range(8)] + [Change(9, 240 * MIB)]
+    fixed, growing = Allocator(), Allocator(expandable=True)
+    fixed.replay(changes)
+    growing.replay(changes)
+    assert fixed.peak_reserved == 480 * MIB
+    assert growing.peak_reserved == 240 * MIB
+
+
+def test_cached_segments_go_back_before_the_device_is_exceeded() -> None:
+    allocator = Allocator(capacity=100 * MIB)
+    allocator.replay([Change(0, 60 * MIB), Change(0, 0), Change(1, 80 * MIB)])
+    assert allocator.peak_reserved == 80 * MIB
+
+
+def test_a_storage_that_changes_its_size_frees_what_it_had() -> None:
+    allocator = Allocator()
+    allocator.replay([Change(0, 40 * MIB), Change(0, 0), Change(0, 40 * MIB)])
+    assert allocator.peak_reserved == 40 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_reserved_is_never_less_than_what_lives(expandable: bool) -> None:
+    choose = random.Random(0)
+    allocator, live = Allocator(expandable=expandable), dict[int, int]()
+    for number in range(2000):
+        if live and choose.random() < 0.5:
+            gone = choose.choice([*live])
+            del live[gone]
+            allocator.replay([Change(gone, 0)])
+        else:
+            live[number] = choose.choice([500, 70_000, 3 * MIB, 40 * MIB]) + choose.randrange(999)
+            allocator.replay([Change(number, live[number], stream=choose.randrange(3))])
+        assert allocator.reserved >= sum(live.values())
+
+
+def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
+    one = held([Change(0, 30 * MIB)], peak_bytes=30 * MIB, groups=(1, 2, 8), workspace=10 * MIB)
+    assert one.allocator == 50 * MIB
+    assert one.process == one.allocator + CUDA_CONTEXT + NCCL_PAIR + NCCL_RING
+
+
+def test_what_a_recording_misses_of_the_peak_is_held_besides() -> None:
+    whole = held([Change(0, 30 * MIB)], peak_bytes=35 * MIB, groups=(), workspace=10 * MIB)
+    assert whole.allocator == 55 * MIB

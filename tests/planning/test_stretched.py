@@ -1,0 +1,76 @@
+"""A shallow model's recording, stretched, is the deeper model's own."""
+
+import pytest
+
+from axonlaunch.config import load
+from axonlaunch.config.layout import resolved
+from axonlaunch.planning import forked, process
+from axonlaunch.planning.dry_run import Blueprint
+from axonlaunch.planning.recorded import Recording
+from axonlaunch.planning.reserved import Allocator, Change
+from axonlaunch.planning.stretched import stretched
+
+MODEL = (
+    "model=llama_debug",
+    "model.hidden_size=512",
+    "model.intermediate_size=1024",
+    "model.vocab_size=1024",
+    "data=synthetic_tokens",
+    "data.vocab_size=1024",
+    "data.sequence_length=256",
+    "train.precision=bf16",
+    "train.global_batch_size=8",
+)
+LAYOUTS = {
+    "fsdp": (
+        "strategy=fsdp",
+        "launch.nproc=4",
+        "train.micro_batch_size=1",
+        "train.activation_checkpointing=full",
+    ),
+    "tensor": (
+        "strategy=fsdp",
+        "launch.nproc=4",
+        "strategy.tensor.degree=2",
+        "strategy.tensor.sequence_parallel=true",
+    ),
+    "interleaved": (
+        "strategy=pipeline",
+        "strategy.pipeline.degree=2",
+        "strategy.pipeline.schedule=interleaved_1f1b",
+        "strategy.pipeline.split=[9,9,9,9]",
+        "train.micro_batch_size=2",
+        "launch.nproc=2",
+    ),
+}
+
+
+def asked(layout: str, *, whole: bool) -> list[Change]:
+    """What rank 0 of a model of 9 blocks a stage asks of its allocator."""
+    layers = 36 if layout == "interleaved" else 9
+    overrides = [*MODEL, *LAYOUTS[layout], f"model.num_hidden_layers={layers}"]
+    blueprint = Blueprint.of(resolved(load(overrides), accelerators=0))
+    if whole:
+        return process._run(blueprint, 0, ())[0].changes
+    return process.record(blueprint, rank=0, stages=blueprint.stages_of(0))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stretched_recording_is_the_deep_models(layout: str) -> None:
+    short, long = forked.run(
+        [lambda: asked(layout, whole=False), lambda: asked(layout, whole=True)], at_once=1
+    )
+    assert process._most(short) == process._most(long)
+    held = []
+    for changes in (short, long):
+        allocator = Allocator()
+        allocator.replay(changes)
+        held.append(allocator.peak_reserved)
+    assert held[0] == pytest.approx(held[1], rel=0.02)
+
+
+def test_an_order_of_blocks_that_can_not_be_continued_is_refused() -> None:
+    changes = [Change(0, 8), Change(1, 8), Change(1, 0), Change(0, 0)]
+    visits = [(0, (0, 3)), (1, (0, 5)), (2, (0, 1)), (3, (0, 4))]
+    with pytest.raises(ValueError, match="no turn"):
+        stretched(Recording(changes, [*visits], {}), blocks=2, counts={0: 7})

@@ -1,0 +1,106 @@
+"""A trace counts every storage once, while it lives, as what it is for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from axonlaunch.planning.trace import CATEGORIES, StorageTrace, on_device
+
+KIB = 1024
+
+
+def held(trace: StorageTrace) -> dict[str, int]:
+    return {name: size for name, size in trace.now.items() if size}
+
+
+def peak(trace: StorageTrace) -> dict[str, int]:
+    point = max((p for event in trace.events for p in event.points), key=on_device)
+    return {name: size for name, size in zip(CATEGORIES, point, strict=False) if size}
+
+
+def test_views_of_a_storage_count_once_and_only_while_one_lives() -> None:
+    with StorageTrace() as trace:
+        whole = torch.zeros(KIB)
+        part = whole[10:].view(-1)
+        assert held(trace) == {"activations": 4 * KIB}
+        del whole
+        assert held(trace) == {"activations": 4 * KIB}
+        del part
+        assert held(trace) == {}
+    assert peak(trace) == {"activations": 4 * KIB}
+
+
+def test_what_backward_makes_is_temporary_until_it_is_a_gradient() -> None:
+    layer = nn.Linear(KIB, 1, bias=False)
+    with StorageTrace() as trace:
+        trace.tag(layer.parameters(), "parameters")
+        trace.follow(layer.parameters())
+        loss = layer(torch.ones(2, KIB)).sum()
+        trace.begin("backward")
+        loss.backward()
+        trace.finish()
+    # The weight, what is kept of forward (inputs, outputs, loss), the gradient.
+    assert held(trace)["parameters"] == held(trace)["gradients"] == 4 * KIB
+
+
+def test_a_storage_that_is_resized_counts_as_it_is_now() -> None:
+    with StorageTrace() as trace:
+        gathered = torch.zeros(KIB)
+        gathered.untyped_storage().resize_(0)
+        assert held(trace) == {}
+        gathered.untyped_storage().resize_(8 * KIB)
+        assert held(trace) == {"communication": 8 * KIB}
+
+
+def test_what_a_run_offloads_counts_on_the_host() -> None:
+    with StorageTrace(on_host={"optimizer"}) as trace:
+        with trace.during("optimizer"):
+            state = torch.zeros(KIB)
+        trace.finish()
+        assert held(trace) == {}
+        assert trace.host == {"optimizer": 4 * KIB}
+        assert trace.events[-1].points[-1][-1] == 4 * KIB
+        del state
+
+
+def test_an_event_holds_the_moments_between_its_beginning_and_the_next() -> None:
+    with StorageTrace() as trace:
+        torch.zeros(KIB)
+        trace.begin("second", 1)
+        kept = torch.zeros(KIB)
+        trace.finish()
+    assert [event.name for event in trace.events] == [("start",), ("second", 1)]
+    assert [on_device(p) for p in trace.events[1].points] == [0, 4 * KIB]
+    del kept
+
+
+@pytest.mark.parametrize("width", [64, 200])
+def test_the_allocator_itself_tells_the_same_peak(width: int) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)])
+    inputs = torch.randn(32, width)
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert profiler.profiler is not None
+    told = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    sizes = [event.nbytes() for event in told if event.name() == "[memory]"]
+    total, highest = 0, 0
+    for size in sizes:
+        total += size
+        highest = max(highest, total)
+    with StorageTrace() as trace:
+        trace.tag([*model.parameters(), inputs], "parameters")
+        step()
+        trace.finish()
+    traced = peak(trace)
+    del traced["parameters"]  # as they were there before
+    assert sum(traced.values()) == highest

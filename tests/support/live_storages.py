@@ -1,0 +1,76 @@
+"""Real gloo processes that train small models and tell what their storages held."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from axonlaunch import config, data
+from axonlaunch.comm import World
+from axonlaunch.comm.rendezvous import local_place
+from axonlaunch.config.layout import layout
+from axonlaunch.data.dataset import Batch, sample_inputs
+from axonlaunch.data.loader import rank_loader
+from axonlaunch.engines.build import Source, build
+from axonlaunch.launch import forkserver
+from axonlaunch.models.build import spec_for
+from axonlaunch.planning import depth
+from axonlaunch.planning.memory import host_categories, measure
+from axonlaunch.planning.trace import CATEGORIES, StorageTrace, on_device
+
+SMALL = [
+    "model.hidden_size=64",
+    "model.num_hidden_layers=4",
+    "model.num_attention_heads=4",
+    "data=synthetic_tokens",
+    "data.sequence_length=32",
+    "train.global_batch_size=16",
+]
+
+Held = dict[str, int]
+
+
+def held(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Held]]:
+    """Train each case's overrides on ranks of this machine, one case after another.
+
+    Returns:
+        By case, then by rank: bytes of a steady step's peak by category, and ``total``.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    with tempfile.TemporaryDirectory() as folder:
+        calls = [(cases, rank, ranks, folder) for rank in range(ranks)]
+        by_rank = forkserver.call_together(context, "live_storages:_on_rank", calls)
+    return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+
+
+def _on_rank(cases: Sequence[tuple[str, ...]], rank: int, ranks: int, folder: str) -> list[Held]:
+    os.environ.update(local_place(rank, ranks))
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    with World.init(backend="gloo", store=store) as world:
+        return [_held(case, world) for case in cases]
+
+
+def _held(overrides: tuple[str, ...], world: World) -> Held:
+    chosen = config.load([*SMALL, f"launch.nproc={world.world_size}", *overrides])
+    shares = layout(chosen, world_size=world.world_size)
+    loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
+    # Rows of the loader's batch have a target more than inputs between them: laid out otherwise.
+    given = loader.batch(0)
+    batch = Batch(given.inputs.contiguous(), given.targets.contiguous())
+    trace = StorageTrace(on_host=host_categories(chosen))
+    # Meshes, which are made before there is any storage, hold a few bytes on the host.
+    source = Source(storing=lambda: trace)
+    engine = build(chosen, world, sample=sample_inputs(loader.dataset), source=source)
+    with trace:
+        measure(engine, batch, trace, spec=spec_for(chosen.model))
+    point, host = depth.peak(trace.events)
+    categories = dict(zip(CATEGORIES, point, strict=False))
+    return {**categories, "total": on_device(point), "host": host}
