@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class FSDPMemoryStats:
 
     Attributes:
         current_bytes: Held now: this rank's shards, and whole parameters that are gathered.
-        peak_bytes: Held at most, sampled whenever a block has gathered its parameters.
+        peak_bytes: Held at most, sampled when a block has gathered its parameters in one of its
+            first two forwards; those after them are like these.
         total_bytes: What the whole parameters take without sharding.
         savings: Share of ``total_bytes`` that is not held now; negative while both shard and
             whole are.
@@ -44,10 +46,12 @@ class MemoryWatch:
         self._total = total_bytes
         self._device = device
         self._peak = 0
+        self._watched: dict[nn.Module, RemovableHandle] = {}
+        self._sampled: set[nn.Module] = set()
         for child in module.modules():
             if isinstance(child, FSDPModule):
                 # After fully_shard's own hook, which gathers: the block's parameters are whole.
-                child.register_forward_pre_hook(self._sample)
+                self._watched[child] = child.register_forward_pre_hook(self._sample)
 
     def stats(self) -> FSDPMemoryStats:
         """Measure now."""
@@ -60,8 +64,12 @@ class MemoryWatch:
         return FSDPMemoryStats(current, self._peak, self._total, savings, device_peak)
 
     def _sample(self, module: nn.Module, inputs: Any) -> None:
-        del module, inputs
+        del inputs
         self._peak = max(self._peak, self._measure())
+        # Each sample reads every parameter, so that all together would slow a deep model's steps.
+        if module in self._sampled:
+            self._watched.pop(module).remove()
+        self._sampled.add(module)
 
     def _measure(self) -> int:
         """Sum distinct live storages, in bytes."""
@@ -82,9 +90,13 @@ def _parameter_storages(module: nn.Module) -> Iterator[Tensor]:
         if group is None:
             continue
         for parameter in group.fsdp_params:
-            sharded = parameter.sharded_param
-            yield sharded.to_local() if isinstance(sharded, DTensor) else sharded
+            yield _local(parameter.sharded_param)
             yield from parameter.all_gather_outputs
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None:
-                yield whole.to_local() if isinstance(whole, DTensor) else whole
+                yield _local(whole)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return what a DTensor holds; ``to_local`` would make a view, also of a freed storage."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -64,7 +64,7 @@ def deepened(shallow: Sequence[Event], deeper: Sequence[Event], *, blocks: int) 
         pairs = [*zip(event.points, other.points, strict=False)]
         if len(event.points) != len(other.points):
             # An operation for each parameter, say: what they hold most is linear.
-            pairs = [(max(event.points, key=on_device), max(other.points, key=on_device))]
+            pairs = [pairs[0], (max(event.points, key=on_device), max(other.points, key=on_device))]
         found.append(Event(name, [_further(a, b, blocks) for a, b in pairs]))
     return found
 

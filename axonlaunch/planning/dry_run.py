@@ -5,109 +5,22 @@ A dry run belongs in a process that is forked for it. It measures nothing by its
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from axonlaunch import data
 from axonlaunch.comm import World
-from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout, layout
-from axonlaunch.data.dataset import Batch, sample_inputs
+from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.build import Source, build, stage_blocks
-from axonlaunch.engines.pipeline_schedule import PipelineSchedule
+from axonlaunch.engines.build import Source, build
 from axonlaunch.engines.pipeline_split import Part, block_names
-from axonlaunch.models.build import construct, refuse_problems, spec_for
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.initialization import materialize
-from axonlaunch.planning import boundaries, depth, fake_world
+from axonlaunch.planning import boundaries, fake_world
+from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.trace import StorageTrace
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """What the dry runs of one configuration have in common.
-
-    Attributes:
-        config: The run's, with the blocks of each pipeline stage written out.
-        shares: Its layout.
-        world_size: Ranks.
-        model: Whole and undivided, on the meta device.
-        sample: Inputs of one sample [...]; values don't matter.
-        is_text: Whether each input has a target; else each sample has one.
-    """
-
-    config: RunConfig
-    shares: Layout
-    world_size: int
-    model: nn.Module
-    sample: Tensor
-    is_text: bool
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """Build the model of a checked configuration and read what a sample is.
-
-        What is to be compiled is not.
-        """
-        world_size = config.launch.nproc
-        assert world_size != "auto"
-        config = _with_train(config, compile=False)
-        shares = layout(config, world_size=world_size)
-        dataset = data.build(config.data)
-        model, sample = _on_meta(config.model, seed=config.seed), sample_inputs(dataset)
-        if shares.pipeline > 1:
-            config = _with_split(config, stage_blocks(config, shares, model, sample=sample))
-        return cls(config, shares, world_size, model, sample, is_text=dataset.kind == "tokens")
-
-    @property
-    def counts(self) -> list[int]:
-        """Blocks of each pipeline stage."""
-        split = self.config.strategy.pipeline.split
-        if self.shares.pipeline == 1 or split == "auto":
-            return [len(spec_for(self.config.model).blocks(self.model))]
-        return split
-
-    def stages_of(self, place: int) -> list[int]:
-        """Return the stages of a rank, by its place on the pp axis."""
-        if self.shares.pipeline == 1:
-            return [0]
-        schedule = PipelineSchedule(
-            self.shares.schedule,
-            degree=self.shares.pipeline,
-            microbatches=self.shares.round_microbatches,
-            stages_per_rank=self.shares.stages_per_rank,
-        )
-        return list(schedule.stages_of(place))
-
-    def spare_blocks(self, stages: list[int]) -> int:
-        """Return how many blocks can be left out of each of these stages."""
-        spec = spec_for(self.config.model)
-        blocks = spec.blocks(self.model)
-        whole = spec.layers is None or not isinstance(
-            self.model.get_submodule(spec.layers), nn.ModuleList
-        )
-        if whole or not depth.repeats(blocks.values()):
-            return 0
-        return max(0, min(self.counts[stage] for stage in stages) - depth.SHALLOW)
-
-    def without(self, blocks: int, stages: list[int]) -> Self:
-        """Return the same with so many blocks fewer in each of these stages, and one in others."""
-        counts = [
-            count - blocks if stage in stages else 1 for stage, count in enumerate(self.counts)
-        ]
-        model, layers = copy.deepcopy(self.model), spec_for(self.config.model).layers
-        assert layers is not None
-        held = model.get_submodule(layers)
-        assert isinstance(held, nn.ModuleList)
-        del held[sum(counts) :]
-        config = self.config if self.shares.pipeline == 1 else _with_split(self.config, counts)
-        return dataclasses.replace(self, config=config, model=model)
 
 
 class DryRun:
@@ -115,6 +28,7 @@ class DryRun:
 
     Attributes:
         engine: The rank's.
+        received_bytes: What it receives from other stages of one micro-batch.
     """
 
     def __init__(
@@ -129,6 +43,10 @@ class DryRun:
         """
         self._trace = trace
         self._blueprint = blueprint
+        self._stages = blueprint.stages_of(
+            world.rank * blueprint.shares.pipeline // blueprint.world_size
+        )
+        self.received_bytes = 0
         self._mode = fake_world.tensors_without_bytes()
         source = Source(
             construct=self._construct,
@@ -154,9 +72,25 @@ class DryRun:
         shape = inputs.shape if self._blueprint.is_text else inputs.shape[:1]
         return Batch(inputs, torch.empty(shape, dtype=torch.int64))
 
+    def settle(self) -> None:
+        """Let the optimizer make its states, as a first step does; inside of ``storing``.
+
+        Without a pipeline it is a step of one micro-batch. A pipeline's least step is long, so that
+        there gradients come from nowhere.
+        """
+        if self._blueprint.shares.pipeline == 1:
+            batch, size = self.batch(), self._blueprint.shares.micro_batch_size
+            self.engine.backward(Batch(batch.inputs[:size], batch.targets[:size]))
+        for _, parameter in self.engine.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+        phase = nullcontext() if self._trace is None else self._trace.during("temporary")
+        with phase, fake_world.answering_yes():
+            self.engine.update()
+
     def _construct(self, config: Any, *, seed: int) -> nn.Module:
         del config, seed
-        return copy.deepcopy(self._blueprint.model)
+        return self._blueprint.built()
 
     def _start(self, module: nn.Module, config: Any, *, seed: int, device: Any) -> None:
         del config, seed
@@ -171,35 +105,15 @@ class DryRun:
         parts: list[Part] = list(stages)
         with self._mode:
             materialize(model, device="cpu")
-            return boundaries.find(
+            ends = boundaries.find(
                 model,
                 blocks=block_names(spec, model),
                 stages=parts,
                 inputs=torch.empty(shape, dtype=self._blueprint.sample.dtype),
             )
-
-
-def _with_train(config: RunConfig, **changes: Any) -> RunConfig:
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
-
-
-def _with_split(config: RunConfig, counts: list[int]) -> RunConfig:
-    pipeline = dataclasses.replace(config.strategy.pipeline, split=counts)
-    return dataclasses.replace(
-        config, strategy=dataclasses.replace(config.strategy, pipeline=pipeline)
-    )
-
-
-def _on_meta(config: Any, *, seed: int) -> nn.Module:
-    """Build a module without storage, also one that would start itself."""
-    spec = spec_for(config)
-    if spec.initializers is not None:
-        return construct(config, seed=seed)
-    refuse_problems(config)
-    try:
-        with torch.device("meta"):
-            return spec.build(config)
-    except (RuntimeError, NotImplementedError):  # it computes with values while it is built
-        module = construct(config, seed=seed)
-        materialize(module, device="meta")
-        return module
+        for part in parts:
+            takes, gives = ends[part.index]
+            if part.index in self._stages:
+                self.received_bytes += 0 if part.is_first else takes.nbytes
+                self.received_bytes += 0 if part.is_last else gives.nbytes
+        return ends

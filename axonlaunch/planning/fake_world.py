@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.distributed import pipelining
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
@@ -45,6 +46,7 @@ def join(*, rank: int, world_size: int) -> World:
     _let_replicas_run_alone()
     _let_pipelines_run_alone()
     _let_messages_hold_tensors()
+    _let_plans_be_unseen()
     return World(
         rank=rank,
         local_rank=0,
@@ -139,3 +141,15 @@ def _let_messages_hold_tensors() -> None:
         return [_InFlight(works, [message.tensor for message in messages])]
 
     schedules._batch_p2p = begin_and_hold
+
+
+def _let_plans_be_unseen() -> None:
+    """Let DTensor plan an operation, on tensors of global shape, where no mode follows it."""
+    propagator: Any = ShardingPropagator
+    plan = propagator._propagate_tensor_meta_non_cached
+
+    def plan_unseen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return plan(self, *args, **kwargs)
+
+    propagator._propagate_tensor_meta_non_cached = plan_unseen

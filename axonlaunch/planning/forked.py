@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import torch
@@ -42,9 +43,9 @@ def run(functions: Sequence[Callable[[], Result]], *, at_once: int | None = None
             while waiting and len(running) < limit:
                 index, function = waiting.pop(0)
                 running[index] = _fork(function)
-            # The oldest first: the others' answers wait in their pipes.
-            index = next(iter(running))
-            results[index] = _answer(*running.pop(index))
+            answering = wait([pipe for _, pipe in running.values()])
+            for index in [n for n, (_, pipe) in running.items() if pipe in answering]:
+                results[index] = _answer(*running.pop(index))
     finally:
         for process, pipe in running.values():
             os.kill(process, 9)

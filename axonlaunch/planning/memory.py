@@ -1,18 +1,21 @@
 """How much memory each rank of a run would hold, found by running its engine on nothing.
 
 The real engine is built for one rank of each pipeline stage, in a world without the others and on
-tensors without bytes, and does two steps; the second is measured. What can't be traced so is
-refused.
+tensors without bytes, and does a step after its optimizer has made its states. What can't be traced
+so is refused.
 """
 
 from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import Self, TypeAlias
 
+import torch
 from torch import nn
 
 from axonlaunch.config import ConfigError, Problem, RunConfig
@@ -21,8 +24,9 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.engines.fsdp import CPUOffload
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
-from axonlaunch.planning import depth, fake_world, forked, process
-from axonlaunch.planning.dry_run import Blueprint, DryRun
+from axonlaunch.planning import actions, depth, fake_world, forked, process
+from axonlaunch.planning.blueprint import Blueprint
+from axonlaunch.planning.dry_run import DryRun
 from axonlaunch.planning.record import GIB, Estimate, RankEstimate
 from axonlaunch.planning.trace import CATEGORIES, Category, Event, StorageTrace, on_device
 
@@ -32,6 +36,8 @@ _ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
     CPUOffload.OPTIMIZER_STATES: ("optimizer",),
     CPUOffload.FULL: ("parameters", "gradients", "optimizer"),
 }
+
+_Key: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 def estimate(config: RunConfig, *, exact: bool = False) -> Estimate:
@@ -44,8 +50,9 @@ def estimate(config: RunConfig, *, exact: bool = False) -> Estimate:
 
     Args:
         config: Checked, with ``launch.nproc`` resolved: the ranks of the world.
-        exact: Whether to trace every block; else two shallow models stand for a deep one, which
-            gives the same bytes wherever blocks are equal.
+        exact: Whether to trace every block and micro-batch; else two shallow models stand for a
+            deep one, which gives the same bytes wherever blocks are equal, and a short step in a
+            short pipeline for a long one, which gives them to one activation between stages.
 
     Raises:
         ConfigError: The run can't be traced.
@@ -77,31 +84,109 @@ def estimate(config: RunConfig, *, exact: bool = False) -> Estimate:
 
 
 def _by_stage(blueprint: Blueprint, *, exact: bool) -> list[list[Event]]:
-    """Trace the first rank of each place on the pp axis; return each one's second step."""
-    places = range(blueprint.shares.pipeline)
-    a_stage = blueprint.world_size // len(places)
-    spare, runs = [], []
-    for place in places:
-        stages = blueprint.stages_of(place)
-        blocks = 0 if exact else blueprint.spare_blocks(stages)
-        spare.append(blocks if blocks > 1 else 0)
-        for fewer in (spare[-1], spare[-1] - 1) if spare[-1] else (0,):
-            shallow = blueprint.without(fewer, stages) if fewer else blueprint
-            runs.append(partial(_events, shallow, place * a_stage))
-    traced = iter(forked.run(runs))
-    return [
-        depth.deepened(next(traced), next(traced), blocks=blocks) if blocks else next(traced)
-        for blocks in spare
+    """Return the second step of the first rank of each place on the pp axis.
+
+    Places that are alike share their traces.
+    """
+    places = [
+        _Place.of(blueprint, place, exact=exact) for place in range(blueprint.shares.pipeline)
     ]
+    runs = {key: run for place in places for key, run in place.traces().items()}
+    traced = dict(zip(runs, forked.run([*runs.values()]), strict=True))
+    return [place.events(traced) for place in places]
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A step, and the bytes that a micro-batch brings before anything is computed.
+
+    Attributes:
+        events: The step's.
+        fed: Samples and targets of a micro-batch; without a pipeline, where no action shows it,
+            also its loss, which is kept.
+        received: Buffers for what other stages send of one.
+    """
+
+    events: list[Event]
+    fed: int
+    received: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place on the pp axis, and the shorter and shallower runs that tell of it.
+
+    Attributes:
+        whole: The run.
+        place: Its place there.
+        short: A run of fewer micro-batches in a shorter pipeline.
+        like: Its place there.
+        spare: Blocks of each of its stages that need not be traced.
+    """
+
+    whole: Blueprint
+    place: int
+    short: Blueprint
+    like: int
+    spare: int
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, place: int, *, exact: bool) -> Self:
+        short, like = (blueprint, place) if exact else blueprint.shorter(place)
+        spare = 0 if exact else short.spare_blocks(short.stages_of(like))
+        return cls(blueprint, place, short, like, spare if spare > 1 else 0)
+
+    @property
+    def short_rank(self) -> int:
+        """The first rank of the place in the short run."""
+        return self.like * self.short.world_size // self.short.shares.pipeline
+
+    def traces(self) -> dict[_Key, Callable[[], _Traced]]:
+        """Return what has to be run, by what tells one run from another."""
+        return {
+            key: partial(_traced, self._without(fewer), self.short_rank)
+            for key, fewer in self._keys().items()
+        }
+
+    def events(self, traced: Mapping[_Key, _Traced]) -> list[Event]:
+        """Return the place's step."""
+        told = [traced[key] for key in self._keys()]
+        events = told[0].events
+        if self.spare:
+            events = depth.deepened(events, told[1].events, blocks=self.spare)
+        short, whole = self.short.shares, self.whole.shares
+        more = dict.fromkeys(CATEGORIES, 0)
+        more["activations"] = (whole.micro_batches - short.micro_batches) * told[0].fed
+        more["communication"] = (whole.round_microbatches - short.round_microbatches) * told[
+            0
+        ].received
+        events = [actions.shifted(event, (*more.values(), 0)) for event in events]
+        if whole.pipeline == 1 or short == whole:
+            return events
+        step = self.whole.schedule.actions[self.place]
+        return actions.prolonged(events, rounds=[step] * min(2, whole.rounds))
+
+    def _keys(self) -> dict[_Key, int]:
+        depths = (self.spare, self.spare - 1) if self.spare else (0,)
+        return {(self.like, tuple(self._without(fewer).counts)): fewer for fewer in depths}
+
+    def _without(self, blocks: int) -> Blueprint:
+        if not blocks:
+            return self.short
+        return self.short.without(blocks, self.short.stages_of(self.like))
 
 
 def _process(blueprint: Blueprint, highest: RankEstimate, *, memory: int | None) -> process.Held:
-    """Return what the process of the highest rank holds of a GPU with so many bytes."""
+    """Return what the process of the highest rank holds of a GPU with so many bytes.
+
+    What the allocator keeps beside tensors is that of the shorter run.
+    """
+    place = _Place.of(blueprint, highest.coords["pp"], exact=False)
     record = partial(
         process.record,
-        blueprint,
-        rank=highest.rank,
-        stages=blueprint.stages_of(highest.coords["pp"]),
+        place.short,
+        rank=place.short_rank,
+        stages=place.short.stages_of(place.like),
         on_host=host_categories(blueprint.config),
     )
     groups = list(blueprint.shares.axes.values())
@@ -130,18 +215,23 @@ def _of_rank(mesh: dict[str, int], rank: int, events: list[Event]) -> RankEstima
     )
 
 
-def _events(blueprint: Blueprint, rank: int) -> list[Event]:
+def _traced(blueprint: Blueprint, rank: int) -> _Traced:
     """Trace one rank's step, in a process of its own."""
     trace = StorageTrace(on_host=host_categories(blueprint.config))
+    actions.watch(trace)
     try:
         world = fake_world.join(rank=rank, world_size=blueprint.world_size)
         dry = DryRun(blueprint, world, trace=trace)
         with dry.storing():
-            spec = spec_for(blueprint.config.model)
-            measure(dry.engine, dry.batch(), trace, spec=spec, updating=fake_world.answering_yes)
+            batch, spec = dry.batch(), spec_for(blueprint.config.model)
+            dry.settle()
+            measure(dry.engine, batch, trace, spec=spec, updating=fake_world.answering_yes)
     except fake_world.UNTRACEABLE as error:
         raise ConfigError([_untraceable(blueprint.config, error)]) from error
-    return trace.events
+    fed = (batch.inputs.nbytes + batch.targets.nbytes) // blueprint.shares.micro_batches
+    if blueprint.shares.pipeline == 1:
+        fed += torch.float32.itemsize
+    return _Traced(trace.events, fed, dry.received_bytes)
 
 
 def measure(
@@ -152,41 +242,27 @@ def measure(
     spec: ModelSpec,
     updating: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Do two steps in an entered trace and leave it with the second's events.
-
-    The first makes the optimizer's states, buffers that stay, and torch's own plans for DTensors,
-    which it makes on tensors of global shape.
+    """Do a step in an entered trace and leave it with the step's events.
 
     Args:
-        engine: A rank's.
+        engine: A rank's, whose optimizer has its states.
         batch: The rank's samples of a step.
         trace: What follows storages.
         spec: The model's.
         updating: What surrounds the update.
     """
-    _step(engine, batch, trace, updating)
-    state = engine.state_dict()
-    trace.tag(state["model"].values(), "parameters")
-    trace.tag(state["optimizer"].values(), "optimizer")
-    del state
+    for module in engine.modules:
+        trace.tag([*module.parameters(), *module.buffers()], "parameters")
+    trace.tag(engine.state_dict()["optimizer"].values(), "optimizer")
     trace.follow(parameter for _, parameter in engine.named_parameters())
     blocks = {n: [*spec.blocks(module).values()] for n, module in enumerate(engine.modules)}
     depth.watch(blocks, trace)
     trace.forget()
-    _step(engine, batch, trace, updating)
-    trace.finish()
-
-
-def _step(
-    engine: Engine,
-    batch: Batch,
-    trace: StorageTrace,
-    updating: Callable[[], AbstractContextManager[None]],
-) -> None:
     engine.backward(batch)
     trace.begin("update")
     with trace.during("temporary"), updating():
         engine.update()
+    trace.finish()
 
 
 def host_categories(config: RunConfig) -> tuple[Category, ...]:

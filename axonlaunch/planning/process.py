@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning import depth, fake_world
-from axonlaunch.planning.dry_run import Blueprint, DryRun
+from axonlaunch.planning.blueprint import Blueprint
+from axonlaunch.planning.dry_run import DryRun
 from axonlaunch.planning.recorded import Recording, RecordingTrace
 from axonlaunch.planning.reserved import MIB, Allocator, Change
 from axonlaunch.planning.stretched import stretched
@@ -117,7 +118,10 @@ def record(
 def _run(
     blueprint: Blueprint, rank: int, on_host: Collection[Category]
 ) -> tuple[Recording, dict[int, int]]:
-    """Record two steps: what the first leaves behind decides where the second's storages go."""
+    """Record two steps: what the first leaves behind decides where the second's storages go.
+
+    Of a pipeline, whose step is long, it is one.
+    """
     trace = RecordingTrace(on_host=on_host)
     world = fake_world.join(rank=rank, world_size=blueprint.world_size)
     dry = DryRun(blueprint, world, trace=trace)
@@ -126,7 +130,9 @@ def _run(
     depth.watch(blocks, trace)
     with dry.storing(), fake_world.answering_yes():
         batch = dry.batch()
-        for _ in range(2):
+        if blueprint.shares.pipeline > 1:
+            dry.settle()
+        for _ in range(1 if blueprint.shares.pipeline > 1 else 2):
             dry.engine.backward(batch)
             trace.begin("update")
             with trace.during("temporary"):

@@ -20,7 +20,8 @@ from axonlaunch.config.layout import layout
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.engines.update import local_part
 from axonlaunch.planning import fake_world, forked
-from axonlaunch.planning.dry_run import Blueprint, DryRun
+from axonlaunch.planning.blueprint import Blueprint
+from axonlaunch.planning.dry_run import DryRun
 from axonlaunch.planning.operations import OperationTrace, Work, add
 
 _DEPTH = "num_hidden_layers"
@@ -227,7 +228,7 @@ def _by_micro_batches(at: dict[int, Share]) -> tuple[Share, Share]:
 
 
 def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
-    """Trace the second step of one rank of several runs, in a process of its own."""
+    """Trace a step of one rank of several runs, in a process of its own."""
     _norm_in_one_kernel()
     world_size = configs[0].launch.nproc
     assert world_size != "auto"
@@ -240,10 +241,8 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
     dry = DryRun(blueprint, world)
     trace = OperationTrace(blueprint.shares.axes)
     with dry.storing():
+        dry.settle()
         batch = dry.batch()
-        dry.engine.backward(batch)
-        with fake_world.answering_yes():
-            dry.engine.update()
         with trace:
             dry.engine.backward(batch)
             with trace.updating(), fake_world.answering_yes():

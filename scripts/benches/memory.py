@@ -23,7 +23,7 @@ import published
 from axonlaunch.config import load
 from axonlaunch.config.layout import resolved
 from axonlaunch.planning import forked, memory, process
-from axonlaunch.planning.dry_run import Blueprint
+from axonlaunch.planning.blueprint import Blueprint
 
 GIB = 1024**3
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "truth" / "measurements.jsonl"

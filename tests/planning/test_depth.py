@@ -7,7 +7,7 @@ from torch import nn
 
 from axonlaunch import config
 from axonlaunch.planning import depth
-from axonlaunch.planning.dry_run import Blueprint
+from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.memory import estimate
 from axonlaunch.planning.trace import Event
 

@@ -5,7 +5,7 @@ import pytest
 from axonlaunch.config import load
 from axonlaunch.config.layout import resolved
 from axonlaunch.planning import forked, process
-from axonlaunch.planning.dry_run import Blueprint
+from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.recorded import Recording
 from axonlaunch.planning.reserved import Allocator, Change
 from axonlaunch.planning.stretched import stretched

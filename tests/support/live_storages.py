@@ -70,6 +70,9 @@ def _held(overrides: tuple[str, ...], world: World) -> Held:
     source = Source(storing=lambda: trace)
     engine = build(chosen, world, sample=sample_inputs(loader.dataset), source=source)
     with trace:
+        engine.backward(batch)
+        with trace.during("temporary"):
+            engine.update()
         measure(engine, batch, trace, spec=spec_for(chosen.model))
     point, host = depth.peak(trace.events)
     categories = dict(zip(CATEGORIES, point, strict=False))

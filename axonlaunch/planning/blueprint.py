@@ -1,0 +1,213 @@
+"""What the dry runs of one configuration have in common, and smaller runs that tell of it.
+
+It is arithmetic on a model without storage; ``dry_run`` builds engines from it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch import data
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import Layout, layout
+from axonlaunch.config.schedules import SCHEDULES
+from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.engines.build import stage_blocks
+from axonlaunch.engines.pipeline_schedule import PipelineSchedule
+from axonlaunch.models.build import construct, refuse_problems, spec_for
+from axonlaunch.models.initialization import materialize
+from axonlaunch.planning import depth
+
+_FEW = 3
+"""Micro-batches without a pipeline: the first finds no gradients, the last agrees on them."""
+_SHORT = 4
+"""Ranks of a short pipeline: the least that has a rank in its midst with three forwards ahead."""
+_SETTLED = _SHORT + 2
+"""Micro-batches after which those of a short pipeline are all alike."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What the dry runs of one configuration have in common.
+
+    Attributes:
+        config: The run's, with the blocks of each pipeline stage written out.
+        shares: Its layout.
+        world_size: Ranks.
+        model: Whole and undivided, on the meta device.
+        sample: Inputs of one sample [...]; values don't matter.
+        is_text: Whether each input has a target; else each sample has one.
+        num_blocks: Blocks that are run, the first ones of ``model``.
+    """
+
+    config: RunConfig
+    shares: Layout
+    world_size: int
+    model: nn.Module
+    sample: Tensor
+    is_text: bool
+    num_blocks: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Build the model of a checked configuration and read what a sample is.
+
+        What is to be compiled is not.
+        """
+        world_size = config.launch.nproc
+        assert world_size != "auto"
+        config = _with_train(config, compile=False)
+        shares = layout(config, world_size=world_size)
+        dataset = data.build(config.data)
+        model, sample = _on_meta(config.model, seed=config.seed), sample_inputs(dataset)
+        if shares.pipeline > 1:
+            config = _with_split(config, stage_blocks(config, shares, model, sample=sample))
+        blocks = len(spec_for(config.model).blocks(model))
+        is_text = dataset.kind == "tokens"
+        return cls(config, shares, world_size, model, sample, is_text, blocks)
+
+    @property
+    def counts(self) -> list[int]:
+        """Blocks of each pipeline stage."""
+        split = self.config.strategy.pipeline.split
+        return [self.num_blocks] if self.shares.pipeline == 1 or split == "auto" else split
+
+    def built(self) -> nn.Module:
+        """Return a model of ``num_blocks`` on the meta device."""
+        model, spec = copy.deepcopy(self.model), spec_for(self.config.model)
+        if self.num_blocks < len(spec.blocks(model)):
+            assert spec.layers is not None
+            held = model.get_submodule(spec.layers)
+            assert isinstance(held, nn.ModuleList)
+            del held[self.num_blocks :]
+        return model
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """One round of a pipeline."""
+        return PipelineSchedule(
+            self.shares.schedule,
+            degree=self.shares.pipeline,
+            microbatches=self.shares.round_microbatches,
+            stages_per_rank=self.shares.stages_per_rank,
+        )
+
+    def stages_of(self, place: int) -> list[int]:
+        """Return the stages of a rank, by its place on the pp axis."""
+        return [0] if self.shares.pipeline == 1 else list(self.schedule.stages_of(place))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the model can be told from fewer of its blocks."""
+        spec = spec_for(self.config.model)
+        blocks = spec.blocks(self.model)
+        if spec.layers is None or not blocks:
+            return False
+        held = self.model.get_submodule(spec.layers)
+        return isinstance(held, nn.ModuleList) and depth.repeats(blocks.values())
+
+    def spare_blocks(self, stages: list[int]) -> int:
+        """Return how many blocks can be left out of each of these stages."""
+        if not self.repeats:
+            return 0
+        return max(0, min(self.counts[stage] for stage in stages) - depth.SHALLOW)
+
+    def without(self, blocks: int, stages: list[int]) -> Self:
+        """Return the same with so many blocks fewer in each of these stages, and one in others."""
+        return self._of_blocks(
+            [count - blocks if stage in stages else 1 for stage, count in enumerate(self.counts)]
+        )
+
+    def shorter(self, place: int) -> tuple[Self, int]:
+        """Return a run with as short a step as tells what a rank of this one does, and where.
+
+        The rank does fewer micro-batches and, if blocks repeat, holds its stages in a shorter
+        pipeline.
+
+        Args:
+            place: The rank's, on the pp axis.
+
+        Returns:
+            The run and the place of a rank like this one on its pp axis.
+        """
+        shares = self.shares
+        if shares.pipeline == 1:
+            few = min(_FEW, shares.micro_batches)
+            return self._with(degree=1, microbatches=few, rounds=1), 0
+        if not self.repeats:
+            return self, place
+        degree = min(_SHORT, shares.pipeline)
+        fits = SCHEDULES[shares.schedule].fits
+        # The first rank's forwards may all go ahead of its backwards, or all but one.
+        rest = 2 if place else min(2, shares.round_microbatches - shares.pipeline)
+        few = next(
+            n
+            for n in itertools.count(degree + rest if rest < 2 else _SETTLED)
+            if fits(n, degree=degree, stages_per_rank=shares.stages_per_rank)
+        )
+        few = min(few, shares.round_microbatches)
+        short = self._with(degree=degree, microbatches=few, rounds=min(2, shares.rounds))
+        like = min(place, max(1, degree - shares.pipeline + place))
+        counts = [1] * short.shares.num_stages
+        for stage, other in zip(self.stages_of(place), short.stages_of(like), strict=True):
+            counts[other] = self.counts[stage]
+        return short._of_blocks(counts), like
+
+    def _with(self, *, degree: int, microbatches: int, rounds: int) -> Self:
+        """Return the same over a shorter pipeline, in a world to fit, with fewer micro-batches."""
+        shares = self.shares
+        world_size = self.world_size // shares.pipeline * degree
+        strategy = self.config.strategy
+        if degree > 1:
+            pipeline = dataclasses.replace(
+                strategy.pipeline, degree=degree, microbatches=microbatches
+            )
+            strategy = dataclasses.replace(strategy, pipeline=pipeline)
+        samples = shares.micro_batch_size * microbatches * rounds * shares.data_ranks
+        config = dataclasses.replace(
+            _with_train(
+                self.config, micro_batch_size=shares.micro_batch_size, global_batch_size=samples
+            ),
+            strategy=strategy,
+            launch=dataclasses.replace(self.config.launch, nproc=world_size),
+        )
+        shares = layout(config, world_size=world_size)
+        return dataclasses.replace(self, config=config, shares=shares, world_size=world_size)
+
+    def _of_blocks(self, counts: list[int]) -> Self:
+        """Return the same with the model's first blocks alone, so many in each stage."""
+        config = self.config if self.shares.pipeline == 1 else _with_split(self.config, counts)
+        return dataclasses.replace(self, config=config, num_blocks=sum(counts))
+
+
+def _with_train(config: RunConfig, **changes: Any) -> RunConfig:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
+def _with_split(config: RunConfig, counts: list[int]) -> RunConfig:
+    pipeline = dataclasses.replace(config.strategy.pipeline, split=counts)
+    return dataclasses.replace(
+        config, strategy=dataclasses.replace(config.strategy, pipeline=pipeline)
+    )
+
+
+def _on_meta(config: Any, *, seed: int) -> nn.Module:
+    """Build a module without storage, also one that would start itself."""
+    spec = spec_for(config)
+    if spec.initializers is not None:
+        return construct(config, seed=seed)
+    refuse_problems(config)
+    try:
+        with torch.device("meta"):
+            return spec.build(config)
+    except (RuntimeError, NotImplementedError):  # it computes with values while it is built
+        module = construct(config, seed=seed)
+        materialize(module, device="meta")
+        return module

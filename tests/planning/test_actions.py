@@ -1,0 +1,95 @@
+"""A short step in a short pipeline tells what a long one holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from axonlaunch import config
+from axonlaunch.engines.pipeline_schedule import Action
+from axonlaunch.planning import actions
+from axonlaunch.planning.blueprint import Blueprint
+from axonlaunch.planning.depth import peak
+from axonlaunch.planning.memory import estimate
+from axonlaunch.planning.trace import Event
+
+HIDDEN, LENGTH = 64, 32
+LONG = [
+    f"model.hidden_size={HIDDEN}",
+    "model.num_attention_heads=4",
+    "data=synthetic_tokens",
+    f"data.sequence_length={LENGTH}",
+    "train.micro_batch_size=1",
+    "hardware=cpu",
+    "strategy=pipeline",
+]
+ACTIVATION = HIDDEN * LENGTH * 4
+SIX = "strategy.pipeline.degree=6 model.num_hidden_layers=12 launch.nproc=6"
+DIVIDED = "strategy.pipeline.degree=6 model.num_hidden_layers=6 launch.nproc=12"
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        f"{DIVIDED} strategy.data_parallel=fsdp train.global_batch_size=14 train.precision=bf16 "
+        "train.activation_checkpointing=full",
+        pytest.param(
+            "strategy.pipeline.degree=8 model.num_hidden_layers=8 launch.nproc=8 "
+            "train.global_batch_size=16",
+            marks=SLOW,
+        ),
+        pytest.param(
+            f"{DIVIDED} strategy.tensor.degree=2 train.global_batch_size=6 train.precision=bf16",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "strategy.pipeline.degree=4 model.num_hidden_layers=4 launch.nproc=4 "
+            "train.global_batch_size=24 strategy.pipeline.microbatches=8",
+            marks=SLOW,
+        ),
+        *(
+            pytest.param(
+                f"{SIX} train.global_batch_size=12 strategy.pipeline.schedule={schedule}",
+                marks=SLOW,
+            )
+            for schedule in (
+                "gpipe",
+                "interleaved_1f1b",
+                "looped_bfs",
+                "interleaved_zero_bubble",
+                "zbv_zero_bubble",
+                "dualpipev",
+            )
+        ),
+    ],
+)
+def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: str) -> None:
+    chosen = config.load([*LONG, *overrides.split()])
+    blueprint = Blueprint.of(chosen)
+    short, _ = blueprint.shorter(0)
+    assert short.shares.micro_batches < blueprint.shares.micro_batches
+    told, exact = estimate(chosen), estimate(chosen, exact=True)
+    tolerance = ACTIVATION if "1f1b" in blueprint.shares.schedule else 16
+    for one, other in zip(told.ranks, exact.ranks, strict=True):
+        assert abs(one.peak_bytes - other.peak_bytes) <= tolerance
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_micro_batches_without_a_pipeline_add_their_samples_and_losses(strategy: str) -> None:
+    words = [*LONG[:-1], f"strategy={strategy}", "launch.nproc=2", "train.global_batch_size=12"]
+    chosen = config.load([*words, "model.num_hidden_layers=2"])
+    assert Blueprint.of(chosen).shorter(0)[0].shares.micro_batches == 3
+    assert estimate(chosen) == estimate(chosen, exact=True)
+
+
+def test_what_waits_for_its_backward_is_held_as_often_as_forwards_go_ahead() -> None:
+    step = [Event(("start",), [(5, 0)])]
+    held = 5
+    for action in ("F 0 0", "F 0 1", "F 0 2", "F 0 3", "B 0 0", "B 0 1", "B 0 2", "B 0 3"):
+        step.append(Event((f"action {action}",), [(held, 0), (held + 12, 0)]))
+        held += 10 if action[0] == "F" else -10
+    step.append(Event(("update",), [(held, 0), (held + 1, 0)]))
+    ahead = [Action("F", 0, n) for n in range(20)] + [Action("B", 0, n) for n in range(20)]
+    long = actions.prolonged(step, rounds=[ahead])
+    assert peak(long) == ((5 + 20 * 10 + 12, 0), 0)
+    assert long[-1].points == step[-1].points
