@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import served_command
 
 LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -25,6 +28,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _time_limit(item: pytest.Item) -> float:
     marker = item.get_closest_marker("timeout")
     return float(marker.args[0]) if marker else 0.0
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[dict[str, str]]:
+    """The environment of commands that share a server to fork from."""
+    with served_command.serve() as environment:
+        yield environment
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command import Command
 
 COMMANDS = ["train", "sample", "config", "schedule", "verify", "ls", "doctor"]
 
@@ -93,7 +94,9 @@ def test_ls_lists_every_kind_with_a_line_of_what_it_is(tmp_path: Path) -> None:
     assert "llama" not in text
 
 
-def test_doctor_tries_every_backend_by_a_real_all_reduce(tmp_path: Path) -> None:
+def test_doctor_tries_every_backend_by_a_real_all_reduce(
+    tmp_path: Path, server: dict[str, str]
+) -> None:
     report = json.loads(run(tmp_path, "doctor", "--json").stdout)
     assert report["backends"]["gloo"]["works"]
     assert report["backends"]["mock"]["works"]
@@ -101,4 +104,4 @@ def test_doctor_tries_every_backend_by_a_real_all_reduce(tmp_path: Path) -> None
     assert report["cores"] >= 1
     assert report["disk_free_gib"] > 0
     assert list(tmp_path.iterdir()) == []
-    assert "all-reduced" in run(tmp_path, "doctor").stdout
+    assert "all-reduced" in Command(tmp_path, served=server)("doctor").stdout

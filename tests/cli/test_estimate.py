@@ -41,10 +41,12 @@ def build():
 
 
 @pytest.fixture
-def axonlaunch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+def axonlaunch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: dict[str, str]
+) -> Iterator[Command]:
     """The command in a new folder, with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    command = Command(tmp_path)
+    command = Command(tmp_path, served=server)
     yield command
     assert not command.processes()
 

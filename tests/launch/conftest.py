@@ -23,9 +23,15 @@ def axonlaunch(tmp_path: Path) -> Iterator[Command]:
 
 
 @pytest.fixture
-def faulty(axonlaunch: Command) -> list[str]:
+def served(axonlaunch: Command, server: dict[str, str]) -> Command:
+    """The same, with ranks from a server that tests share: for what a run does, once it started."""
+    return Command(axonlaunch.folder, served=server)
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> list[str]:
     """Overrides that train a model which fails as ``model.arguments`` says."""
-    (axonlaunch.folder / "faulty_plugin.py").write_text(FAULTS)
+    (tmp_path / "faulty_plugin.py").write_text(FAULTS)
     return [
         "plugins=[faulty_plugin]",
         "model=faulty",

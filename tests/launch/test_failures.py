@@ -7,31 +7,42 @@ import signal
 import pytest
 from command import TINY, Command, wait_for
 
+REASONS = {
+    "exception": "ValueError: the fault of a test",
+    "SIGKILL": "killed by SIGKILL",
+    "SIGSEGV": "killed by SIGSEGV",
+    "exit": "exited with status 0 before the end of training",
+}
+
 
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("fault", "rank"),
     [
-        ("exception", "ValueError: the fault of a test"),
-        ("SIGKILL", "killed by SIGKILL"),
-        ("SIGSEGV", "killed by SIGSEGV"),
-        ("exit", "exited with status 0 before the end of training"),
+        ("SIGKILL", 0),
+        ("exit", 0),
+        ("exception", 1),
+        ("SIGSEGV", 1),
+        # Each fault and each rank is there already.
+        *(
+            pytest.param(*both, marks=pytest.mark.slow)
+            for both in (("exception", 0), ("SIGSEGV", 0), ("SIGKILL", 1), ("exit", 1))
+        ),
     ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_that_failed_first_is_named(
-    axonlaunch: Command, faulty: list[str], fault: str, reason: str, rank: int
+    served: Command, faulty: list[str], fault: str, rank: int
 ) -> None:
     arguments = f"model.arguments={{fault:{fault},rank:{rank},step:3}}"
-    ran = axonlaunch("train", *faulty, "name=run", "checkpoint.every=2", arguments, status=1)
+    ran = served("train", *faulty, "name=run", "checkpoint.every=2", arguments, status=1)
     assert f"rank {rank} of 2 failed first" in ran.stderr
-    assert reason in ran.stderr
+    assert REASONS[fault] in ran.stderr
     assert f"runs/run/logs/rank_{rank}.log" in ran.stderr
     assert ran.stderr.count("Traceback (most recent call last)") == int(fault == "exception")
-    summary = axonlaunch.summary("run")
+    summary = served.summary("run")
     assert (summary["status"], summary["failed_rank"]) == ("failed", rank)
-    kept = [path.name for path in (axonlaunch.folder / "runs/run/checkpoints").iterdir()]
+    kept = [path.name for path in (served.folder / "runs/run/checkpoints").iterdir()]
     assert kept == ["step_2"]
-    axonlaunch.wait_until_gone(seconds=3)
+    served.wait_until_gone(seconds=3)
 
 
 def test_a_rank_that_fails_on_the_mock_backend_is_named(
@@ -55,22 +66,22 @@ def test_a_rank_that_fails_on_the_mock_backend_is_named(
 
 
 def test_ctrl_c_saves_and_a_resumed_run_is_the_undisturbed_one_to_the_bit(
-    axonlaunch: Command, faulty: list[str]
+    served: Command, faulty: list[str]
 ) -> None:
     run = [*faulty, "checkpoint.every=100", "train.steps=8", "strategy=fsdp"]
-    axonlaunch("train", *run, "name=whole")
+    served("train", *run, "name=whole")
     slow = "model.arguments={pause:0.3}"
-    process = axonlaunch.start("train", *run, "name=parts", slow)
-    metrics = axonlaunch.folder / "runs" / "parts" / "metrics.jsonl"
+    process = served.start("train", *run, "name=parts", slow)
+    metrics = served.folder / "runs" / "parts" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "stopping after this step" in output
-    assert axonlaunch.summary("parts")["status"] == "interrupted"
-    assert axonlaunch.summary("parts")["steps"] < 8
-    axonlaunch("train", *run, "name=parts")
-    assert axonlaunch.losses("parts") == axonlaunch.losses("whole")
+    assert served.summary("parts")["status"] == "interrupted"
+    assert served.summary("parts")["steps"] < 8
+    served("train", *run, "name=parts")
+    assert served.losses("parts") == served.losses("whole")
 
 
 def test_a_second_ctrl_c_ends_at_once(axonlaunch: Command, faulty: list[str]) -> None:
@@ -97,14 +108,14 @@ def test_ranks_die_with_a_launcher_that_is_killed(axonlaunch: Command, faulty: l
 
 
 def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint_to_the_bit(
-    axonlaunch: Command, faulty: list[str]
+    served: Command, faulty: list[str]
 ) -> None:
     run = [*faulty, "checkpoint.every=2", "train.steps=6", "strategy=fsdp"]
-    axonlaunch("train", *run, "name=whole")
+    served("train", *run, "name=whole")
     fault = "model.arguments={fault:SIGKILL,rank:1,step:4}"
-    axonlaunch("train", *run, "name=parts", fault, status=1)
-    axonlaunch("train", *run, "name=parts")
-    assert axonlaunch.losses("parts") == axonlaunch.losses("whole")
+    served("train", *run, "name=parts", fault, status=1)
+    served("train", *run, "name=parts")
+    assert served.losses("parts") == served.losses("whole")
 
 
 def test_wrong_words_start_no_rank_and_leave_no_process(axonlaunch: Command) -> None:
@@ -117,39 +128,39 @@ def test_wrong_words_start_no_rank_and_leave_no_process(axonlaunch: Command) -> 
 
 
 def test_a_folder_in_which_a_run_goes_on_takes_no_second_one(
-    axonlaunch: Command, faulty: list[str]
+    served: Command, faulty: list[str]
 ) -> None:
-    first = axonlaunch.start("train", *faulty, "name=run", "model.arguments={pause:1.5}")
-    metrics = axonlaunch.folder / "runs" / "run" / "metrics.jsonl"
+    first = served.start("train", *faulty, "name=run", "model.arguments={pause:1.5}")
+    metrics = served.folder / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
-    ran = axonlaunch("train", *faulty, "name=run", status=2)
+    ran = served("train", *faulty, "name=run", status=2)
     assert "another process is training in" in ran.stderr
     first.communicate(timeout=60)
     assert first.returncode == 0
-    assert len(axonlaunch.losses("run")) == 6
+    assert len(served.losses("run")) == 6
 
 
-def test_a_damaged_checkpoint_is_told_rather_than_trained_over(axonlaunch: Command) -> None:
+def test_a_damaged_checkpoint_is_told_rather_than_trained_over(served: Command) -> None:
     words = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep=1"]
-    axonlaunch.train(*words)
-    shard = next((axonlaunch.folder / "runs/run/checkpoints/step_6").glob("*.distcp"))
+    served.train(*words)
+    shard = next((served.folder / "runs/run/checkpoints/step_6").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:100])
-    ran = axonlaunch.train(*words, "train.steps=8", status=2)
+    ran = served.train(*words, "train.steps=8", status=2)
     assert "holds step_6, damaged or of a newer version" in ran.stderr
-    assert len(axonlaunch.losses("run")) == 6
+    assert len(served.losses("run")) == 6
 
 
-def test_another_optimizers_states_are_told_before_a_rank_starts(axonlaunch: Command) -> None:
-    axonlaunch.train("strategy=single", "name=run", "checkpoint.every=6")
+def test_another_optimizers_states_are_told_before_a_rank_starts(served: Command) -> None:
+    served.train("strategy=single", "name=run", "checkpoint.every=6")
     words = [word for word in TINY if not word.startswith("optimizer.")]
     words += ["optimizer=sgd", "strategy=single", "checkpoint.resume=runs/run", "train.steps=8"]
-    ran = axonlaunch("train", *words, status=2)
+    ran = served("train", *words, status=2)
     assert "error: optimizer.name=sgd:" in ran.stderr
     assert "is of another optimizer; it has states exp_avg, exp_avg_sq, step" in ran.stderr
 
 
-def test_a_loss_that_is_no_number_leaves_json_that_is_json(axonlaunch: Command) -> None:
+def test_a_loss_that_is_no_number_leaves_json_that_is_json(served: Command) -> None:
     words = ["name=run", "optimizer.lr=1e30", "train.grad_clip=null", "strategy=single"]
-    axonlaunch.train(*words, "scheduler.warmup_steps=0")
-    assert axonlaunch.losses("run")[-1] is None
-    assert axonlaunch.summary("run")["loss"] is None
+    served.train(*words, "scheduler.warmup_steps=0")
+    assert served.losses("run")[-1] is None
+    assert served.summary("run")["loss"] is None

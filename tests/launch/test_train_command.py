@@ -33,39 +33,40 @@ def test_a_run_leaves_what_the_contract_says(axonlaunch: Command) -> None:
     assert sorted(path.name for path in axonlaunch.folder.iterdir()) == ["runs"]
 
 
-def test_real_processes_threads_and_one_process_have_the_same_losses(axonlaunch: Command) -> None:
-    axonlaunch.train("strategy=single", "name=one")
-    axonlaunch.train("strategy=fsdp", "name=gloo")
-    axonlaunch.train("strategy=fsdp", "name=mock", "launch.backend=mock")
-    axonlaunch.train("strategy=ddp", "name=four", "launch.nproc=4", "train.micro_batch_size=1")
-    one = axonlaunch.losses("one")
+def test_real_processes_threads_and_one_process_have_the_same_losses(served: Command) -> None:
+    served.train("strategy=single", "name=one")
+    served.train("strategy=fsdp", "name=gloo")
+    served.train("strategy=fsdp", "name=mock", "launch.backend=mock")
+    served.train("strategy=ddp", "name=four", "launch.nproc=4", "train.micro_batch_size=1")
+    one = served.losses("one")
     assert len(one) == 6
     for name in ("gloo", "mock", "four"):
-        assert axonlaunch.losses(name) == pytest.approx(one, rel=1e-5), name
+        assert served.losses(name) == pytest.approx(one, rel=1e-5), name
 
 
 @pytest.mark.timeout(240)
-def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(axonlaunch: Command) -> None:
+def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(served: Command) -> None:
     """2 x 2 x 2 on the default model and data, as the README's table of strategies has it."""
     common = ["train.steps=20", "train.log_every=1", "train.eval_batches=0", "checkpoint.every=0"]
+    common += ["data.sequence_length=32"]
     curves = {}
     for strategy in ("hybrid", "single"):
         words = ["train", f"strategy={strategy}", f"name={strategy}", *common]
-        axonlaunch(*words, "train.sample_tokens=0")
-        curves[strategy] = axonlaunch.losses(strategy)
+        served(*words, "train.sample_tokens=0")
+        curves[strategy] = served.losses(strategy)
     assert len(curves["hybrid"]) == 20
     assert curves["hybrid"] == pytest.approx(curves["single"], rel=1e-5)
 
 
-def test_with_json_standard_output_is_one_object(axonlaunch: Command) -> None:
-    ran = axonlaunch.train("name=run", "--json", "train.steps=2")
-    assert json.loads(ran.stdout) == axonlaunch.summary("run")
+def test_with_json_standard_output_is_one_object(served: Command) -> None:
+    ran = served.train("name=run", "--json", "train.steps=2")
+    assert json.loads(ran.stdout) == served.summary("run")
 
 
-def test_an_unnamed_run_never_writes_into_another(axonlaunch: Command) -> None:
-    axonlaunch.train("train.steps=1", "strategy=single")
-    axonlaunch.train("train.steps=1", "strategy=single")
-    names = sorted(path.name for path in (axonlaunch.folder / "runs").iterdir())
+def test_an_unnamed_run_never_writes_into_another(served: Command) -> None:
+    served.train("train.steps=1", "strategy=single")
+    served.train("train.steps=1", "strategy=single")
+    names = sorted(path.name for path in (served.folder / "runs").iterdir())
     assert names == ["gpt-single", "gpt-single-2"]
 
 
@@ -83,16 +84,16 @@ def test_an_unnamed_run_is_named_after_its_layout(overrides: list[str], name: st
     assert default_name(config) == name
 
 
-def test_a_sweep_runs_one_after_another_each_in_its_own_folder(axonlaunch: Command) -> None:
-    axonlaunch.train("-m", "seed=0,1", "strategy=single", "name=sweep", "train.steps=2")
-    losses = [axonlaunch.losses(f"sweep/{index}") for index in range(2)]
+def test_a_sweep_runs_one_after_another_each_in_its_own_folder(served: Command) -> None:
+    served.train("-m", "seed=0,1", "strategy=single", "name=sweep", "train.steps=2")
+    losses = [served.losses(f"sweep/{index}") for index in range(2)]
     assert losses[0] != losses[1]
 
 
-def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(axonlaunch: Command) -> None:
-    ran = axonlaunch.train("-m", "model.num_attention_heads=2,3", status=2)
+def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(served: Command) -> None:
+    ran = served.train("-m", "model.num_attention_heads=2,3", status=2)
     assert "model.num_attention_heads=3" in ran.stderr
-    assert list(axonlaunch.folder.iterdir()) == []
+    assert list(served.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -111,47 +112,45 @@ def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(axonlaunch: Command) -
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_needs_the_model_or_the_data_to_tell_is_told_before_a_rank_starts(
-    axonlaunch: Command, words: list[str], problem: str
+    served: Command, words: list[str], problem: str
 ) -> None:
     tiny = TINY
     if words[0] in ("model=mlp", "model=llama3_70b", "model=custom"):
         tiny = [word for word in TINY if not word.startswith("model.")]
     if words[0] == "data=text":
         tiny = [word for word in TINY if not word.startswith("data=")]
-    ran = axonlaunch("train", *tiny, *words, status=2)
+    ran = served("train", *tiny, *words, status=2)
     assert ran.stdout == ""
     assert ran.stderr.startswith(f"error: {problem}"), ran.stderr
     assert all(line.startswith("error: ") for line in ran.stderr.splitlines())
-    assert list(axonlaunch.folder.iterdir()) == []
+    assert list(served.folder.iterdir()) == []
 
 
-def test_a_finished_run_is_not_trained_again_by_accident(axonlaunch: Command) -> None:
-    axonlaunch.train("name=run", "strategy=single", "checkpoint.every=3")
-    ran = axonlaunch.train("name=run", "strategy=single", "checkpoint.every=3", status=2)
+def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> None:
+    served.train("name=run", "strategy=single", "checkpoint.every=3")
+    ran = served.train("name=run", "strategy=single", "checkpoint.every=3", status=2)
     assert "has done 6 already; use more to train on" in ran.stderr
     again = ["name=run", "strategy=single", "checkpoint.resume=never"]
-    ran = axonlaunch.train(*again, status=2)
+    ran = served.train(*again, status=2)
     assert "holds a run already" in ran.stderr
 
 
-def test_a_taken_port_is_told_before_a_rank_starts(axonlaunch: Command) -> None:
+def test_a_taken_port_is_told_before_a_rank_starts(served: Command) -> None:
     import socket
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ran = axonlaunch.train(f"launch.master_port={port}", status=2)
+        ran = served.train(f"launch.master_port={port}", status=2)
     assert f"launch.master_port={port}: can't listen on it (Address already in use)" in ran.stderr
 
 
-def test_a_run_on_one_machine_listens_on_loopback_alone(
-    axonlaunch: Command, faulty: list[str]
-) -> None:
-    process = axonlaunch.start("train", *faulty, "name=run", "model.arguments={pause:0.5}")
-    metrics = axonlaunch.folder / "runs" / "run" / "metrics.jsonl"
+def test_a_run_on_one_machine_listens_on_loopback_alone(served: Command, faulty: list[str]) -> None:
+    process = served.start("train", *faulty, "name=run", "model.arguments={pause:0.5}")
+    metrics = served.folder / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
-    listening = _listening(axonlaunch.processes())
+    listening = _listening(served.processes())
     process.communicate(timeout=60)
     assert process.returncode == 0
     assert listening
@@ -176,15 +175,15 @@ def _listening(processes: list[int]) -> list[str]:
     return found
 
 
-def test_a_named_model_of_a_plugin_trains(axonlaunch: Command, faulty: list[str]) -> None:
-    axonlaunch("train", *faulty, "name=run", "strategy=fsdp")
-    assert axonlaunch.summary("run")["status"] == "done"
+def test_a_named_model_of_a_plugin_trains(served: Command, faulty: list[str]) -> None:
+    served("train", *faulty, "name=run", "strategy=fsdp")
+    assert served.summary("run")["status"] == "done"
 
 
-def test_compiled_blocks_have_the_same_losses(axonlaunch: Command) -> None:
-    axonlaunch.train("name=plain", "strategy=fsdp", "train.steps=3")
-    axonlaunch.train("name=compiled", "strategy=fsdp", "train.steps=3", "train.compile=true")
-    assert axonlaunch.losses("compiled") == pytest.approx(axonlaunch.losses("plain"), rel=1e-5)
+def test_compiled_blocks_have_the_same_losses(served: Command) -> None:
+    served.train("name=plain", "strategy=fsdp", "train.steps=3")
+    served.train("name=compiled", "strategy=fsdp", "train.steps=3", "train.compile=true")
+    assert served.losses("compiled") == pytest.approx(served.losses("plain"), rel=1e-5)
 
 
 def test_what_a_users_module_prints_stays_out_of_json(axonlaunch: Command) -> None:
@@ -229,15 +228,15 @@ def test_a_reader_that_leaves_early_ends_the_run_quietly(axonlaunch: Command) ->
 
 @pytest.mark.timeout(240)
 def test_a_run_tells_what_it_held_and_once_estimated_what_it_was_to_hold(
-    axonlaunch: Command, monkeypatch: pytest.MonkeyPatch
+    served: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(axonlaunch.folder / "cache"))
-    axonlaunch.train("strategy=fsdp", "name=new", "train.steps=2")
-    assert "predicted_peak_bytes" not in axonlaunch.summary("new")
-    log = (axonlaunch.folder / "runs" / "new" / "logs" / "rank_0.log").read_text()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(served.folder / "cache"))
+    served.train("strategy=fsdp", "name=new", "train.steps=2")
+    assert "predicted_peak_bytes" not in served.summary("new")
+    log = (served.folder / "runs" / "new" / "logs" / "rank_0.log").read_text()
     assert log.endswith("no predicted_peak_bytes: the run ended before it was estimated\n")
-    axonlaunch("estimate", *TINY, "strategy=fsdp", "launch.nproc=2")
-    axonlaunch.train("strategy=fsdp", "name=known", "train.steps=2")
-    summary = axonlaunch.summary("known")
+    served("estimate", *TINY, "strategy=fsdp", "launch.nproc=2")
+    served.train("strategy=fsdp", "name=known", "train.steps=2")
+    summary = served.summary("known")
     # The trainer keeps the last step's numbers, and between rows of a batch lies a token more.
     assert 0 <= summary["measured_peak_bytes"] - summary["predicted_peak_bytes"] < 100

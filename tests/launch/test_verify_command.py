@@ -23,30 +23,30 @@ update.gradient_norm = gradient_norm
 """
 
 
-def verify(axonlaunch: Command, *words: str, status: int = 0) -> dict[str, Any]:
-    ran = axonlaunch("verify", *TINY, *words, "--json", status=status)
+def verify(served: Command, *words: str, status: int = 0) -> dict[str, Any]:
+    ran = served("verify", *TINY, *words, "--json", status=status)
     content: dict[str, Any] = json.loads(ran.stdout)
     return content
 
 
-def test_it_passes_and_says_by_how_much(axonlaunch: Command) -> None:
-    told = verify(axonlaunch, "strategy=tensor", "--steps", "2")
+def test_it_passes_and_says_by_how_much(served: Command) -> None:
+    told = verify(served, "strategy=tensor", "--steps", "2")
     assert told["passed"] is True
     assert (told["layout"], told["steps"], told["tolerance"]) == ("tensor 2", 2, 1e-5)
     assert 0 < told["max_gradient_difference"] < 1e-5
     assert told["worst_parameter"]
     assert len(told["losses"]) == 2
     assert told["differences"] == []
-    text = axonlaunch("verify", *TINY, "strategy=tensor").stdout
+    text = served("verify", *TINY, "strategy=tensor").stdout
     assert text.startswith("tensor 2 beside one process, 4 steps\n")
     assert text.endswith("passed\n")
 
 
 @pytest.mark.parametrize("backend", ["mock", "gloo"])
-def test_it_fails_and_says_where(axonlaunch: Command, backend: str) -> None:
-    (axonlaunch.folder / "wrong_norm.py").write_text(WRONG_NORM)
+def test_it_fails_and_says_where(served: Command, backend: str) -> None:
+    (served.folder / "wrong_norm.py").write_text(WRONG_NORM)
     words = ["strategy=ddp", "plugins=[wrong_norm]", f"launch.backend={backend}"]
-    told = verify(axonlaunch, *words, status=1)
+    told = verify(served, *words, status=1)
     assert told["passed"] is False
     assert told["differences"][0].startswith("step 1: gradient norm is ")
 
@@ -61,8 +61,8 @@ def test_a_rank_that_fails_is_a_verdict_and_no_traceback(
     assert "Traceback" not in ran.stdout + ran.stderr
 
 
-def test_a_wrong_configuration_is_told_as_by_train(axonlaunch: Command) -> None:
-    ran = axonlaunch("verify", "strategy=tensor", "strategy.tensor.degree=3", status=2)
+def test_a_wrong_configuration_is_told_as_by_train(served: Command) -> None:
+    ran = served("verify", "strategy=tensor", "strategy.tensor.degree=3", status=2)
     assert ran.stderr == (
         "error: strategy.tensor.degree=3: num_attention_heads=4 is not divisible by it; "
         "use 1, 2 or 4\n"

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import served_command
+
 TINY = [
     "model.hidden_size=32",
     "model.num_hidden_layers=2",
@@ -28,20 +30,28 @@ TINY = [
 
 @dataclass
 class Command:
-    """The ``axonlaunch`` command, run in a folder."""
+    """The ``axonlaunch`` command, run in a folder.
+
+    Attributes:
+        folder: Where it runs.
+        served: The environment of a server to fork ranks from, as ``served_command.serve`` gives
+            it; None: the command starts its own, as a user's does.
+    """
 
     folder: Path
+    served: dict[str, str] | None = None
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Start it without waiting."""
+        program = ["-m", "axonlaunch"] if self.served is None else [served_command.__file__]
         return subprocess.Popen(
-            [sys.executable, "-m", "axonlaunch", *words],
+            [sys.executable, *program, *words],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "COLUMNS": "140"},
+            env={**os.environ, "COLUMNS": "140", **(self.served or {})},
         )
 
     def __call__(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
