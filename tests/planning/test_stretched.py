@@ -38,7 +38,7 @@ LAYOUTS = {
         "strategy=pipeline",
         "strategy.pipeline.degree=2",
         "strategy.pipeline.schedule=interleaved_1f1b",
-        "strategy.pipeline.split=[9,9,9,9]",
+        "strategy.pipeline.split=[8,8,8,8]",
         "train.micro_batch_size=2",
         "launch.nproc=2",
     ),
@@ -46,8 +46,8 @@ LAYOUTS = {
 
 
 def asked(layout: str, *, whole: bool) -> list[Change]:
-    """What rank 0 of a model of 9 blocks a stage asks of its allocator."""
-    layers = 36 if layout == "interleaved" else 9
+    """What rank 0 of a model of 8 blocks a stage asks of its allocator."""
+    layers = 32 if layout == "interleaved" else 8
     overrides = [*MODEL, *LAYOUTS[layout], f"model.num_hidden_layers={layers}"]
     blueprint = Blueprint.of(resolved(load(overrides), accelerators=0))
     if whole:
