@@ -32,7 +32,7 @@ LAYOUTS = {
 }
 PAIRS = [
     *((name, "fsdp 2") for name in LAYOUTS),
-    *(("fsdp 2", name) for name in LAYOUTS),
+    *(("fsdp 2", name) for name in LAYOUTS if name != "fsdp 2"),
     ("zero1 4", "hsdp 2x2"),
     ("hsdp 2x2", "single"),
 ]
@@ -93,13 +93,13 @@ def test_any_layout_reads_what_any_layout_wrote(writer: str, reader: str, tmp_pa
     def write(
         engine: Engine, loader: Loader, world: World
     ) -> tuple[dict[str, Tensor], list[float]]:
-        train(engine, loader, to=3)
+        train(engine, loader, to=2)
         save(engine, world, tmp_path)
-        return whole_state(engine), train(engine, loader, to=6)
+        return whole_state(engine), train(engine, loader, to=4)
 
     def read(engine: Engine, loader: Loader, world: World) -> tuple[dict[str, Tensor], list[float]]:
         load(engine, tmp_path)
-        return whole_state(engine), train(engine, loader, to=6)
+        return whole_state(engine), train(engine, loader, to=4)
 
     written, expected = run(writer, write)
     read_back, losses = run(reader, read, "seed=0")

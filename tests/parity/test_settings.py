@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +28,25 @@ LAYOUTS = {
 ZERO_BUBBLE = ["strategy=pipeline", "strategy.pipeline.schedule=zbv_zero_bubble"]
 
 
+# The largest mesh again, in what differs on the small ones just as well.
+REPEATED = {("hybrid", "full"), ("hybrid", "fp16")}
+
+
+def of_layouts(*values: str) -> list[Any]:
+    """Every layout with every value; what is repeated is slow."""
+    return [
+        pytest.param(layout, value, marks=[pytest.mark.slow] if (layout, value) in REPEATED else [])
+        for value in values
+        for layout in LAYOUTS
+    ]
+
+
 @functools.cache
 def alone(model: str, *extra: str) -> Trained:
     return train([*MODELS[model], "strategy=single", *extra], 1)
 
 
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "checkpointing"), of_layouts("full", "selective"))
 def test_recomputed_activations_change_nothing(layout: str, checkpointing: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     recompute = f"train.activation_checkpointing={checkpointing}"
@@ -47,8 +60,7 @@ def test_blocks_are_recomputed_under_a_split_backward() -> None:
     assert_same(got, alone("llama"), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("layout", "precision"), of_layouts("bf16", "fp16"))
 def test_lower_precision_stays_close_to_fp32(layout: str, precision: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     got = train([*MODELS["gpt"], *overrides, f"train.precision={precision}"], ranks)

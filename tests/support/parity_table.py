@@ -59,6 +59,7 @@ class Layout:
         overrides: What chooses it.
         data_ranks: Ranks that share the batch.
         stages: Of its pipeline.
+        repeats: Whether the same row has it on fewer ranks, twice.
     """
 
     label: str
@@ -66,6 +67,7 @@ class Layout:
     overrides: tuple[str, ...]
     data_ranks: int
     stages: int = 1
+    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ class Combination:
 
     @property
     def model_overrides(self) -> list[str]:
-        """What makes the model, deep enough for the stages."""
-        return [*MODELS[self.model], f"model.num_hidden_layers={max(4, self.layout.stages)}"]
+        """What makes the model: a first block, a last and one between, or enough for the stages."""
+        blocks = 3 if self.layout.stages == 1 else max(4, self.layout.stages)
+        return [*MODELS[self.model], f"model.num_hidden_layers={blocks}"]
 
     def __str__(self) -> str:
         words = (self.layout.label, self.layout.ranks, self.model, self.precision)
@@ -124,8 +127,9 @@ def layouts() -> Iterator[Layout]:
     }
     hsdp = ("strategy=hsdp", "strategy.fsdp.replicate=2")
     for label, overrides in kinds.items():
-        for ranks in (2, 4, 8) if label in ("ddp", "fsdp") else (1, 2, 4):
-            yield Layout(label, ranks, overrides, ranks)
+        counts = (2, 4, 8) if label in ("ddp", "fsdp") else (1, 2, 4)
+        for ranks in counts:
+            yield Layout(label, ranks, overrides, ranks, repeats=ranks == counts[-1])
     for ranks in (4, 8):
         yield Layout("hsdp", ranks, hsdp, ranks)
     for degree in (2, 4):
@@ -157,7 +161,7 @@ def layouts() -> Iterator[Layout]:
 
 
 def combinations() -> list[Combination]:
-    """Return every combination; of each layout one is fast, each model in its turn."""
+    """Return every combination; of each layout that repeats none one is fast, models in turn."""
     found = []
     for index, layout in enumerate(layouts()):
         words = set(layout.label.split())
@@ -166,6 +170,7 @@ def combinations() -> list[Combination]:
         for model, precision, accumulation in itertools.product(models, ("fp32", "bf16"), (1, 3)):
             usual = "bf16" if index % 4 == 3 else "fp32"
             fast = (model, precision, accumulation) == (turn, usual, 1 + 2 * (index % 2))
+            fast = fast and not layout.repeats
             found.append(Combination(layout, model, precision, accumulation, fast))
     return found
 
