@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from axonlaunch.cli import config, doctor, estimate, ls, sample, schedule, train, verify
+from axonlaunch.cli import config, doctor, estimate, ls, plan, sample, schedule, train, verify
 
 STARTED = time.time()
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 for name, module in {
     "train": train,
     "estimate": estimate,
+    "plan": plan,
     "sample": sample,
     "config": config,
     "schedule": schedule,

@@ -13,7 +13,7 @@ from typing import Any
 from axonlaunch.config import RunConfig
 from axonlaunch.engines.base import Engine
 from axonlaunch.planning import depth
-from axonlaunch.planning.memory import host_categories
+from axonlaunch.planning.place import host_categories
 from axonlaunch.planning.trace import StorageTrace, on_device
 
 WATCHED = 2

@@ -93,3 +93,45 @@ class Forecast:
     memory_bytes: int | None
     remedies: list[Remedy]
     notes: list[str]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout that a search has traced.
+
+    Attributes:
+        overrides: What to write.
+        layout: In words.
+        mesh: Ranks along each axis, outermost first.
+        peak_bytes: What tensors hold at most on the highest rank.
+        process_bytes: What its process holds of the device.
+        fits: Whether that fits it.
+        tokens_per_s_per_device: Tokens trained on; samples, where a sample is no sequence.
+        step_s: Seconds of a step.
+        mfu: Share of the device's peak that the model needs; None where a sample is no sequence.
+        breakdown: Seconds of a step by what they go to.
+    """
+
+    overrides: list[str]
+    layout: str
+    mesh: dict[str, int]
+    peak_bytes: int
+    process_bytes: int
+    fits: bool
+    tokens_per_s_per_device: float
+    step_s: float
+    mfu: float | None
+    breakdown: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found.
+
+    Attributes:
+        searched: Layouts that were looked at.
+        candidates: Those that were traced, the fastest that fits first.
+    """
+
+    searched: int
+    candidates: list[Planned]

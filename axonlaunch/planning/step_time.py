@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout
+from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.engines.pipeline_schedule import PipelineSchedule
 from axonlaunch.engines.pipeline_timeline import timeline
 from axonlaunch.planning.collective_cost import Links
@@ -60,6 +61,31 @@ class StepTime:
         if self._shares.pipeline == 1:
             return self._alone(work)
         return self._pipelined(work)
+
+    def about(self, work: StepWork) -> float:
+        """Return the seconds of a step by a closed formula of the pipeline's bubble.
+
+        Ranks wait p - 1 times for a forward and a backward of a stage, under schedules that split
+        the backward for a third of that.
+
+        Source: Narayanan et al., 2021, section 2.2; Qi et al., 2024.
+        """
+        shares = self._shares
+        if shares.pipeline == 1:
+            return self._alone(work).total
+        times = []
+        for index, layers in enumerate(work.layers):
+            stage = self._stage(work, index)
+            forward, backward = (
+                self._pass(stage, layers, phases).total for phases in (_FORWARD, _BACKWARD)
+            )
+            times.append((forward + backward, self._once(stage, layers).total))
+        a_turn = max(one for one, _ in times)
+        split = SCHEDULES[shares.schedule].splits_backward
+        waits = (shares.pipeline - 1) * (1 / 3 if split else 1.0) * shares.rounds
+        turns = shares.micro_batches * shares.stages_per_rank
+        once = max(update for _, update in times) * shares.stages_per_rank
+        return (turns + waits) * a_turn + once
 
     def _alone(self, work: StepWork) -> Parts:
         stage, layers = work.first, work.layers[0]

@@ -21,7 +21,7 @@ from axonlaunch.engines.build import Source, build
 from axonlaunch.launch import forkserver
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning import depth
-from axonlaunch.planning.memory import host_categories, measure
+from axonlaunch.planning.place import host_categories, measure
 from axonlaunch.planning.trace import CATEGORIES, StorageTrace, on_device
 
 SMALL = [

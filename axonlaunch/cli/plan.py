@@ -1,0 +1,127 @@
+"""``axonlaunch plan``."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from axonlaunch.planning.record import Plan
+
+HELP = "Find the fastest layouts of a number of devices that fit: no GPU, no data."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch plan --devices 64 model=llama3_70b hardware=h100_80gb \\
+      data=synthetic_tokens data.sequence_length=8192 \\
+      train.global_batch_size=128 train.precision=bf16
+  axonlaunch plan --devices 8 experiment=llama3_8b hardware=a100_80gb \\
+      strategy.tensor.degree=2 --write experiment/planned.yaml
+"""
+
+
+def command(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    config_name: ConfigName = "config",
+    devices: Annotated[
+        int | None, typer.Option("--devices", help="Ranks, a device each.", show_default=False)
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            help="Keep the best as YAML of the group experiment: experiment/NAME.yaml.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest layouts that fit."""
+    from axonlaunch.launch import forkserver
+    from axonlaunch.launch.plan import experiment, plan
+
+    count = _checked(devices, write)
+    began = time.monotonic()
+    with forkserver.warm() as context:
+        from rich.console import Console
+
+        progress = Console(stderr=True, highlight=False)
+        with progress.status("searching layouts"):
+            found = plan(
+                context,
+                overrides or [],
+                devices=count,
+                config_name=config_name,
+                config_dirs=config_dir or [],
+            )
+    seconds = time.monotonic() - began
+    if write is not None:
+        write.write_text(experiment(overrides or [], found.candidates[0].overrides))
+    if as_json:
+        print_json(as_object(found, seconds))
+        return
+    console = Console(file=sys.stdout, highlight=False)
+    show(found, console, seconds=seconds)
+    if write is not None:
+        console.print(f"\nwritten to {write}", markup=False, soft_wrap=True)
+
+
+def as_object(found: Plan, seconds: float) -> dict[str, Any]:
+    """Return what ``--json`` prints."""
+    candidates = [asdict(planned) for planned in found.candidates]
+    return {"searched": found.searched, "seconds": round(seconds, 1), "candidates": candidates}
+
+
+def show(found: Plan, console: Console, *, seconds: float) -> None:
+    """Print a table, the words to paste and why the second is second."""
+    from rich.text import Text
+
+    from axonlaunch.planning import plan_report
+
+    console.print(f"{found.searched:,} layouts in {seconds:.0f} s, the fastest that fit first\n")
+    console.print(plan_report.table(found))
+    for number, planned in enumerate(found.candidates, 1):
+        console.print()
+        console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)
+        told = ""
+        if number == 1:
+            told = plan_report.spent(planned)
+        elif number == 2:
+            told = plan_report.why_slower(found.candidates[0], planned)
+        if told:
+            lines = textwrap.fill(told, console.width - 3)
+            console.print(textwrap.indent(lines, "   "), markup=False)
+
+
+def _checked(devices: int | None, write: Path | None) -> int:
+    """Refuse what is wrong with the options, before anything is searched; return the devices.
+
+    Raises:
+        ConfigError: No number of devices, or a file that can't be written.
+    """
+    from axonlaunch.config import ConfigError, Problem
+
+    problems = []
+    if devices is None or devices < 1:
+        given = ... if devices is None else devices
+        problems.append(Problem("--devices", "is how many to plan for; write 1 or more", given))
+    if write is not None and write.suffix != ".yaml":
+        problems.append(Problem("--write", "must end in .yaml", str(write)))
+    elif write is not None and not write.parent.is_dir():
+        message = f"there is no folder {write.parent}; make it"
+        problems.append(Problem("--write", message, str(write)))
+    if problems:
+        raise ConfigError(problems)
+    assert devices is not None
+    return devices

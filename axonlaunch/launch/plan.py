@@ -1,0 +1,110 @@
+"""Finds the layouts that fit and are fastest from the parent, which has no torch.
+
+No device, data file or rank takes part. It refuses what can't be traced, and hardware without the
+figures that speed takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from axonlaunch import config as configuration
+from axonlaunch.config import Composer, ConfigError, Problem, RunConfig
+from axonlaunch.config.compose import OVERRIDE_ORIGIN
+from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.problem import one_of
+from axonlaunch.config.schema import GROUPS
+from axonlaunch.launch import forkserver
+from axonlaunch.planning.record import Plan
+from axonlaunch.planning.unread import naming_files, without_files
+
+
+def plan(
+    context: ForkServerContext,
+    overrides: Sequence[str],
+    *,
+    devices: int,
+    config_name: str,
+    config_dirs: Sequence[Path],
+) -> Plan:
+    """Check a configuration and search its layouts.
+
+    Args:
+        context: Of the warm fork server.
+        overrides: Of the run; a key of the layout that they set stays as it is.
+        devices: Ranks.
+        config_name: The primary config.
+        config_dirs: Folders of a user's own YAML.
+
+    Raises:
+        ConfigError: The configuration is wrong, no layout fits, or it can't be told.
+    """
+    composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
+    config = configuration.typed(dataclasses.replace(composed, tree=naming_files(composed.tree)))
+    if config.hardware is None:
+        known = [*Composer(config_dirs=config_dirs).options("hardware")]
+        message = f"is needed: speed and room depend on the devices; use {one_of(known)}"
+        raise ConfigError([Problem("hardware", message)])
+    given = [key for key, origin in composed.origins.items() if _sets(origin, key)]
+    found: Plan = forkserver.call(
+        context, "axonlaunch.launch.plan:search", without_files(config), devices, given
+    )
+    return found
+
+
+def search(config: RunConfig, devices: int, given: Sequence[str]) -> Plan:
+    """Search, in a process forked from the server.
+
+    Raises:
+        ConfigError: No layout fits, or it can't be told.
+    """
+    from axonlaunch.planning import candidates, planner
+    from axonlaunch.preflight import resolve_anywhere
+
+    forkserver.lead_group()  # it forks a process for each trace
+    import_plugins(config.plugins)
+    tree = configuration.to_tree(config)
+    kept = {key: _at(tree, key) for key in candidates.SEARCHED if key in given}
+    return planner.plan(config, devices=devices, kept=kept, check=resolve_anywhere)
+
+
+def experiment(overrides: Sequence[str], layout: Sequence[str]) -> str:
+    """Return YAML of the group ``experiment`` that says what these words say.
+
+    Args:
+        overrides: Of the run, as given.
+        layout: Of the layout.
+    """
+    import yaml
+
+    groups: list[dict[str, str]] = []
+    values: dict[str, Any] = {}
+    for word in [*overrides, *layout]:
+        key, _, text = word.lstrip("+").partition("=")
+        if key in GROUPS:
+            groups.append({f"override /{key}": text})
+            continue
+        *path, last = key.split(".")
+        place = values
+        for name in path:
+            place = place.setdefault(name, {})
+        place[last] = yaml.safe_load(text)
+    content = {"defaults": groups, **values} if groups else values
+    text = str(yaml.safe_dump(content, sort_keys=False))
+    return f"# @package _global_\n{text}"
+
+
+def _sets(origin: str, key: str) -> bool:
+    """Say whether a key's origin is an override of the key itself, not of its group."""
+    return origin.removeprefix(OVERRIDE_ORIGIN).lstrip("+").partition("=")[0] == key
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    value: Any = tree
+    for name in key.split("."):
+        value = value[name]
+    return value

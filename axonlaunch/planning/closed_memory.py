@@ -1,0 +1,147 @@
+"""A rank's memory by closed formulas, from what one device holds of one sample.
+
+It is the planner's first cut, for states as Rajbhandari et al., "ZeRO", 2020, section 3, has them
+and activations as Korthikanti et al., 2022, section 4, divides them; the layouts that it leaves are
+traced. Rounding, buckets and messages between stages are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import Layout
+from axonlaunch.config.schedules import SCHEDULES
+from axonlaunch.planning import forked
+from axonlaunch.planning.blueprint import Blueprint
+from axonlaunch.planning.place import traced
+from axonlaunch.planning.step_work import StepWork, shortened
+from axonlaunch.planning.trace import CATEGORIES
+
+_FP32 = 4
+_MODES = ("none", "selective", "full")
+_DIVIDED = 24 / 34
+"""Share of a layer's activations that tensor parallelism alone divides (Korthikanti, eq. 2)."""
+_WITH_GRADIENT = 1.5
+"""Logits and their loss at the start of backward, beside what they are before."""
+_WORKING_LAYERS = 2
+"""Layers that FSDP has gathered at once."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Activations of one sample on one device, in bytes, at the peak of a step.
+
+    Attributes:
+        layer: Of each layer.
+        ends: Of everything else.
+    """
+
+    layer: float
+    ends: float
+
+
+def activations(config: RunConfig) -> dict[str, Held]:
+    """Trace what a sample leaves behind under each kind of recomputation.
+
+    It is traced on two ranks that shard their parameters, so that nothing of those is among it.
+
+    Args:
+        config: A run on one device, with a sample a step.
+
+    Raises:
+        ConfigError: The run can't be traced.
+    """
+    strategy = dataclasses.replace(config.strategy, data_parallel="fsdp")
+    launch = dataclasses.replace(config.launch, nproc=2)
+    config = dataclasses.replace(config, strategy=strategy, launch=launch)
+    depths = (1, 2) if hasattr(config.model, "num_hidden_layers") else (0, 0)
+    runs = []
+    for mode in _MODES:
+        train = dataclasses.replace(config.train, activation_checkpointing=mode)  # type: ignore[arg-type]
+        changed = dataclasses.replace(config, train=train)
+        for layers in depths:
+            short = shortened(changed, world_size=2, layers=layers, micro_batches=1)
+            runs.append(partial(_activations, short))
+    told = iter(forked.run(runs))
+    found = {}
+    for mode in _MODES:
+        few, more = next(told), next(told)
+        found[mode] = Held(more - few, _WITH_GRADIENT * (2 * few - more))
+    return found
+
+
+def peak_bytes(
+    config: RunConfig,
+    shares: Layout,
+    *,
+    one: StepWork,
+    held: dict[str, Held],
+    layers: int,
+) -> float:
+    """Return what the first and the last stage together hold at most: no rank holds more.
+
+    Args:
+        config: The layout's run.
+        shares: Its layout.
+        one: Work of one device, for the sizes of parameters.
+        held: As ``activations`` gives it.
+        layers: Of the stage that has most, all of a rank's stages together.
+    """
+    half = 1.0 if config.train.precision == "fp32" else 0.5
+    a_layer = one.first.step_layer.gradient_bytes / shares.tensor
+    ends = one.first.step_ends.gradient_bytes / shares.tensor
+    whole = layers * a_layer + ends
+    moments = 2 if config.optimizer.name == "adamw" else 0
+    sharders = shares.dp_shard * shares.context
+    if shares.data_parallel == "fsdp":
+        states = (2 + moments) * whole / sharders
+        working = _WORKING_LAYERS * a_layer * half + max(a_layer, ends) * (1 + half)
+        if shares.pipeline > 1:
+            working = whole * (1 + half)
+        elif config.strategy.fsdp.sharding == "shard_grad_op":
+            working = whole * half + max(a_layer, ends)
+        states += working
+    elif shares.data_parallel == "zero1":
+        states = 2 * whole + moments * whole / shares.gradient_ranks
+    else:
+        states = (2 + moments) * whole
+    if shares.data_parallel != "fsdp" and half < 1:
+        states += whole * half  # autocast keeps what it casts until a forward ends
+    mode = config.train.activation_checkpointing
+    saved = held[mode]
+    divided = 1 / shares.tensor
+    if not config.strategy.tensor.sequence_parallel:
+        divided = 1 - _DIVIDED + _DIVIDED / shares.tensor
+    samples = shares.micro_batch_size / shares.context
+    a_layer_keeps = divided * saved.layer
+    if mode == "selective" and shares.tensor > 1:
+        # It keeps what is gathered and reduced, twice each in a layer's forward.
+        hidden = getattr(config.model, "hidden_size", 0) * one.sample_length * _FP32 * half
+        a_layer_keeps += 2 * hidden * (1 + divided)
+    kept = layers * _in_flight(shares) * a_layer_keeps + divided * saved.ends
+    return states + samples * kept
+
+
+def _in_flight(shares: Layout) -> float:
+    """Return micro-batches of which a rank holds all its layers' activations at once.
+
+    Of the first rank of 1F1B and interleaved 1F1B: Narayanan et al., "Efficient Large-Scale
+    Language Model Training on GPU Clusters", 2021, section 2.2; of ZB-V: Qi et al., "Pipeline
+    Parallelism with Controllable Memory", 2024, section 3.
+    """
+    ranks, chunks = shares.pipeline, shares.stages_per_rank
+    waiting = float(ranks)
+    if SCHEDULES[shares.schedule].in_rounds:
+        waiting = (2 * (ranks - 1) + (chunks - 1) * ranks + 1) / chunks
+    return min(waiting, shares.round_microbatches)
+
+
+def _activations(config: RunConfig) -> float:
+    """Return the most that activations take before the update."""
+    events = traced(Blueprint.of(config), 0).events
+    before = next(n for n, event in enumerate(events) if event.name[0] == "update")
+    saved = CATEGORIES.index("activations")
+    return float(max(point[saved] for event in events[:before] for point in event.points))

@@ -1,0 +1,194 @@
+"""A place of a run on the pipeline's axis, and the shorter and shallower runs that tell of it.
+
+A process that is forked for it builds a rank's real engine on nothing and traces one steady step.
+What can't be traced so is refused.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Self, TypeAlias
+
+import torch
+from torch import nn
+
+from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.data.dataset import Batch
+from axonlaunch.engines.base import Engine
+from axonlaunch.engines.fsdp import CPUOffload
+from axonlaunch.models.build import spec_for
+from axonlaunch.models.spec import ModelSpec
+from axonlaunch.planning import actions, depth, fake_world
+from axonlaunch.planning.blueprint import Blueprint
+from axonlaunch.planning.dry_run import DryRun
+from axonlaunch.planning.trace import CATEGORIES, Category, Event, StorageTrace
+
+_ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
+    CPUOffload.NONE: (),
+    CPUOffload.PARAMS: ("parameters", "gradients"),
+    CPUOffload.OPTIMIZER_STATES: ("optimizer",),
+    CPUOffload.FULL: ("parameters", "gradients", "optimizer"),
+}
+Key: TypeAlias = tuple[int, tuple[int, ...]]
+"""What tells one trace of a run from another: the place, and blocks of each stage."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step, and the bytes that a micro-batch brings before anything is computed.
+
+    Attributes:
+        events: The step's.
+        fed: Samples and targets of a micro-batch; without a pipeline, where no action shows it,
+            also its loss, which is kept.
+        received: Buffers for what other stages send of one.
+    """
+
+    events: list[Event]
+    fed: int
+    received: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place on the pp axis, and the shorter and shallower runs that tell of it.
+
+    Attributes:
+        whole: The run.
+        place: Its place there.
+        short: A run of fewer micro-batches in a shorter pipeline.
+        like: Its place there.
+        spare: Blocks of each of its stages that need not be traced.
+    """
+
+    whole: Blueprint
+    place: int
+    short: Blueprint
+    like: int
+    spare: int
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, place: int, *, exact: bool) -> Self:
+        """Choose the runs that tell of a place; with ``exact`` it is the whole run."""
+        short, like = (blueprint, place) if exact else blueprint.shorter(place)
+        spare = 0 if exact else short.spare_blocks(short.stages_of(like))
+        return cls(blueprint, place, short, like, spare if spare > 1 else 0)
+
+    @property
+    def short_rank(self) -> int:
+        """The first rank of the place in the short run."""
+        return self.like * self.short.world_size // self.short.shares.pipeline
+
+    def traces(self) -> dict[Key, Callable[[], Traced]]:
+        """Return what has to be run, by what tells one run from another."""
+        return {
+            key: partial(traced, self._without(fewer), self.short_rank)
+            for key, fewer in self._keys().items()
+        }
+
+    def events(self, done: Mapping[Key, Traced]) -> list[Event]:
+        """Return the place's step."""
+        told = [done[key] for key in self._keys()]
+        events = told[0].events
+        if self.spare:
+            events = depth.deepened(events, told[1].events, blocks=self.spare)
+        short, whole = self.short.shares, self.whole.shares
+        more = dict.fromkeys(CATEGORIES, 0)
+        more["activations"] = (whole.micro_batches - short.micro_batches) * told[0].fed
+        more["communication"] = (whole.round_microbatches - short.round_microbatches) * told[
+            0
+        ].received
+        events = [actions.shifted(event, (*more.values(), 0)) for event in events]
+        if whole.pipeline == 1 or short == whole:
+            return events
+        step = self.whole.schedule.actions[self.place]
+        return actions.prolonged(events, rounds=[step] * min(2, whole.rounds))
+
+    def _keys(self) -> dict[Key, int]:
+        depths = (self.spare, self.spare - 1) if self.spare else (0,)
+        return {(self.like, tuple(self._without(fewer).counts)): fewer for fewer in depths}
+
+    def _without(self, blocks: int) -> Blueprint:
+        if not blocks:
+            return self.short
+        return self.short.without(blocks, self.short.stages_of(self.like))
+
+
+def traced(blueprint: Blueprint, rank: int) -> Traced:
+    """Trace one rank's step; this process must be forked for it.
+
+    Raises:
+        ConfigError: It can't be traced.
+    """
+    trace = StorageTrace(on_host=host_categories(blueprint.config))
+    actions.watch(trace)
+    try:
+        world = fake_world.join(rank=rank, world_size=blueprint.world_size)
+        dry = DryRun(blueprint, world, trace=trace)
+        with dry.storing():
+            batch, spec = dry.batch(), spec_for(blueprint.config.model)
+            dry.settle()
+            measure(dry.engine, batch, trace, spec=spec, updating=fake_world.answering_yes)
+    except fake_world.UNTRACEABLE as error:
+        raise ConfigError([_untraceable(blueprint.config, error)]) from error
+    fed = (batch.inputs.nbytes + batch.targets.nbytes) // blueprint.shares.micro_batches
+    if blueprint.shares.pipeline == 1:
+        fed += torch.float32.itemsize
+    return Traced(trace.events, fed, dry.received_bytes)
+
+
+def measure(
+    engine: Engine,
+    batch: Batch,
+    trace: StorageTrace,
+    *,
+    spec: ModelSpec,
+    updating: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Do a step in an entered trace and leave it with the step's events.
+
+    Args:
+        engine: A rank's, whose optimizer has its states.
+        batch: The rank's samples of a step.
+        trace: What follows storages.
+        spec: The model's.
+        updating: What surrounds the update.
+    """
+    for module in engine.modules:
+        trace.tag([*module.parameters(), *module.buffers()], "parameters")
+    trace.tag(engine.state_dict()["optimizer"].values(), "optimizer")
+    trace.follow(parameter for _, parameter in engine.named_parameters())
+    blocks = {n: [*spec.blocks(module).values()] for n, module in enumerate(engine.modules)}
+    depth.watch(blocks, trace)
+    trace.forget()
+    engine.backward(batch)
+    trace.begin("update")
+    with trace.during("temporary"), updating():
+        engine.update()
+    trace.finish()
+
+
+def host_categories(config: RunConfig) -> tuple[Category, ...]:
+    """Return what a run keeps in host memory."""
+    if config.strategy.data_parallel != "fsdp":
+        return ()
+    return _ON_HOST[CPUOffload(config.strategy.fsdp.cpu_offload)]
+
+
+def _untraceable(config: RunConfig, error: BaseException) -> Problem:
+    """Say which operation of which module needs values."""
+    module = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = frame.f_locals.get("self")
+        if isinstance(found, nn.Module):
+            module = type(found).__name__
+    where = "" if module is None else f" in {module}"
+    message = (
+        f"{fake_world.operation(error)}{where} depends on values or has no fake kernel, so memory "
+        "can't be told without running it"
+    )
+    return Problem("model.name", message, config.model.name)

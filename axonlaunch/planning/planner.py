@@ -1,0 +1,251 @@
+"""Searches the layouts of a number of devices for the fastest that fits.
+
+Closed formulas, on work and memory traced on one device, order all of them; the first are traced
+as they are, and those that turn out fastest have their memory estimated until enough fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from axonlaunch.config import ConfigError, Problem, RunConfig, to_tree
+from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.layout import Layout
+from axonlaunch.config.problem import plain
+from axonlaunch.planning import closed_memory, forked, process
+from axonlaunch.planning.candidates import Candidate, candidates
+from axonlaunch.planning.memory import estimate
+from axonlaunch.planning.record import GIB, Plan, Planned
+from axonlaunch.planning.roofline import figure
+from axonlaunch.planning.scaled_work import scaled
+from axonlaunch.planning.step_time import StepTime
+from axonlaunch.planning.step_work import StepWork, step_work
+from axonlaunch.planning.throughput import Throughput, timed
+
+TIMED = 6
+"""Layouts whose work is traced."""
+ENOUGH = 3
+"""Layouts that fit, of which no more need be looked for."""
+TRIED = 4
+"""Layouts whose memory is estimated at most: a person waits."""
+_CACHED = 1.05
+"""What the allocator keeps, beside what closed formulas say of tensors: a little, to lose none."""
+_REFUSED = 20
+"""Layouts that a run's own checks may refuse before the search gives up."""
+
+
+def plan(
+    config: RunConfig,
+    *,
+    devices: int,
+    kept: Mapping[str, Any],
+    check: Callable[[RunConfig], RunConfig],
+) -> Plan:
+    """Find the fastest layouts that fit.
+
+    Args:
+        config: A run; its layout is what is looked for.
+        devices: Ranks.
+        kept: Settings of ``candidates.SEARCHED`` that stay as they are.
+        check: Resolves a run, or raises ``ConfigError`` where no machine can do it.
+
+    Raises:
+        ConfigError: No layout divides the devices, or none fits; the run can't be traced, or the
+            hardware lacks a figure.
+    """
+    hardware = config.hardware
+    assert hardware is not None
+    memory = figure(hardware, "memory_gib") * GIB
+    in_node = min(devices, figure(hardware, "devices_per_node"))
+    alone = on_one_device(config)
+    runs: list[Callable[[], Any]] = [
+        partial(step_work, alone, world_size=1),
+        partial(closed_memory.activations, alone),
+    ]
+    one, held = forked.run(runs)
+    listed = list(candidates(config, devices=devices, in_node=in_node, kept=kept))
+    if not listed:
+        raise ConfigError([_indivisible(config, devices, kept)])
+    likely = _likely(listed, one=one, held=held, hardware=hardware, memory=memory)
+    first = _fastest(_legal(likely, check), hardware=hardware)
+    found = _estimated(first, config=config, devices=devices)
+    if not any(planned.fits for planned in found):
+        raise ConfigError([_too_large(config, devices, found)])
+    return Plan(searched=len(listed), candidates=found)
+
+
+@dataclass(frozen=True)
+class _Likely:
+    """A layout by closed formulas."""
+
+    candidate: Candidate
+    step_s: float
+    bytes: float
+
+
+def on_one_device(config: RunConfig) -> RunConfig:
+    """Return a run of the same model on one device, a sample a step."""
+    strategy = dataclasses.replace(type(config.strategy)(), data_parallel="none")
+    train = dataclasses.replace(
+        config.train,
+        global_batch_size=1,
+        micro_batch_size=1,
+        activation_checkpointing="none",
+        compile=False,
+    )
+    launch = dataclasses.replace(config.launch, nproc=1)
+    return dataclasses.replace(config, strategy=strategy, train=train, launch=launch)
+
+
+def _likely(
+    listed: Iterable[Candidate],
+    *,
+    one: StepWork,
+    held: dict[str, closed_memory.Held],
+    hardware: HardwareConfig,
+    memory: float,
+) -> list[_Likely]:
+    """Return layouts that seem to fit, the fastest first; of each family the one."""
+    best: dict[tuple[Any, ...], _Likely] = {}
+    smallest: _Likely | None = None
+    for candidate in listed:
+        shares = candidate.shares
+        layers = _layers(sum(one.layers), shares.num_stages)
+        most = -(-sum(one.layers) // shares.pipeline)
+        tensors = closed_memory.peak_bytes(
+            candidate.config, shares, one=one, held=held, layers=most
+        )
+        size = _CACHED * tensors + _besides(shares)
+        known = best.get(candidate.family)
+        if size > memory:
+            if smallest is None or size < smallest.bytes:
+                smallest = _Likely(candidate, math.inf, size)
+            continue
+        if known is not None:
+            continue  # what recomputes less comes first
+        work = scaled(one, candidate.config, shares, layers=layers)
+        seconds = StepTime(candidate.config, shares, hardware).about(work)
+        best[candidate.family] = _Likely(candidate, seconds, size)
+    if not best:
+        assert smallest is not None
+        return [smallest]
+    return sorted(best.values(), key=lambda one: one.step_s)
+
+
+def _layers(depth: int, stages: int) -> tuple[int, ...]:
+    return tuple(depth // stages + (stage < depth % stages) for stage in range(stages))
+
+
+def _besides(shares: Layout) -> float:
+    """Return bytes of a device that no tensor has."""
+    return process.CUDA_CONTEXT + process.communicators(shares.axes.values())
+
+
+def _legal(likely: list[_Likely], check: Callable[[RunConfig], RunConfig]) -> list[Candidate]:
+    """Return the first layouts that a run's own checks pass.
+
+    Raises:
+        ConfigError: What is wrong with the first, if no layout passes.
+    """
+    found: list[Candidate] = []
+    refused: list[ConfigError] = []
+    for one in likely:
+        try:
+            checked = check(one.candidate.config)
+        except ConfigError as error:
+            refused.append(error)
+        else:
+            found.append(dataclasses.replace(one.candidate, config=checked))
+        if len(found) == TIMED or len(refused) == _REFUSED:
+            break
+    if not found:
+        raise refused[0]
+    return found
+
+
+def _fastest(
+    first: list[Candidate], *, hardware: HardwareConfig
+) -> list[tuple[Candidate, Throughput]]:
+    """Trace the work of layouts; return them with their speed, the fastest first."""
+    runs = [partial(_timed, candidate.config, hardware) for candidate in first]
+    found = zip(first, forked.run(runs), strict=True)
+    return sorted(found, key=lambda pair: pair[1].step_s)
+
+
+def _timed(config: RunConfig, hardware: HardwareConfig) -> Throughput:
+    assert config.launch.nproc != "auto"
+    return timed(config, hardware, step_work(config, world_size=config.launch.nproc))
+
+
+def _estimated(
+    first: list[tuple[Candidate, Throughput]], *, config: RunConfig, devices: int
+) -> list[Planned]:
+    """Estimate layouts in the order of their speed until enough fit."""
+    found: list[Planned] = []
+    for candidate, speed in first[:TRIED]:
+        told = estimate(candidate.config, ends=True)
+        found.append(
+            Planned(
+                overrides=_overrides(config, candidate, devices),
+                layout=_named(candidate),
+                mesh=candidate.shares.axes,
+                peak_bytes=told.peak_bytes,
+                process_bytes=told.process_bytes,
+                fits=bool(told.fits),
+                tokens_per_s_per_device=speed.tokens_per_s_per_device,
+                step_s=speed.step_s,
+                mfu=speed.mfu,
+                breakdown=speed.breakdown,
+            )
+        )
+        if sum(planned.fits for planned in found) == ENOUGH:
+            break
+    return sorted(found, key=lambda planned: not planned.fits)
+
+
+def _named(candidate: Candidate) -> str:
+    """Say a layout in words, with what its axes don't tell."""
+    config, shares = candidate.config, candidate.shares
+    words = [str(shares)]
+    if shares.data_parallel == "fsdp" and config.strategy.fsdp.sharding == "shard_grad_op":
+        words.append("shard_grad_op")
+    words.append(f"micro-batch {shares.micro_batch_size}")
+    if config.train.activation_checkpointing != "none":
+        words.append(f"{config.train.activation_checkpointing} recomputation")
+    return ", ".join(words)
+
+
+def _overrides(config: RunConfig, candidate: Candidate, devices: int) -> list[str]:
+    """Write what differs from the run as it was given, and what is the layout's own choice."""
+    given = to_tree(config)
+    found = []
+    for key, value in candidate.settings.items():
+        before: Any = given
+        for name in key.split("."):
+            before = before[name]
+        if value != before:
+            found.append(f"{key}={plain(value)}")
+    return [*found, f"launch.nproc={devices}"]
+
+
+def _indivisible(config: RunConfig, devices: int, kept: Mapping[str, Any]) -> Problem:
+    batch = config.train.global_batch_size
+    message = f"no layout of {devices} devices divides the model and a batch of {batch} samples"
+    if kept:
+        message += " with " + " ".join(f"{key}={plain(value)}" for key, value in kept.items())
+    return Problem("train.global_batch_size", f"{message}; use a multiple of {devices}", batch)
+
+
+def _too_large(config: RunConfig, devices: int, found: list[Planned]) -> Problem:
+    assert config.hardware is not None
+    least = min(planned.process_bytes for planned in found) / GIB
+    message = (
+        f"no layout of {devices} devices fits: the smallest takes {least:.1f} GiB, and a device "
+        f"has {config.hardware.memory_gib:g} GiB; use more devices or a smaller batch or sequence"
+    )
+    return Problem("hardware", message, config.hardware.name)

@@ -1,0 +1,123 @@
+"""``axonlaunch plan``: what it finds, prints, keeps and refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from command import Command
+from rich.console import Console
+
+from axonlaunch import config
+from axonlaunch.cli.plan import show
+from axonlaunch.launch.plan import experiment
+from axonlaunch.planning.plan_report import why_slower
+from axonlaunch.planning.record import Plan, Planned
+
+GIB = 1024**3
+MODEL = [
+    "model.hidden_size=32",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=2",
+    "data=synthetic_tokens",
+    "data.sequence_length=16",
+    "train.global_batch_size=4",
+    "hardware=h100_80gb",
+]
+
+
+def planned(*, step_s: float, fits: bool = True, **breakdown: float) -> Planned:
+    return Planned(
+        overrides=["strategy.data_parallel=fsdp", "launch.nproc=64"],
+        layout="fsdp 64, micro-batch 1, selective recomputation",
+        mesh={"pp": 1, "dp_replicate": 1, "dp_shard": 64, "cp": 1, "tp": 1},
+        peak_bytes=60 * GIB,
+        process_bytes=70 * GIB,
+        fits=fits,
+        tokens_per_s_per_device=800.0,
+        step_s=step_s,
+        mfu=0.4,
+        breakdown=breakdown,
+    )
+
+
+@pytest.mark.timeout(240)
+def test_it_finds_layouts_that_train_and_estimate_take(
+    tmp_path: Path, server: dict[str, str]
+) -> None:
+    axonlaunch = Command(tmp_path, served=server)
+    words = [*MODEL, "strategy.tensor.degree=2"]
+    ran = axonlaunch("plan", *words, "--devices", "2", "--json", "--write", "best.yaml")
+    told = json.loads(ran.stdout)
+    assert told["searched"] > 1
+    assert told["seconds"] > 0
+    best = told["candidates"][0]
+    assert set(best) >= {
+        *("overrides", "mesh", "peak_bytes", "fits", "tokens_per_s_per_device", "step_s", "mfu")
+    }
+    assert best["fits"]
+    assert all(one["mesh"]["tp"] == 2 for one in told["candidates"])
+    steps = [one["step_s"] for one in told["candidates"] if one["fits"]]
+    assert steps == sorted(steps)
+    estimated = json.loads(axonlaunch("estimate", *words, *best["overrides"], "--json").stdout)
+    assert estimated["peak_bytes"] == best["peak_bytes"]
+    assert estimated["mesh"] == best["mesh"]
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "best.yaml").rename(tmp_path / "experiment" / "best.yaml")
+    chosen = config.load(["experiment=best"], config_dirs=[tmp_path])
+    assert chosen == config.load([*words, *best["overrides"]])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--devices", "2"], "hardware: is needed: speed and room depend on the devices; use "),
+        (["hardware=h100_80gb"], "--devices: is how many to plan for; write 1 or more"),
+        (["--devices", "2", "--write", "a.json"], "--write=a.json: must end in .yaml"),
+        (["--devices", "2", "--write", "no/a.yaml"], "--write=no/a.yaml: there is no folder no"),
+        (
+            ["--devices", "3", *MODEL, "model.num_hidden_layers=2"],
+            "train.global_batch_size=4: no layout of 3 devices divides the model and a batch",
+        ),
+        (
+            ["--devices", "2", *MODEL, "hardware.memory_gib=0.5"],
+            "hardware=h100_80gb: no layout of 2 devices fits: the smallest takes ",
+        ),
+        (["--devices", "2", *MODEL[:-1], "hardware=cpu"], "hardware.memory_gib=null: "),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    words: list[str], message: str, tmp_path: Path, server: dict[str, str]
+) -> None:
+    ran = Command(tmp_path, served=server)("plan", *words, status=2)
+    [error] = ran.stderr.splitlines()
+    assert error.startswith(f"error: {message}")
+    assert ran.stdout == ""
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int) -> None:
+    first = planned(step_s=10.0, **{"matrix products": 7.0, "communication dp": 3.0})
+    second = planned(step_s=11.0, **{"matrix products": 7.0, "communication dp": 4.0})
+    stream = io.StringIO()
+    show(Plan(1234, [first, second]), Console(file=stream, width=width), seconds=12.3)
+    text = stream.getvalue()
+    assert "1,234 layouts in 12 s" in text
+    assert "matrix products 70%, communication dp 30%" in text
+    assert "10.0% slower: communication dp +1 s" in text
+    pasted = [line for line in text.splitlines() if "launch.nproc" in line]
+    assert all(len(line) <= width for line in text.splitlines() if line not in pasted)
+
+
+def test_what_does_not_fit_is_told_so() -> None:
+    assert why_slower(planned(step_s=1.0), planned(step_s=0.5, fits=False)) == "does not fit"
+
+
+def test_a_plan_is_kept_as_groups_and_values() -> None:
+    text = experiment(["model=gpt", "+strategy=fsdp", "train.steps=3"], ["launch.nproc=4"])
+    assert text == (
+        "# @package _global_\ndefaults:\n- override /model: gpt\n- override /strategy: fsdp\n"
+        "train:\n  steps: 3\nlaunch:\n  nproc: 4\n"
+    )

@@ -1,0 +1,75 @@
+"""The layouts that a search looks at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axonlaunch import config
+from axonlaunch.config.rules import broken_rules, broken_world_rules
+from axonlaunch.planning.candidates import SEARCHED, Candidate, candidates
+
+TINY = [
+    "model.hidden_size=32",
+    "model.num_hidden_layers=4",
+    "model.num_attention_heads=4",
+    "data=synthetic_tokens",
+    "data.sequence_length=16",
+    "train.global_batch_size=16",
+]
+
+
+def listed(*words: str, devices: int = 8, **kept: Any) -> list[Candidate]:
+    chosen = config.load([*TINY, *words])
+    return [*candidates(chosen, devices=devices, in_node=4, kept=kept)]
+
+
+def test_each_fills_the_devices_and_breaks_no_rule() -> None:
+    found = listed()
+    assert len(found) > 100
+    for one in found:
+        axes = one.shares.axes
+        assert axes["pp"] * axes["dp_replicate"] * axes["dp_shard"] * axes["cp"] * axes["tp"] == 8
+        assert broken_rules(one.config) == []
+        assert broken_world_rules(one.config, world_size=8) == []
+
+
+def test_no_two_are_the_same() -> None:
+    found = [tuple(one.settings.items()) for one in listed()]
+    assert len(found) == len(set(found))
+
+
+def test_every_kind_of_sharding_schedule_and_recomputation_is_among_them() -> None:
+    found = listed()
+    kinds = {(one.shares.data_parallel, one.config.strategy.fsdp.sharding) for one in found}
+    assert {"ddp", "zero1", "none"} <= {kind for kind, _ in kinds}
+    assert {s for kind, s in kinds if kind == "fsdp"} == {
+        "full_shard",
+        "shard_grad_op",
+        "hybrid_shard",
+    }
+    assert {one.shares.schedule for one in found} >= {"1f1b", "interleaved_1f1b"}
+    modes = {one.config.train.activation_checkpointing for one in found}
+    assert modes == {"none", "selective", "full"}
+
+
+def test_tensor_parallelism_stays_in_a_node_and_divides_the_heads() -> None:
+    assert {one.shares.tensor for one in listed()} == {1, 2, 4}
+    assert {one.shares.tensor for one in listed("model.num_attention_heads=2")} == {1, 2}
+
+
+def test_context_is_for_long_sequences() -> None:
+    assert {one.shares.context for one in listed()} == {1}
+    long = listed("data.sequence_length=65536", "model.max_position_embeddings=65536")
+    assert {one.shares.context for one in long} == {1, 2, 4}
+
+
+def test_what_the_user_has_set_stays() -> None:
+    key = "strategy.tensor.degree"
+    assert key in SEARCHED
+    found = listed(**{key: 2})
+    assert found
+    assert {one.shares.tensor for one in found} == {2}
+
+
+def test_a_batch_that_nothing_divides_leaves_none() -> None:
+    assert listed("train.global_batch_size=1", "model.num_attention_heads=1", devices=7) == []

@@ -1,0 +1,76 @@
+"""More work never takes less memory, more sharding never more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from axonlaunch import config
+from axonlaunch.planning.memory import estimate
+
+TINY = ["model.num_attention_heads=2", "data=synthetic_tokens", "hardware=cpu"]
+GROWING = {
+    "samples": "train.micro_batch_size",
+    "length": "data.sequence_length",
+    "depth": "model.num_hidden_layers",
+}
+
+
+def peak(*, ranks: int, samples: int, length: int, depth: int, words: tuple[str, ...]) -> int:
+    chosen = config.load(
+        [
+            *TINY,
+            *words,
+            f"launch.nproc={ranks}",
+            f"model.hidden_size={32}",
+            f"model.num_hidden_layers={depth}",
+            f"data.sequence_length={length}",
+            f"train.micro_batch_size={samples}",
+            f"train.global_batch_size={8 * samples}",
+        ]
+    )
+    return estimate(chosen).peak_bytes
+
+
+STRATEGIES = st.sampled_from(
+    [
+        ("strategy=ddp",),
+        ("strategy=zero1",),
+        ("strategy=fsdp", "train.activation_checkpointing=full"),
+        ("strategy=zero2", "train.precision=bf16"),
+        ("strategy=tensor",),
+        ("strategy=pipeline", "strategy.pipeline.schedule=gpipe"),
+    ]
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    words=STRATEGIES,
+    size=st.fixed_dictionaries(
+        {
+            "samples": st.integers(1, 3),
+            "length": st.sampled_from([8, 16, 24]),
+            "depth": st.integers(2, 4),
+        }
+    ),
+    grown=st.sampled_from(sorted(GROWING)),
+)
+def test_memory_never_falls_when_the_work_grows(
+    words: tuple[str, ...], size: dict[str, Any], grown: str
+) -> None:
+    more = {**size, grown: 2 * size[grown]}
+    assert peak(ranks=2, words=words, **more) >= peak(ranks=2, words=words, **size)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+def test_memory_never_rises_when_the_sharding_does(strategy: str) -> None:
+    words = (f"strategy={strategy}",)
+    size = {"samples": 1, "length": 16, "depth": 2}
+    few, more = (peak(ranks=ranks, words=words, **size) for ranks in (2, 4))
+    assert more <= few

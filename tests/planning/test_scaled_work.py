@@ -1,0 +1,85 @@
+"""The planner's closed formulas beside what a trace counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from axonlaunch import config
+from axonlaunch.config.layout import layout
+from axonlaunch.planning import closed_memory, forked
+from axonlaunch.planning.memory import estimate
+from axonlaunch.planning.operations import Attention, Exchange, Product, Work
+from axonlaunch.planning.planner import on_one_device
+from axonlaunch.planning.scaled_work import scaled
+from axonlaunch.planning.step_work import StepWork, step_work
+
+MODEL = [
+    "model=llama_debug",
+    "model.num_hidden_layers=4",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=4",
+    "data=synthetic_tokens",
+    "data.sequence_length=48",
+    "train.global_batch_size=16",
+    "train.micro_batch_size=2",
+    "hardware=cpu",
+]
+
+
+@pytest.fixture(scope="module")
+def one() -> StepWork:
+    chosen = on_one_device(config.load([*MODEL, "launch.nproc=1"]))
+    [found] = forked.run([lambda: step_work(chosen, world_size=1)])
+    return found
+
+
+def flops(work: Work, kind: type) -> float:
+    total = 0.0
+    for key, amount in work.items():
+        if isinstance(key, kind):
+            product = isinstance(key, Product)
+            total += (
+                2 * key.batch * key.m * key.n * key.k * amount.count if product else amount.flops
+            )
+    return total
+
+
+def sent(work: Work) -> float:
+    return sum(amount.num_bytes for key, amount in work.items() if isinstance(key, Exchange))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "strategy=ddp launch.nproc=2",
+        "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
+        "strategy=tensor launch.nproc=2 strategy.tensor.sequence_parallel=true",
+    ],
+)
+def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -> None:
+    chosen = config.load([*MODEL, *words.split()])
+    shares = layout(chosen, world_size=2)
+    told = scaled(one, chosen, shares, layers=(4,)).first.micro_layer.work
+    [counted] = forked.run([lambda: step_work(chosen, world_size=2)])
+    seen = counted.first.micro_layer.work
+    # torch recomputes no further than backward needs: not a block's last product.
+    assert flops(told, Product) == pytest.approx(flops(seen, Product), rel=0.07)
+    assert flops(told, Attention) == pytest.approx(flops(seen, Attention), rel=0.01)
+    assert sent(told) == pytest.approx(sent(seen), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "strategy=ddp launch.nproc=2",
+        "strategy=fsdp launch.nproc=2",
+        "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
+    ],
+)
+def test_memory_by_formulas_is_near_what_is_traced(words: str, one: StepWork) -> None:
+    chosen = config.load([*MODEL, *words.split()])
+    shares = layout(chosen, world_size=2)
+    alone = on_one_device(chosen)
+    [held] = forked.run([lambda: closed_memory.activations(alone)])
+    told = closed_memory.peak_bytes(chosen, shares, one=one, held=held, layers=4)
+    assert told == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
