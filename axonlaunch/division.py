@@ -117,8 +117,8 @@ def pipeline_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> I
     per_rank = stages_per_rank(config.strategy)
     stages, blocks = pipeline.degree * per_rank, len(block_names(spec, model))
     if blocks < stages:
-        legal = list(range(1, blocks // per_rank + 1))
-        use = f"use {one_of(legal)}" if legal else "use a schedule with fewer stages a rank"
+        legal = list(range(2, blocks // per_rank + 1))
+        use = f"use {one_of(legal)}" if legal else "use fewer stages a rank, or no pipeline"
         message = f"the model has {blocks} blocks, too few for {stages} stages; {use}"
         yield Problem("strategy.pipeline.degree", message, pipeline.degree)
     elif pipeline.split != "auto" and sum(pipeline.split) != blocks:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import served_command
 
+from axonlaunch.config.model import MODEL_CONFIGS
+from axonlaunch.models import MODELS
+
 LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -35,6 +38,16 @@ def server() -> Iterator[dict[str, str]]:
     """The environment of commands that share a server to fork from."""
     with served_command.serve() as environment:
         yield environment
+
+
+@pytest.fixture(autouse=True)
+def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers ends with it."""
+    monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
+    kept = dict(MODEL_CONFIGS)
+    yield
+    MODEL_CONFIGS.clear()
+    MODEL_CONFIGS.update(kept)
 
 
 @pytest.fixture(autouse=True)

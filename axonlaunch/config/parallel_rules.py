@@ -89,20 +89,30 @@ def broken_rounds(config: RunConfig, *, world_size: int) -> Iterator[Problem]:
     yield _rounds_problem(config, shares, wants)
 
 
+def legal_micro_batch_sizes(config: RunConfig, *, share: int) -> list[int]:
+    """Return the micro-batches that a rank's share of a step can be divided into."""
+    return [size for size in _divisors(share) if _fits(config, share // size)]
+
+
+def _fits(config: RunConfig, count: int) -> bool:
+    """Say whether the pipeline's schedule, if there is a pipeline, can order so many."""
+    pipeline = config.strategy.pipeline
+    if pipeline.degree == 1:
+        return True
+    rule, per_rank = SCHEDULES[pipeline.schedule], stages_per_rank(config.strategy)
+    return rule.fits(count, degree=pipeline.degree, stages_per_rank=per_rank)
+
+
 def _rounds_problem(config: RunConfig, shares: Layout, wants: str) -> Problem:
     """Blame the key that decides the number of micro-batches, and list what it may be."""
     pipeline = config.strategy.pipeline
     rule, share = SCHEDULES[pipeline.schedule], shares.micro_batch_size * shares.micro_batches
-
-    def fits(count: int) -> bool:
-        return rule.fits(count, degree=pipeline.degree, stages_per_rank=shares.stages_per_rank)
-
     if pipeline.microbatches != "auto":
-        counts = [n for n in _divisors(shares.micro_batches) if fits(n)]
+        counts = [n for n in _divisors(shares.micro_batches) if _fits(config, n)]
         legal = f"use {one_of(counts)}" if counts else "make train.micro_batch_size smaller"
         message = f"{wants}; {legal}"
         return Problem("strategy.pipeline.microbatches", message, pipeline.microbatches)
-    sizes = [size for size in _divisors(share) if fits(share // size)]
+    sizes = legal_micro_batch_sizes(config, share=share)
     seen = f"a rank has {shares.micro_batches} of {shares.micro_batch_size} samples"
     if sizes and config.train.micro_batch_size != "auto":
         message = f"{wants}, {seen}; use {one_of(sizes)}"

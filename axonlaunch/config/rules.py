@@ -13,8 +13,13 @@ from pathlib import Path
 
 from axonlaunch.config.layout import model_ranks, replicas
 from axonlaunch.config.optimizer import WSDConfig
-from axonlaunch.config.parallel_rules import broken_degrees, broken_rounds, broken_world_degrees
-from axonlaunch.config.problem import Problem, divisors
+from axonlaunch.config.parallel_rules import (
+    broken_degrees,
+    broken_rounds,
+    broken_world_degrees,
+    legal_micro_batch_sizes,
+)
+from axonlaunch.config.problem import Problem, divisors, one_of
 from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
 
 
@@ -66,7 +71,7 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
         for field in dataclasses.fields(given):
             value = getattr(given, field.name)
             if value != getattr(defaults, field.name):
-                message = f"data_parallel is {chosen}; use strategy={engine} or leave it out"
+                message = f"data_parallel is {chosen}; use strategy.data_parallel={engine} or leave it out"
                 yield Problem(f"strategy.{section}.{field.name}", message, value)
 
 
@@ -74,7 +79,7 @@ def _single(config: RunConfig, world_size: int) -> Iterator[Problem]:
     needed = model_ranks(config.strategy)
     if config.strategy.data_parallel == "none" and world_size > needed:
         many = "1 rank" if needed == 1 else f"{needed} ranks"
-        message = f"{world_size} ranks would train the same model apart; use strategy=ddp or {many}"
+        message = f"{world_size} ranks would train the same model apart; use strategy.data_parallel=ddp or {many}"
         yield Problem("launch.nproc", message, world_size)
 
 
@@ -109,7 +114,9 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     share = train.global_batch_size // ranks
     micro = train.micro_batch_size
     if micro != "auto" and share % micro:
-        message = f"a rank's share of the global batch is {share} samples; use {divisors(share)}"
+        legal = legal_micro_batch_sizes(config, share=share)
+        use = one_of(legal) if config.strategy.pipeline.degree > 1 and legal else divisors(share)
+        message = f"a rank's share of the global batch is {share} samples; use {use}"
         yield Problem("train.micro_batch_size", message, micro)
         return
     yield from broken_rounds(config, world_size=world_size)

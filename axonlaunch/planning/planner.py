@@ -62,15 +62,15 @@ def plan(
     assert hardware is not None
     memory = figure(hardware, "memory_gib") * GIB
     in_node = min(devices, figure(hardware, "devices_per_node"))
+    listed = list(candidates(config, devices=devices, in_node=in_node, kept=kept))
+    if not listed:
+        raise ConfigError([_indivisible(config, devices, kept)])
     alone = on_one_device(config)
     runs: list[Callable[[], Any]] = [
         partial(step_work, alone, world_size=1),
         partial(closed_memory.activations, alone),
     ]
     one, held = forked.run(runs)
-    listed = list(candidates(config, devices=devices, in_node=in_node, kept=kept))
-    if not listed:
-        raise ConfigError([_indivisible(config, devices, kept)])
     likely = _likely(listed, one=one, held=held, hardware=hardware, memory=memory)
     first = _fastest(_legal(likely, check), hardware=hardware)
     found = _estimated(first, config=config, devices=devices)

@@ -487,27 +487,33 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
+        "strategy=pipeline launch.nproc=2 train.global_batch_size=8 train.micro_batch_size=3",
+        [
+            "train.micro_batch_size=3: a rank's share of the global batch is 8 samples; use 1, 2 or 4",
+        ],
+    ),
+    (
         "strategy=single launch.nproc=2",
         [
-            "launch.nproc=2: 2 ranks would train the same model apart; use strategy=ddp or 1 rank",
+            "launch.nproc=2: 2 ranks would train the same model apart; use strategy.data_parallel=ddp or 1 rank",
         ],
     ),
     (
         "strategy=ddp strategy.fsdp.cpu_offload=params",
         [
-            "strategy.fsdp.cpu_offload=params: data_parallel is ddp; use strategy=fsdp or leave it out",
+            "strategy.fsdp.cpu_offload=params: data_parallel is ddp; use strategy.data_parallel=fsdp or leave it out",
         ],
     ),
     (
         "strategy=fsdp strategy.ddp.sync=no_sync",
         [
-            "strategy.ddp.sync=no_sync: data_parallel is fsdp; use strategy=ddp or leave it out",
+            "strategy.ddp.sync=no_sync: data_parallel is fsdp; use strategy.data_parallel=ddp or leave it out",
         ],
     ),
     (
         "strategy.fsdp.sharding=hybrid_shard",
         [
-            "strategy.fsdp.sharding=hybrid_shard: data_parallel is ddp; use strategy=fsdp or leave it out",
+            "strategy.fsdp.sharding=hybrid_shard: data_parallel is ddp; use strategy.data_parallel=fsdp or leave it out",
         ],
     ),
     (
@@ -731,7 +737,7 @@ WRONG: list[tuple[str, list[str]]] = [
         [
             "optimizer.lr=x: expected a number",
             "train.stepz=4: there is no such key; did you mean train.steps?",
-            "strategy.ddp.sync=no_sync: data_parallel is fsdp; use strategy=ddp or leave it out",
+            "strategy.ddp.sync=no_sync: data_parallel is fsdp; use strategy.data_parallel=ddp or leave it out",
             "train.global_batch_size=32: 3 ranks can't share it evenly; use 33, or 1, 2, 4, 8, 16 or 32 ranks",
         ],
     ),
@@ -780,7 +786,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "strategy=single strategy.tensor.degree=2 launch.nproc=4",
         [
-            "launch.nproc=4: 4 ranks would train the same model apart; use strategy=ddp or 2 ranks",
+            "launch.nproc=4: 4 ranks would train the same model apart; use strategy.data_parallel=ddp or 2 ranks",
         ],
     ),
     (

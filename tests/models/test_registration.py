@@ -15,15 +15,6 @@ from axonlaunch.models.registration import announce_entry_points
 from axonlaunch.registry import UnknownNameError
 
 
-@pytest.fixture(autouse=True)
-def _registry_as_it_was(monkeypatch):
-    monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
-    kept = dict(MODEL_CONFIGS)
-    yield
-    MODEL_CONFIGS.clear()
-    MODEL_CONFIGS.update(kept)
-
-
 @dataclass(frozen=True, kw_only=True)
 class WideConfig:
     name: str = "wide"

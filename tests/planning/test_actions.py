@@ -31,8 +31,13 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        f"{DIVIDED} strategy.data_parallel=fsdp train.global_batch_size=14 train.precision=bf16 "
-        "train.activation_checkpointing=full",
+        "strategy.pipeline.degree=5 model.num_hidden_layers=5 launch.nproc=5 "
+        "train.global_batch_size=8",
+        pytest.param(
+            f"{DIVIDED} strategy.data_parallel=fsdp train.global_batch_size=14 "
+            "train.precision=bf16 train.activation_checkpointing=full",
+            marks=SLOW,
+        ),
         pytest.param(
             "strategy.pipeline.degree=8 model.num_hidden_layers=8 launch.nproc=8 "
             "train.global_batch_size=16",

@@ -33,6 +33,13 @@ def one() -> StepWork:
     return found
 
 
+@pytest.fixture(scope="module")
+def held() -> dict[str, closed_memory.Held]:
+    chosen = on_one_device(config.load([*MODEL, "launch.nproc=1"]))
+    [found] = forked.run([lambda: closed_memory.activations(chosen)])
+    return found
+
+
 def flops(work: Work, kind: type) -> float:
     total = 0.0
     for key, amount in work.items():
@@ -76,10 +83,10 @@ def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -
         "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
     ],
 )
-def test_memory_by_formulas_is_near_what_is_traced(words: str, one: StepWork) -> None:
+def test_memory_by_formulas_is_near_what_is_traced(
+    words: str, one: StepWork, held: dict[str, closed_memory.Held]
+) -> None:
     chosen = config.load([*MODEL, *words.split()])
     shares = layout(chosen, world_size=2)
-    alone = on_one_device(chosen)
-    [held] = forked.run([lambda: closed_memory.activations(alone)])
     told = closed_memory.peak_bytes(chosen, shares, one=one, held=held, layers=4)
     assert told == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)

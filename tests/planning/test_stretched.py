@@ -55,7 +55,9 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
     return process.record(blueprint, rank=0, stages=blueprint.stages_of(0))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["fsdp", "tensor", pytest.param("interleaved", marks=pytest.mark.slow)]
+)
 def test_a_stretched_recording_is_the_deep_models(layout: str) -> None:
     short, long = forked.run(
         [lambda: asked(layout, whole=False), lambda: asked(layout, whole=True)], at_once=1
