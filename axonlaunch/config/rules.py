@@ -71,7 +71,8 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
         for field in dataclasses.fields(given):
             value = getattr(given, field.name)
             if value != getattr(defaults, field.name):
-                message = f"data_parallel is {chosen}; use strategy.data_parallel={engine} or leave it out"
+                use = f"strategy.data_parallel={engine}"
+                message = f"data_parallel is {chosen}; use {use} or leave it out"
                 yield Problem(f"strategy.{section}.{field.name}", message, value)
 
 
@@ -79,7 +80,8 @@ def _single(config: RunConfig, world_size: int) -> Iterator[Problem]:
     needed = model_ranks(config.strategy)
     if config.strategy.data_parallel == "none" and world_size > needed:
         many = "1 rank" if needed == 1 else f"{needed} ranks"
-        message = f"{world_size} ranks would train the same model apart; use strategy.data_parallel=ddp or {many}"
+        apart = f"{world_size} ranks would train the same model apart"
+        message = f"{apart}; use strategy.data_parallel=ddp or {many}"
         yield Problem("launch.nproc", message, world_size)
 
 
