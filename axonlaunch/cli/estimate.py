@@ -33,7 +33,7 @@ def command(
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
     exact: Annotated[
-        bool, typer.Option("--exact", help="Trace every layer, also where they repeat.")
+        bool, typer.Option("--exact", help="Trace every layer and micro-batch, also those alike.")
     ] = False,
     plot: Annotated[
         Path | None,

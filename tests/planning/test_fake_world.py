@@ -1,7 +1,8 @@
 """The private names of torch that the fake world and its trace stand on are where they were.
 
-If one moved: ``planning/fake_world.py`` and ``planning/trace.py`` alone use them; look for what
-took its place in torch's own source, and hold ``tests/planning/test_truth.py`` to it again.
+If one moved: ``fake_world.py``, ``trace.py`` and ``actions.py`` of ``planning`` alone use them;
+look for what took its place in torch's own source, and hold ``tests/planning/test_truth.py`` to it
+again.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import fake_tensor
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import fake_pg
 
 from axonlaunch import config
 from axonlaunch.config import ConfigError
-from axonlaunch.planning import fake_world
+from axonlaunch.planning import fake_world, forked
 from axonlaunch.planning.memory import estimate
+from axonlaunch.planning.trace import StorageTrace, on_device
 
 TINY = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
 
@@ -38,6 +42,31 @@ def test_schedules_begin_messages_and_agree_on_shapes_by_these_names() -> None:
     assert next(iter(inspect.signature(schedules._batch_p2p).parameters)) == "p2p_ops"
     warm_up = getattr(schedules._PipelineSchedule, "_warmup_p2p", None)
     assert warm_up is None or schedules.InferenceMode.STATIC is not None
+
+
+def test_stages_begin_actions_and_make_buffers_by_these_names() -> None:
+    stage: Any = pipelining.PipelineStage
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        assert list(inspect.signature(getattr(stage, name)).parameters)[1].endswith("chunk_id")
+    assert "full_backward" in inspect.signature(stage.backward_one_chunk).parameters
+    assert callable(stage._prepare_forward_infra)
+    assert callable(stage._prepare_backward_infra)
+
+
+def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
+    def largest() -> int:
+        world = fake_world.join(rank=0, world_size=2)
+        mesh = init_device_mesh("cpu", (world.world_size,))
+        with fake_world.tensors_without_bytes(), StorageTrace() as trace:
+            local = torch.ones(1 << 20)
+            shards = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            trace.forget()
+            del local
+            shards.sigmoid_()
+            trace.finish()
+        return max(on_device(point) for event in trace.events for point in event.points)
+
+    assert forked.run([largest]) == [4 << 20]
 
 
 def test_a_backward_is_told_by_its_graph_task() -> None:
