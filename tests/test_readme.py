@@ -34,9 +34,11 @@ def shortened(command: str) -> list[str]:
     words = shlex.split(command)
     if words[1] == "verify":
         return [*words, "--steps=1"]
+    small = ["model.num_hidden_layers=2", "data.sequence_length=64"]
+    if words[1] == "estimate":
+        return [*words, *small]
     if words[1] == "plan":
-        fewer = ["strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
-        return [*words, *fewer, "model.num_hidden_layers=2", "data.sequence_length=64"]
+        return [*words, *small, "strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
     if words[1] != "train":
         return words
     given = dict(word.split("=", 1) for word in words if word.startswith("train.steps="))

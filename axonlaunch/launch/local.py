@@ -140,7 +140,7 @@ class _Record:
             self.last = event
             if self.first_step_s is None:
                 self.first_step_s = time.time() - self._started
-                self.prediction.begin()
+            self.prediction.begin()
         self._listener(event)
 
 

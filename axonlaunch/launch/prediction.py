@@ -1,12 +1,13 @@
 """The estimate of a run, made beside it at the lowest priority, or read from the cache.
 
-It begins when the first step is done, so that it delays none; what is not ready when the run ends
-is given up.
+It begins a while after the first step, so that it delays none and a short run does not pay for it;
+what is not ready when the run ends is given up.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from multiprocessing.context import ForkServerContext
 
 from axonlaunch.config import ConfigError, RunConfig
@@ -15,6 +16,9 @@ from axonlaunch.launch import forkserver
 from axonlaunch.planning import cache
 from axonlaunch.planning.record import Estimate
 from axonlaunch.planning.unread import without_files
+
+_WHILE_S = 5.0
+"""Seconds after the first step: a run that ends before them would give the estimate up."""
 
 
 class Prediction:
@@ -33,22 +37,27 @@ class Prediction:
             config: Checked, with ``launch.nproc`` resolved.
         """
         self._context = context
-        self._config = without_files(config)
+        self._config = named = without_files(config)
         if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to foretell
-            self._config = dataclasses.replace(self._config, hardware=HardwareConfig(name="cpu"))
+            self._config = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
         self._call: forkserver.Call | None = None
+        self._first_step: float | None = None
         self.peak_bytes: int | None = None
         self.reason = "no step was done"
         if config.train.compile:
             self.reason = "what compiled code allocates shows only when it runs"
-        elif (kept := cache.read(self._config)) is not None:
+        elif (kept := cache.read(self._config) or cache.read(named)) is not None:
             self._take(kept)
 
     def begin(self) -> None:
-        """Begin to trace, unless that was done or can't be."""
+        """Begin to trace, unless it is early, done or impossible; called at every logged step."""
         if self.peak_bytes is not None or self._call is not None or self._config.train.compile:
             return
+        if self._first_step is None:
+            self._first_step = time.monotonic()
         self.reason = "the run ended before it was estimated"
+        if time.monotonic() - self._first_step < _WHILE_S:
+            return
         self._call = forkserver.Call(
             self._context, "axonlaunch.launch.estimate:trace_beside", (self._config,)
         )

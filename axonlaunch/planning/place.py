@@ -6,7 +6,6 @@ What can't be traced so is refused.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,9 +13,8 @@ from functools import partial
 from typing import Self, TypeAlias
 
 import torch
-from torch import nn
 
-from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.fsdp import CPUOffload
@@ -24,7 +22,7 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning import actions, depth, fake_world
 from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.dry_run import DryRun
+from axonlaunch.planning.dry_run import DryRun, refusing_untraceable
 from axonlaunch.planning.trace import CATEGORIES, Category, Event, StorageTrace
 
 _ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
@@ -126,15 +124,13 @@ def traced(blueprint: Blueprint, rank: int) -> Traced:
     """
     trace = StorageTrace(on_host=host_categories(blueprint.config))
     actions.watch(trace)
-    try:
-        world = fake_world.join(rank=rank, world_size=blueprint.world_size)
+    world = fake_world.join(rank=rank, world_size=blueprint.world_size)
+    with refusing_untraceable(blueprint.config):
         dry = DryRun(blueprint, world, trace=trace)
         with dry.storing():
             batch, spec = dry.batch(), spec_for(blueprint.config.model)
             dry.settle()
             measure(dry.engine, batch, trace, spec=spec, updating=fake_world.answering_yes)
-    except fake_world.UNTRACEABLE as error:
-        raise ConfigError([_untraceable(blueprint.config, error)]) from error
     fed = (batch.inputs.nbytes + batch.targets.nbytes) // blueprint.shares.micro_batches
     if blueprint.shares.pipeline == 1:
         fed += torch.float32.itemsize
@@ -177,18 +173,3 @@ def host_categories(config: RunConfig) -> tuple[Category, ...]:
     if config.strategy.data_parallel != "fsdp":
         return ()
     return _ON_HOST[CPUOffload(config.strategy.fsdp.cpu_offload)]
-
-
-def _untraceable(config: RunConfig, error: BaseException) -> Problem:
-    """Say which operation of which module needs values."""
-    module = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module):
-            module = type(found).__name__
-    where = "" if module is None else f" in {module}"
-    message = (
-        f"{fake_world.operation(error)}{where} depends on values or has no fake kernel, so memory "
-        "can't be told without running it"
-    )
-    return Problem("model.name", message, config.model.name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning import depth, fake_world
 from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.dry_run import DryRun
+from axonlaunch.planning.dry_run import DryRun, refusing_untraceable
 from axonlaunch.planning.recorded import Recording, RecordingTrace
 from axonlaunch.planning.reserved import MIB, Allocator, Change
 from axonlaunch.planning.stretched import stretched
@@ -124,7 +124,13 @@ def _run(
     """
     trace = RecordingTrace(on_host=on_host)
     world = fake_world.join(rank=rank, world_size=blueprint.world_size)
-    dry = DryRun(blueprint, world, trace=trace)
+    with refusing_untraceable(blueprint.config):
+        return _steps(blueprint, DryRun(blueprint, world, trace=trace), trace)
+
+
+def _steps(
+    blueprint: Blueprint, dry: DryRun, trace: RecordingTrace
+) -> tuple[Recording, dict[int, int]]:
     spec = spec_for(blueprint.config.model)
     blocks = {n: [*spec.blocks(part).values()] for n, part in enumerate(dry.engine.modules)}
     depth.watch(blocks, trace)

@@ -21,7 +21,7 @@ from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.engines.update import local_part
 from axonlaunch.planning import fake_world, forked
 from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.dry_run import DryRun
+from axonlaunch.planning.dry_run import DryRun, refusing_untraceable
 from axonlaunch.planning.operations import OperationTrace, Work, add
 
 _DEPTH = "num_hidden_layers"
@@ -233,7 +233,8 @@ def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
     world_size = configs[0].launch.nproc
     assert world_size != "auto"
     world = fake_world.join(rank=stage * world_size // 2, world_size=world_size)
-    return [_trace_one(config, world) for config in configs]
+    with refusing_untraceable(configs[0]):
+        return [_trace_one(config, world) for config in configs]
 
 
 def _trace_one(config: RunConfig, world: World) -> _Traced:

@@ -68,7 +68,10 @@ def test_memory_never_falls_when_the_work_grows(
     assert peak(ranks=2, words=words, **more) >= peak(ranks=2, words=words, **size)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero2"))],
+)
 def test_memory_never_rises_when_the_sharding_does(strategy: str) -> None:
     words = (f"strategy={strategy}",)
     size = {"samples": 1, "length": 16, "depth": 2}
