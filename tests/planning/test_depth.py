@@ -29,8 +29,11 @@ SLOW = pytest.mark.slow
     [
         "strategy=fsdp launch.nproc=4 model.num_hidden_layers=8 "
         "train.activation_checkpointing=full train.precision=bf16",
-        "strategy=tensor model=llama_debug strategy.tensor.sequence_parallel=true "
-        "model.num_hidden_layers=8 train.activation_checkpointing=selective",
+        pytest.param(
+            "strategy=tensor model=llama_debug strategy.tensor.sequence_parallel=true "
+            "model.num_hidden_layers=8 train.activation_checkpointing=selective",
+            marks=SLOW,
+        ),
         pytest.param(
             "strategy=ddp launch.nproc=4 model.num_hidden_layers=12 train.micro_batch_size=2",
             marks=SLOW,

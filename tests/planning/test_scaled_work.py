@@ -75,6 +75,7 @@ def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -
     assert sent(told) == pytest.approx(sent(seen), rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

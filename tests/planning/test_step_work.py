@@ -49,9 +49,15 @@ def same(first: Work, second: Work) -> bool:
 @pytest.mark.parametrize(
     "strategy",
     [
-        ["strategy=fsdp", "launch.nproc=4", "train.activation_checkpointing=full"],
+        pytest.param(
+            ["strategy=fsdp", "launch.nproc=4", "train.activation_checkpointing=full"],
+            marks=pytest.mark.slow,
+        ),
         ["strategy=ddp", "launch.nproc=4"],
-        ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"],
+        pytest.param(
+            ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["fsdp", "ddp", "tensor"],
 )

@@ -56,7 +56,8 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["fsdp", "tensor", pytest.param("interleaved", marks=pytest.mark.slow)]
+    "layout",
+    ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor", "interleaved"))],
 )
 def test_a_stretched_recording_is_the_deep_models(layout: str) -> None:
     short, long = forked.run(
