@@ -34,10 +34,10 @@ def _time_limit(item: pytest.Item) -> float:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[dict[str, str]]:
-    """The environment of commands that share a server to fork from."""
-    with served_command.serve() as environment:
-        yield environment
+def server() -> Iterator[served_command.Server]:
+    """The server that commands of tests are forked from."""
+    with served_command.serve() as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

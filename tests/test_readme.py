@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import Command
+from command import Served
+from served_command import Server
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BIN = Path(sys.executable).parent
@@ -38,7 +39,8 @@ def shortened(command: str) -> list[str]:
     if words[1] == "estimate":
         return [*words, *small]
     if words[1] == "plan":
-        return [*words, *small, "strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
+        one = ["data_parallel=ddp", "tensor.degree=8", "pipeline.degree=1"]
+        return [*words, *small, *(f"strategy.{key}" for key in one), "train.micro_batch_size=1"]
     if words[1] != "train":
         return words
     given = dict(word.split("=", 1) for word in words if word.startswith("train.steps="))
@@ -60,10 +62,8 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(400)
-def test_every_command_runs_in_the_order_of_the_page(
-    tmp_path: Path, server: dict[str, str]
-) -> None:
-    served = Command(tmp_path, served=server)
+def test_every_command_runs_in_the_order_of_the_page(tmp_path: Path, server: Server) -> None:
+    served = Served(tmp_path, server)
     (tmp_path / "README.md").write_text(README)
     for block in blocks("python"):
         if named := re.match(r"# (\w+\.py)\n", block):

@@ -19,6 +19,7 @@ from typing import Any
 
 from axonlaunch.registry import load
 
+PRELOADED = ["axonlaunch.launch.preload"]
 _GRACE_S = 0.3
 
 
@@ -26,7 +27,7 @@ _GRACE_S = 0.3
 def warm() -> Iterator[ForkServerContext]:
     """Start the server in the background, and end it on leaving."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    context.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # by itself it would unblock what is blocked next
     # Blocked while the server starts, and so in it and whatever it forks until they say otherwise:
     # Ctrl-C in the terminal is the parent's to handle.

@@ -160,6 +160,17 @@ def measure(
     trace.follow(parameter for _, parameter in engine.named_parameters())
     blocks = {n: [*spec.blocks(module).values()] for n, module in enumerate(engine.modules)}
     depth.watch(blocks, trace)
+    step(engine, batch, trace, updating=updating)
+
+
+def step(
+    engine: Engine,
+    batch: Batch,
+    trace: StorageTrace,
+    *,
+    updating: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Do a step once more in the trace of one that was measured, and leave it with its events."""
     trace.forget()
     engine.backward(batch)
     trace.begin("update")

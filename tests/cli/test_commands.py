@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import Command
+from command import Served
+from served_command import Server
 
 COMMANDS = ["train", "sample", "config", "schedule", "verify", "ls", "doctor"]
 
@@ -94,9 +95,7 @@ def test_ls_lists_every_kind_with_a_line_of_what_it_is(tmp_path: Path) -> None:
     assert "llama" not in text
 
 
-def test_doctor_tries_every_backend_by_a_real_all_reduce(
-    tmp_path: Path, server: dict[str, str]
-) -> None:
+def test_doctor_tries_every_backend_by_a_real_all_reduce(tmp_path: Path, server: Server) -> None:
     report = json.loads(run(tmp_path, "doctor", "--json").stdout)
     assert report["backends"]["gloo"]["works"]
     assert report["backends"]["mock"]["works"]
@@ -104,4 +103,4 @@ def test_doctor_tries_every_backend_by_a_real_all_reduce(
     assert report["cores"] >= 1
     assert report["disk_free_gib"] > 0
     assert list(tmp_path.iterdir()) == []
-    assert "all-reduced" in Command(tmp_path, served=server)("doctor").stdout
+    assert "all-reduced" in Served(tmp_path, server)("doctor").stdout

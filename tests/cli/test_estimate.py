@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import TINY, Command
+from command import TINY, Command, Served
 from rich.console import Console
+from served_command import Server
 
 from axonlaunch.cli.estimate import as_object, show
 from axonlaunch.planning.memory_plot import plot
@@ -42,11 +43,11 @@ def build():
 
 @pytest.fixture
 def axonlaunch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> Iterator[Command]:
     """The command in a new folder, with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    command = Command(tmp_path, served=server)
+    command = Served(tmp_path, server)
     yield command
     assert not command.processes()
 

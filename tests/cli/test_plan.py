@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from command import Command
+from command import Served
 from rich.console import Console
+from served_command import Server
 
 from axonlaunch import config
 from axonlaunch.cli.plan import show
@@ -44,10 +45,8 @@ def planned(*, step_s: float, fits: bool = True, **breakdown: float) -> Planned:
 
 
 @pytest.mark.timeout(240)
-def test_it_finds_layouts_that_train_and_estimate_take(
-    tmp_path: Path, server: dict[str, str]
-) -> None:
-    axonlaunch = Command(tmp_path, served=server)
+def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: Server) -> None:
+    axonlaunch = Served(tmp_path, server)
     words = [*MODEL, "strategy.tensor.degree=2"]
     ran = axonlaunch("plan", *words, "--devices", "2", "--json", "--write", "best.yaml")
     told = json.loads(ran.stdout)
@@ -90,9 +89,9 @@ def test_it_finds_layouts_that_train_and_estimate_take(
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    words: list[str], message: str, tmp_path: Path, server: dict[str, str]
+    words: list[str], message: str, tmp_path: Path, server: Server
 ) -> None:
-    ran = Command(tmp_path, served=server)("plan", *words, status=2)
+    ran = Served(tmp_path, server)("plan", *words, status=2)
     [error] = ran.stderr.splitlines()
     assert error.startswith(f"error: {message}")
     assert ran.stdout == ""

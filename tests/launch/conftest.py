@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import FAULTS, Command
+from command import FAULTS, Command, Served
+from served_command import Server
 
 
 @pytest.fixture
@@ -23,9 +24,9 @@ def axonlaunch(tmp_path: Path) -> Iterator[Command]:
 
 
 @pytest.fixture
-def served(axonlaunch: Command, server: dict[str, str]) -> Command:
-    """The same, with ranks from a server that tests share: for what a run does, once it started."""
-    return Command(axonlaunch.folder, served=server)
+def served(axonlaunch: Command, server: Server) -> Served:
+    """The same from a server that tests share: for what a run does, once it started."""
+    return Served(axonlaunch.folder, server)
 
 
 @pytest.fixture

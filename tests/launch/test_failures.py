@@ -130,7 +130,7 @@ def test_wrong_words_start_no_rank_and_leave_no_process(axonlaunch: Command) -> 
 def test_a_folder_in_which_a_run_goes_on_takes_no_second_one(
     served: Command, faulty: list[str]
 ) -> None:
-    first = served.start("train", *faulty, "name=run", "model.arguments={pause:1.5}")
+    first = served.start("train", *faulty, "name=run", "model.arguments={pause:0.5}")
     metrics = served.folder / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
     ran = served("train", *faulty, "name=run", status=2)

@@ -186,8 +186,8 @@ def test_compiled_blocks_have_the_same_losses(served: Command) -> None:
     assert served.losses("compiled") == pytest.approx(served.losses("plain"), rel=1e-5)
 
 
-def test_what_a_users_module_prints_stays_out_of_json(axonlaunch: Command) -> None:
-    (axonlaunch.folder / "chatty.py").write_text(
+def test_what_a_users_module_prints_stays_out_of_json(served: Command) -> None:
+    (served.folder / "chatty.py").write_text(
         "from torch import nn\n"
         "print('imported')\n"
         "def build():\n"
@@ -196,7 +196,7 @@ def test_what_a_users_module_prints_stays_out_of_json(axonlaunch: Command) -> No
     )
     words = ["model=custom", "model.target=chatty:build", "plugins=[chatty]", "train.steps=1"]
     tiny = [word for word in TINY if not word.startswith("model.")]
-    ran = axonlaunch("train", *tiny, *words, "--json")
+    ran = served("train", *tiny, *words, "--json")
     assert json.loads(ran.stdout)["status"] == "done"
 
 

@@ -52,10 +52,10 @@ def test_it_fails_and_says_where(served: Command, backend: str) -> None:
 
 
 def test_a_rank_that_fails_is_a_verdict_and_no_traceback(
-    axonlaunch: Command, faulty: list[str]
+    served: Command, faulty: list[str]
 ) -> None:
     words = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]
-    ran = axonlaunch("verify", *words, status=1)
+    ran = served("verify", *words, status=1)
     assert "rank 1 failed: ValueError: the fault of a test" in ran.stdout
     assert ran.stdout.endswith("failed\n")
     assert "Traceback" not in ran.stdout + ran.stderr

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import served_command
+from served_command import ServedCommand, Server
 
 TINY = [
     "model.hidden_size=32",
@@ -34,25 +34,25 @@ class Command:
 
     Attributes:
         folder: Where it runs.
-        served: The environment of a server to fork ranks from, as ``served_command.serve`` gives
-            it; None: the command starts its own, as a user's does.
     """
 
     folder: Path
-    served: dict[str, str] | None = None
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str) -> Any:
         """Start it without waiting."""
-        program = ["-m", "axonlaunch"] if self.served is None else [served_command.__file__]
         return subprocess.Popen(
-            [sys.executable, *program, *words],
+            [sys.executable, "-m", "axonlaunch", *words],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "COLUMNS": "140", **(self.served or {})},
+            env=self.environment(),
         )
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables it sees."""
+        return {**os.environ, "COLUMNS": "140"}
 
     def __call__(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
         """Run it to its end and hold its exit status against what is expected."""
@@ -98,6 +98,17 @@ class Command:
     def wait_until_gone(self, *, seconds: float = 10) -> None:
         """Hold that no process of a run is left soon."""
         wait_for(lambda: not self.processes(), seconds=seconds)
+
+
+@dataclass
+class Served(Command):
+    """The same, with the command and its ranks forked from a server that tests share."""
+
+    server: Server
+
+    def start(self, *words: str) -> ServedCommand:
+        """Start it without waiting."""
+        return ServedCommand(self.server, words, self.folder, self.environment())
 
 
 def wait_for(condition: Callable[[], bool], *, seconds: float = 60) -> None:

@@ -1,4 +1,4 @@
-"""The ``axonlaunch`` command, with whatever it forks forked from a server that was there before.
+"""The ``axonlaunch`` command, forked, as its ranks are, from a server that was there before.
 
 Importing torch is most of a short command's time. Tests of what a command does share one server a
 worker; tests of how it starts, prints and ends run it as a user does.
@@ -7,42 +7,97 @@ worker; tests of how it starts, prints and ends run it as a user does.
 from __future__ import annotations
 
 import os
-import pickle
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from axonlaunch.launch import forkserver as ours
 
 SERVER: Any = forkserver._forkserver
-VARIABLE = "AXONLAUNCH_TESTS_SERVER"
 # Where the server listens and, from Python 3.14, the key that it asks for.
 NEEDED = ("_forkserver_address", "_forkserver_authkey")
+# What a command imports beside what its ranks do.
+IMPORTED = ["axonlaunch.cli.app", "hydra", "pydantic", "rich.progress", "rich.table"]
+
+Server = dict[str, Any]
 
 
 @contextmanager
-def serve() -> Iterator[dict[str, str]]:
-    """Keep a server; yield the environment in which this file, as a script, is the command."""
-    with ours.warm():
-        found = {name: getattr(SERVER, name) for name in NEEDED if hasattr(SERVER, name)}
-        yield {VARIABLE: pickle.dumps(found).hex()}
+def serve() -> Iterator[Server]:
+    """Keep a server; yield how it is reached."""
+    with mock.patch.object(ours, "PRELOADED", [*IMPORTED, *ours.PRELOADED]), ours.warm():
+        yield {name: getattr(SERVER, name) for name in NEEDED if hasattr(SERVER, name)}
 
 
-@contextmanager
-def _shared() -> Iterator[ForkServerContext]:
-    """Stand in for ``warm``: use the server of the environment, and leave it running."""
-    vars(SERVER).update(pickle.loads(bytes.fromhex(os.environ[VARIABLE])))
-    SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # others keep it alive
-    SERVER.ensure_running = lambda: None
-    yield get_context("forkserver")
+class ServedCommand:
+    """A command that runs; what ``subprocess.Popen`` has of the same names is the same."""
+
+    def __init__(
+        self, server: Server, words: tuple[str, ...], folder: Path, environment: dict[str, str]
+    ) -> None:
+        self._outputs = [tempfile.NamedTemporaryFile("r") for _ in range(2)]  # noqa: SIM115
+        names = [output.name for output in self._outputs]
+        # No daemon: it has ranks for children.
+        self._process = get_context("forkserver").Process(
+            target=_run, args=(server, words, folder, environment, names), daemon=False
+        )
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("axonlaunch", timeout or 0)
+        output, errors = [file.read() for file in self._outputs]
+        for file in self._outputs:
+            file.close()
+        return output, errors
 
 
-if __name__ == "__main__":
-    from axonlaunch.cli import main
+def _run(
+    server: Server,
+    words: tuple[str, ...],
+    folder: Path,
+    environment: dict[str, str],
+    outputs: list[str],
+) -> None:
+    """Become what the shell would have started."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, name in enumerate(outputs, start=1):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), descriptor)
+    sys.argv = ["axonlaunch", *words]
 
-    ours.warm = _shared
-    sys.argv[0] = "axonlaunch"
-    main()
+    from axonlaunch.cli import app
+
+    app.STARTED = time.time()
+
+    @contextmanager
+    def shared() -> Iterator[ForkServerContext]:
+        """Stand in for ``warm``: use the server that is there, and leave it running."""
+        vars(SERVER).update(server)
+        SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # others keep it alive
+        SERVER.ensure_running = lambda: None
+        yield get_context("forkserver")
+
+    ours.warm = shared
+    app.run()
