@@ -21,10 +21,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from axonlaunch import data
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.rendezvous import local_place
-from axonlaunch.config import RunConfig
+from axonlaunch.config import RunConfig, replaced
 from axonlaunch.config.layout import layout
 from axonlaunch.config.optimizer import AdamWConfig
 from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
@@ -287,11 +288,8 @@ def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
 
 
 def _in_one_process(config: RunConfig, *, micro_batch_size: int | Literal["auto"]) -> RunConfig:
-    return dataclasses.replace(
-        config,
-        strategy=type(config.strategy)(data_parallel="none"),
-        train=dataclasses.replace(config.train, micro_batch_size=micro_batch_size),
-    )
+    alone = StrategyConfig(data_parallel="none")
+    return replaced(config, {"strategy": alone, "train.micro_batch_size": micro_batch_size})
 
 
 def _mixes_samples(modules: Iterable[nn.Module]) -> bool:
@@ -318,7 +316,7 @@ def _with_smooth_updates(config: RunConfig) -> RunConfig:
     if not isinstance(config.optimizer, AdamWConfig):
         return config
     eps = max(config.optimizer.eps, _LEAST_EPS)
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, eps=eps))
+    return replaced(config, {"optimizer.eps": eps})
 
 
 def _of_number(step: int, kind: str, seen: float, expected: float) -> Difference:

@@ -19,7 +19,6 @@ from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
 from axonlaunch.events import Event, Finished, Sampled, Started
-from axonlaunch.memory import DevicePeak
 from axonlaunch.metrics import MetricsFile, TensorBoard
 from axonlaunch.models.generation import generate
 from axonlaunch.planning.live import LivePeak
@@ -93,7 +92,7 @@ def run(
         save=save if config.checkpoint.every else None,
         save_every=config.checkpoint.every,
         stop=stop,
-        watch=live or DevicePeak(world.device),
+        watch=live,
     )
     if not finished.interrupted:
         _sample(config, engine, dataset, report)

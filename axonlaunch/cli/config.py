@@ -33,7 +33,7 @@ def command(
     composed = configuration.compose(
         overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
-    config = configuration.typed(composed)
+    config = configuration.typed(composed.tree, composed.problems)
     if not explain:
         if as_json:
             print_json(configuration.to_tree(config))
@@ -43,7 +43,8 @@ def command(
     from axonlaunch.config.problem import plain
 
     values = configuration.leaves(config)
-    origins = {key: composed.origins.get(key, configuration.DEFAULT_ORIGIN) for key in values}
+    told = composed.origins()
+    origins = {key: told.get(key, configuration.DEFAULT_ORIGIN) for key in values}
     if as_json:
         print_json({key: {"value": value, "origin": origins[key]} for key, value in values.items()})
         return

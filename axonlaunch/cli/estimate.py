@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, telling
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,8 +53,7 @@ def command(
 
         from axonlaunch.launch.estimate import estimate
 
-        progress = Console(stderr=True, highlight=False)
-        with progress.status("tracing a step"):
+        with telling("tracing a step"):
             found = estimate(
                 context,
                 overrides or [],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, telling
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,8 +56,7 @@ def command(
     with forkserver.warm() as context:
         from rich.console import Console
 
-        progress = Console(stderr=True, highlight=False)
-        with progress.status("searching layouts"):
+        with telling("searching layouts"):
             found = plan(
                 context,
                 overrides or [],

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from axonlaunch.cli.estimate import as_object, show
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, telling
 
 HELP = "Train a model."
 EXAMPLES = """Examples:
@@ -77,8 +77,7 @@ def _estimate(
         from axonlaunch.launch.estimate import forecast, misfit
         from axonlaunch.launch.start import checked
 
-        progress = Console(stderr=True, highlight=False)
-        with progress.status("tracing a step"):
+        with telling("tracing a step"):
             configs = checked(
                 context,
                 overrides,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, telling
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,8 +42,7 @@ def command(
         from axonlaunch.events import finite
         from axonlaunch.launch.verify import verify
 
-        progress = Console(stderr=True, highlight=False)
-        with progress.status("running the layout and one process"):
+        with telling("running the layout and one process"):
             verdict = verify(
                 context,
                 overrides or [],

@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from axonlaunch.config.compose import DEFAULT_ORIGIN, OVERRIDE_ORIGIN, Composed, Composer
+from axonlaunch.config.compose import DEFAULT_ORIGIN, Composed, Composer
 from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.config.plugins import import_entry_point, import_plugins, search_here
 from axonlaunch.config.problem import ConfigError, Problem
 from axonlaunch.config.rules import broken_rules
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.config.tree import leaves, read_yaml, to_tree, to_yaml
+from axonlaunch.config.tree import leaves, read_yaml, replaced, to_tree, to_yaml
 from axonlaunch.config.validate import validate
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "leaves",
     "load",
     "read",
+    "replaced",
     "to_tree",
     "to_yaml",
     "typed",
@@ -51,7 +53,8 @@ def load(
     Raises:
         ConfigError: Everything that is wrong and can be told without torch, all at once.
     """
-    return typed(compose(overrides, config_name=config_name, config_dirs=config_dirs))
+    composed = compose(overrides, config_name=config_name, config_dirs=config_dirs)
+    return typed(composed.tree, composed.problems)
 
 
 def compose(
@@ -65,19 +68,23 @@ def compose(
     Raises:
         ConfigError: The files themselves can't be composed.
     """
-    composer = Composer(config_dirs=config_dirs)
-    return _with_plugins(composer.compose(overrides, config_name=config_name))
+    composed = Composer(config_dirs=config_dirs).compose(overrides, config_name=config_name)
+    problems = _import_models(composed.tree) + composed.problems
+    return _with_registered_model(dataclasses.replace(composed, problems=problems))
 
 
-def typed(composed: Composed) -> RunConfig:
-    """Type a composed tree and check the rules between its values.
+def typed(tree: dict[str, Any], problems: Sequence[Problem] = ()) -> RunConfig:
+    """Type a tree of plain values and check the rules between them.
+
+    Args:
+        tree: As composed.
+        problems: What is already known to be wrong with it.
 
     Raises:
         ConfigError: Everything that is wrong, all at once.
     """
-    problems = list(composed.problems)
-    checked = validate(composed.tree, RunConfig)
-    problems += checked.problems
+    checked = validate(tree, RunConfig)
+    problems = [*problems, *checked.problems]
     told = {problem.key for problem in problems}
     problems += [rule for rule in broken_rules(checked.config) if rule.key not in told]
     if problems:
@@ -86,16 +93,15 @@ def typed(composed: Composed) -> RunConfig:
     return checked.config
 
 
-def _with_plugins(composed: Composed) -> Composed:
+def _import_models(tree: dict[str, Any]) -> list[Problem]:
     """Import what registers models: plugins, and the package that offers the chosen model."""
-    modules, model = composed.tree.get("plugins"), composed.tree.get("model")
+    modules, model = tree.get("plugins"), tree.get("model")
     problems = import_plugins(modules) if isinstance(modules, list) else []
     if isinstance(model, dict):
         problems += import_entry_point(str(model.get("name")), MODEL_CONFIGS)
         if model.get("name") == "custom":
             search_here()  # for model.target
-    composed = dataclasses.replace(composed, problems=problems + composed.problems)
-    return _with_registered_model(composed)
+    return problems
 
 
 def _with_registered_model(composed: Composed) -> Composed:
@@ -111,16 +117,13 @@ def _with_registered_model(composed: Composed) -> Composed:
         if name not in MODEL_CONFIGS:
             continue
         group = composed.tree.get("model", {})
-        given = {
-            key.split(".")[1]
-            for key, origin in composed.origins.items()
-            if key.startswith("model.") and origin.startswith(OVERRIDE_ORIGIN)
-        }
+        given = {key.split(".")[1] for key in composed.given if key.startswith("model.")}
         chosen = {"name": name, **{key: group[key] for key in sorted(given)}}
-        return Composed(
-            {**composed.tree, "model": chosen},
-            {**composed.origins, "model.name": f"{OVERRIDE_ORIGIN}model={name}"},
-            [other for other in composed.problems if other is not problem],
+        return dataclasses.replace(
+            composed,
+            tree={**composed.tree, "model": chosen},
+            given={**composed.given, "model.name": f"model={name}"},
+            problems=[other for other in composed.problems if other is not problem],
         )
     return composed
 
@@ -139,4 +142,4 @@ def read(path: str | Path) -> RunConfig:
         tree = read_yaml(file)
     except ValueError as reason:
         raise ConfigError([Problem("", f"{file}: {reason}")]) from None
-    return typed(_with_plugins(Composed(tree, {}, [])))
+    return typed(tree, _import_models(tree))

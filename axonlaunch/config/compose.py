@@ -5,8 +5,9 @@ Everything of Hydra that is not public API is used here alone. Nothing here know
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,21 @@ class Composed:
 
     Attributes:
         tree: Nested plain values, interpolations resolved.
-        origins: Dotted key of each leaf that a file or an override set -> that file or override.
+        given: Dotted key of each leaf that an override set -> that override.
+        in_files: The same of files; a call, since reading them all again takes as long as composing
+            and few ask.
         problems: Overrides that could not be taken; the tree is composed without them.
     """
 
     tree: dict[str, Any]
-    origins: dict[str, str]
+    given: dict[str, str]
+    in_files: Callable[[], dict[str, str]]
     problems: list[Problem]
+
+    def origins(self) -> dict[str, str]:
+        """Return what set each leaf: a file, or ``"override "`` and the override."""
+        given = {key: OVERRIDE_ORIGIN + text for key, text in self.given.items()}
+        return {**self.in_files(), **given}
 
 
 def packaged_configs() -> Path:
@@ -73,10 +82,9 @@ class Composer:
         from omegaconf.errors import OmegaConfBaseException
 
         self._check_primary(config_name)
-        texts, origins, problems = self._normalise(overrides, config_name)
+        texts, given, problems = self._normalise(overrides, config_name)
         try:
             composed = self._loader.load_configuration(config_name, texts, RunMode.RUN)
-            origins = {**self._file_origins(config_name, texts), **origins}
             with open_dict(composed):
                 del composed["hydra"]
             tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
@@ -88,7 +96,9 @@ class Composer:
                 raise
             raise ConfigError([problem]) from None
         assert isinstance(tree, dict)
-        return Composed({str(key): value for key, value in tree.items()}, origins, problems)
+        in_files = partial(self._file_origins, config_name, texts)
+        named = {str(key): value for key, value in tree.items()}
+        return Composed(named, given, in_files, problems)
 
     def sweep(self, overrides: Sequence[str]) -> list[list[str]]:
         """Expand Hydra's sweep syntax (``a=1,2``, ``range``, ``glob``) into runs, in order."""
@@ -138,7 +148,7 @@ class Composer:
         parsed, problems = self._parse(overrides)
         in_defaults = self._groups_in_defaults(config_name)
         texts: list[str] = []
-        origins: dict[str, str] = {}
+        given: dict[str, str] = {}
         for override in parsed:
             text, key = override.input_line, override.key_or_group
             if key == "hydra" or key.startswith("hydra."):
@@ -156,8 +166,8 @@ class Composer:
             else:
                 texts.append("++" + text.lstrip("+"))
                 for leaf in leaves(override.value(), key):
-                    origins[leaf] = OVERRIDE_ORIGIN + text
-        return texts, origins, problems
+                    given[leaf] = text
+        return texts, given, problems
 
     def _group(self, override: Any, in_defaults: bool) -> tuple[list[str], list[Problem]]:
         group, value = override.key_or_group, override.value()

@@ -5,12 +5,12 @@ Pure arithmetic on the typed tree; it starts nothing and refuses nothing (``rule
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.config.schema import RunConfig, StrategyConfig
+from axonlaunch.config.tree import replaced
 
 DataParallel = Literal["none", "ddp", "zero1", "fsdp"]
 
@@ -158,11 +158,7 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
         else:
             nproc = degrees * (2 if strategy.data_parallel else 1)
     kind = strategy.data_parallel or _leftover(nproc // model_ranks(strategy))
-    return dataclasses.replace(
-        config,
-        launch=dataclasses.replace(config.launch, nproc=nproc),
-        strategy=dataclasses.replace(strategy, data_parallel=kind),
-    )
+    return replaced(config, {"launch.nproc": nproc, "strategy.data_parallel": kind})
 
 
 def _leftover(ranks: int) -> DataParallel:

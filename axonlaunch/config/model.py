@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from axonlaunch.config.problem import divisors
+from axonlaunch.config.problem import divisor_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class LlamaConfig:
             return [("num_attention_heads", message)]
         groups = self.num_key_value_heads
         if groups and heads % groups:
-            message = f"num_attention_heads={heads} is not divisible by it; use {divisors(heads)}"
+            message = f"num_attention_heads={heads} is not divisible by it; use {divisor_of(heads)}"
             return [("num_key_value_heads", message)]
         return []
 
@@ -137,7 +137,7 @@ class ViTConfig:
         if self.image_size % self.patch_size:
             message = (
                 f"image_size={self.image_size} is not divisible by it; "
-                f"use {divisors(self.image_size)}"
+                f"use {divisor_of(self.image_size)}"
             )
             found.append(("patch_size", message))
         return found
@@ -177,7 +177,7 @@ class FreeModelConfig:
 def _head_problems(hidden_size: int, num_attention_heads: int) -> list[tuple[str, str]]:
     if hidden_size % num_attention_heads == 0:
         return []
-    message = f"hidden_size={hidden_size} is not divisible by it; use {divisors(hidden_size)}"
+    message = f"hidden_size={hidden_size} is not divisible by it; use {divisor_of(hidden_size)}"
     return [("num_attention_heads", message)]
 
 

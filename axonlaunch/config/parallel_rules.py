@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from axonlaunch.config.layout import Layout, layout, model_ranks, stages_per_rank
-from axonlaunch.config.problem import Problem, divisors, one_of
+from axonlaunch.config.problem import Problem, divisor_of, divisors, one_of
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.config.schema import PipelineConfig, RunConfig
 
@@ -59,7 +59,7 @@ def broken_world_degrees(config: RunConfig, *, world_size: int) -> list[Problem]
     used = {key: degree for key, degree in degrees.items() if degree > 1}
     if len(used) == 1:
         [(key, degree)] = used.items()
-        message = f"{world_size} ranks are not divisible by it; use {divisors(world_size)}"
+        message = f"{world_size} ranks are not divisible by it; use {divisor_of(world_size)}"
         return [Problem(key, message, degree)]
     product = " x ".join(f"{key}={degree}" for key, degree in used.items())
     message = f"{product} take {needed} ranks; use {needed}, {2 * needed} or another multiple"
@@ -91,7 +91,7 @@ def broken_rounds(config: RunConfig, *, world_size: int) -> Iterator[Problem]:
 
 def legal_micro_batch_sizes(config: RunConfig, *, share: int) -> list[int]:
     """Return the micro-batches that a rank's share of a step can be divided into."""
-    return [size for size in _divisors(share) if _fits(config, share // size)]
+    return [size for size in divisors(share) if _fits(config, share // size)]
 
 
 def _fits(config: RunConfig, count: int) -> bool:
@@ -108,7 +108,7 @@ def _rounds_problem(config: RunConfig, shares: Layout, wants: str) -> Problem:
     pipeline = config.strategy.pipeline
     rule, share = SCHEDULES[pipeline.schedule], shares.micro_batch_size * shares.micro_batches
     if pipeline.microbatches != "auto":
-        counts = [n for n in _divisors(shares.micro_batches) if _fits(config, n)]
+        counts = [n for n in divisors(shares.micro_batches) if _fits(config, n)]
         legal = f"use {one_of(counts)}" if counts else "make train.micro_batch_size smaller"
         message = f"{wants}; {legal}"
         return Problem("strategy.pipeline.microbatches", message, pipeline.microbatches)
@@ -151,7 +151,3 @@ def _stages(config: RunConfig) -> Iterator[Problem]:
     elif min(pipeline.split) < 1:
         message = "each stage holds at least 1 block"
         yield Problem("strategy.pipeline.split", message, pipeline.split)
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

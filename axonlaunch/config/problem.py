@@ -54,9 +54,14 @@ def plain(value: Any) -> str:
     return str(value)
 
 
-def divisors(number: int, *, at_most: int = 8) -> str:
+def divisors(number: int) -> list[int]:
+    """Return what divides a number, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def divisor_of(number: int, *, at_most: int = 8) -> str:
     """List what divides a number, for messages: ``1, 2, 4 or 8``; long lists keep both ends."""
-    found = [d for d in range(1, number + 1) if number % d == 0]
+    found = divisors(number)
     if len(found) > at_most:
         found = found[: at_most - 2] + found[-2:]
     return one_of(found)

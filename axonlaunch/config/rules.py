@@ -19,7 +19,7 @@ from axonlaunch.config.parallel_rules import (
     broken_world_degrees,
     legal_micro_batch_sizes,
 )
-from axonlaunch.config.problem import Problem, divisors, one_of
+from axonlaunch.config.problem import Problem, divisor_of, one_of
 from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
 
 
@@ -97,7 +97,7 @@ def _no_replicas(config: RunConfig) -> Iterator[Problem]:
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Problem]:
     ranks = world_size // model_ranks(config.strategy)
     if ranks % replicas(config, world_size=world_size):
-        message = f"{ranks} ranks are not divisible by it; use {divisors(ranks)}"
+        message = f"{ranks} ranks are not divisible by it; use {divisor_of(ranks)}"
         yield Problem("strategy.fsdp.replicate", message, config.strategy.fsdp.replicate)
 
 
@@ -108,7 +108,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return  # told already
     if train.global_batch_size % ranks:
         nearest = max(1, round(train.global_batch_size / ranks)) * ranks
-        counts = divisors(train.global_batch_size)
+        counts = divisor_of(train.global_batch_size)
         who = "ranks" if ranks == world_size else "data-parallel ranks"
         message = f"{ranks} {who} can't share it evenly; use {nearest}, or {counts} {who}"
         yield Problem("train.global_batch_size", message, train.global_batch_size)
@@ -117,7 +117,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     micro = train.micro_batch_size
     if micro != "auto" and share % micro:
         legal = legal_micro_batch_sizes(config, share=share)
-        use = one_of(legal) if config.strategy.pipeline.degree > 1 and legal else divisors(share)
+        use = one_of(legal) if config.strategy.pipeline.degree > 1 and legal else divisor_of(share)
         message = f"a rank's share of the global batch is {share} samples; use {use}"
         yield Problem("train.micro_batch_size", message, micro)
         return

@@ -6,8 +6,11 @@ What is written here can be read back to an equal tree; nothing is resolved or g
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def to_tree(config: Any) -> Any:
@@ -39,6 +42,21 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         found.update(leaves(value, f"{prefix}.{key}" if prefix else str(key)))
     return found
+
+
+def replaced(tree: T, settings: Mapping[str, Any]) -> T:
+    """Return a typed tree with values at dotted keys replaced; what they mean is not checked."""
+    inside: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            inside.setdefault(name, {})[rest] = value
+        else:
+            values[name] = value
+    for name, below in inside.items():
+        values[name] = replaced(getattr(tree, name), below)
+    return dataclasses.replace(tree, **values)  # type: ignore[type-var]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

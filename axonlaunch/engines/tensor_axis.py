@@ -20,6 +20,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.checks import device_of
 from axonlaunch.comm.differentiable import copy_to, sum_over
 from axonlaunch.comm.process_group import default_group
+from axonlaunch.config.problem import divisor_of
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -196,19 +197,6 @@ def _lies_on(parameter: Tensor, mesh: DeviceMesh) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh == mesh
 
 
-def divisors(size: int) -> list[int]:
-    """Return the numbers that divide a size, ascending."""
-    return [number for number in range(1, size + 1) if size % number == 0]
-
-
-def listed(numbers: list[int], *, most: int = 8) -> str:
-    """Write numbers as ``1, 2 or 4``, or the first of them and dots."""
-    if len(numbers) > most:
-        return ", ".join(map(str, numbers[:most])) + " ..."
-    head, last = ", ".join(map(str, numbers[:-1])), str(numbers[-1])
-    return f"{head} or {last}" if head else last
-
-
 def refuse_indivisible(name: str, size: int, group: ProcessGroup) -> None:
     """Refuse a size that can't be cut into equal parts, one a rank.
 
@@ -218,5 +206,5 @@ def refuse_indivisible(name: str, size: int, group: ProcessGroup) -> None:
     if size % group.size:
         raise ValueError(
             f"{name}={size} is not divisible by the group's {group.size} ranks; use a group of "
-            f"{listed(divisors(size))}"
+            f"{divisor_of(size)}"
         )

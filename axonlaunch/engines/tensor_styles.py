@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from axonlaunch.engines.tensor_axis import divisors, listed
+from axonlaunch.config.problem import divisor_of
 from axonlaunch.models.attention import Attention
 from axonlaunch.registry import unknown
 
@@ -173,7 +173,7 @@ def _indivisible(one: Styled, degree: int) -> str | None:
         return None
     message = (
         f"{one.name} has {size} {what}, which {degree} does not divide; use a degree of "
-        f"{listed(divisors(size))}"
+        f"{divisor_of(size)}"
     )
     if one.style == "vocabulary":
         message += f", or pad it to {-(-size // degree) * degree}"
@@ -201,7 +201,7 @@ def _head_problems(modules: list[Styled], degree: int) -> list[str]:
             sizes = {"num_attention_heads": heads, "num_key_value_heads": fewer}
             for name, size in sizes.items():
                 if size % degree and not (name == "num_key_value_heads" and fewer == heads):
-                    use = listed(divisors(size))
+                    use = divisor_of(size)
                     found[f"{name}={size} is not divisible by it; use {use}"] = None
     return list(found)
 

@@ -6,7 +6,6 @@ refused.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch import config as configuration
-from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config import ConfigError, Problem, RunConfig, replaced
 from axonlaunch.config.layout import layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.launch import forkserver
@@ -39,7 +38,7 @@ def estimate(
         ConfigError: The configuration can't be run on any machine, or can't be traced.
     """
     composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
-    config = configuration.typed(dataclasses.replace(composed, tree=naming_files(composed.tree)))
+    config = configuration.typed(naming_files(composed.tree), composed.problems)
     if config.launch.nproc == "auto":
         config = forkserver.call(
             context, "axonlaunch.preflight:resolve_anywhere", without_files(config)
@@ -61,7 +60,7 @@ def forecast(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
             "train.compile=true: told for the same run without it; what compiled code allocates "
             "shows only when it runs"
         )
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile=False))
+        config = replaced(config, {"train.compile": False})
     foretell = partial(foretold, context, exact=exact)
     found = foretell(config)
     hardware, memory, told = config.hardware, None, []
@@ -152,4 +151,4 @@ def _on_named_hardware(config: RunConfig) -> RunConfig:
         raise ConfigError([Problem("hardware.memory_gib", message, None)])
     assert nproc != "auto"
     share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / nproc / GIB
-    return dataclasses.replace(config, hardware=dataclasses.replace(hardware, memory_gib=share))
+    return replaced(config, {"hardware.memory_gib": share})

@@ -6,15 +6,13 @@ figures that speed takes.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composer, ConfigError, Problem, RunConfig
-from axonlaunch.config.compose import OVERRIDE_ORIGIN
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.problem import one_of
 from axonlaunch.config.schema import GROUPS
@@ -44,12 +42,12 @@ def plan(
         ConfigError: The configuration is wrong, no layout fits, or it can't be told.
     """
     composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
-    config = configuration.typed(dataclasses.replace(composed, tree=naming_files(composed.tree)))
+    config = configuration.typed(naming_files(composed.tree), composed.problems)
     if config.hardware is None:
         known = [*Composer(config_dirs=config_dirs).options("hardware")]
         message = f"is needed: speed and room depend on the devices; use {one_of(known)}"
         raise ConfigError([Problem("hardware", message)])
-    given = [key for key, origin in composed.origins.items() if _sets(origin, key)]
+    given = [key for key, text in composed.given.items() if _sets(text, key)]
     found: Plan = forkserver.call(
         context, "axonlaunch.launch.plan:search", without_files(config), devices, given
     )
@@ -67,8 +65,8 @@ def search(config: RunConfig, devices: int, given: Sequence[str]) -> Plan:
 
     forkserver.lead_group()  # it forks a process for each trace
     import_plugins(config.plugins)
-    tree = configuration.to_tree(config)
-    kept = {key: _at(tree, key) for key in candidates.SEARCHED if key in given}
+    values = configuration.leaves(config)
+    kept = {key: values[key] for key in candidates.SEARCHED if key in given}
     return planner.plan(config, devices=devices, kept=kept, check=resolve_anywhere)
 
 
@@ -94,17 +92,9 @@ def experiment(overrides: Sequence[str], layout: Sequence[str]) -> str:
             place = place.setdefault(name, {})
         place[last] = yaml.safe_load(text)
     content = {"defaults": groups, **values} if groups else values
-    text = str(yaml.safe_dump(content, sort_keys=False))
-    return f"# @package _global_\n{text}"
+    return "# @package _global_\n" + str(yaml.safe_dump(content, sort_keys=False))
 
 
-def _sets(origin: str, key: str) -> bool:
-    """Say whether a key's origin is an override of the key itself, not of its group."""
-    return origin.removeprefix(OVERRIDE_ORIGIN).lstrip("+").partition("=")[0] == key
-
-
-def _at(tree: Mapping[str, Any], key: str) -> Any:
-    value: Any = tree
-    for name in key.split("."):
-        value = value[name]
-    return value
+def _sets(override: str, key: str) -> bool:
+    """Say whether an override is of a key itself, not of what it is in."""
+    return override.lstrip("+").partition("=")[0] == key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
@@ -33,10 +32,8 @@ def verify(
     """
     config = configuration.load(overrides, config_name=config_name, config_dirs=config_dirs)
     if config.launch.backend == "auto":
-        launch = dataclasses.replace(
-            config.launch, backend="gloo" if config.train.compile else "mock"
-        )
-        config = dataclasses.replace(config, launch=launch)
+        backend = "gloo" if config.train.compile else "mock"
+        config = configuration.replaced(config, {"launch.backend": backend})
     config = forkserver.call(context, "axonlaunch.preflight:resolve", config)
     if config.launch.backend == "mock":
         verdict: Verdict = forkserver.call(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch import data
-from axonlaunch.config import RunConfig
+from axonlaunch.config import RunConfig, replaced
 from axonlaunch.config.layout import Layout, layout
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.data.dataset import sample_inputs
@@ -63,12 +63,13 @@ class Blueprint:
         """
         world_size = config.launch.nproc
         assert world_size != "auto"
-        config = _with_train(config, compile=False)
+        config = replaced(config, {"train.compile": False})
         shares = layout(config, world_size=world_size)
         dataset = data.build(config.data)
         model, sample = _on_meta(config.model, seed=config.seed), sample_inputs(dataset)
         if shares.pipeline > 1:
-            config = _with_split(config, stage_blocks(config, shares, model, sample=sample))
+            split = stage_blocks(config, shares, model, sample=sample)
+            config = replaced(config, {"strategy.pipeline.split": split})
         blocks = len(spec_for(config.model).blocks(model))
         is_text = dataset.kind == "tokens"
         return cls(config, shares, world_size, model, sample, is_text, blocks)
@@ -164,38 +165,26 @@ class Blueprint:
         """Return the same over a shorter pipeline, in a world to fit, with fewer micro-batches."""
         shares = self.shares
         world_size = self.world_size // shares.pipeline * degree
-        strategy = self.config.strategy
-        if degree > 1:
-            pipeline = dataclasses.replace(
-                strategy.pipeline, degree=degree, microbatches=microbatches
-            )
-            strategy = dataclasses.replace(strategy, pipeline=pipeline)
         samples = shares.micro_batch_size * microbatches * rounds * shares.data_ranks
-        config = dataclasses.replace(
-            _with_train(
-                self.config, micro_batch_size=shares.micro_batch_size, global_batch_size=samples
-            ),
-            strategy=strategy,
-            launch=dataclasses.replace(self.config.launch, nproc=world_size),
-        )
+        settings: dict[str, Any] = {
+            "train.micro_batch_size": shares.micro_batch_size,
+            "train.global_batch_size": samples,
+            "launch.nproc": world_size,
+        }
+        if degree > 1:
+            settings |= {
+                "strategy.pipeline.degree": degree,
+                "strategy.pipeline.microbatches": microbatches,
+            }
+        config = replaced(self.config, settings)
         shares = layout(config, world_size=world_size)
         return dataclasses.replace(self, config=config, shares=shares, world_size=world_size)
 
     def _of_blocks(self, counts: list[int]) -> Self:
         """Return the same with the model's first blocks alone, so many in each stage."""
-        config = self.config if self.shares.pipeline == 1 else _with_split(self.config, counts)
+        split = {} if self.shares.pipeline == 1 else {"strategy.pipeline.split": counts}
+        config = replaced(self.config, split)
         return dataclasses.replace(self, config=config, num_blocks=sum(counts))
-
-
-def _with_train(config: RunConfig, **changes: Any) -> RunConfig:
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
-
-
-def _with_split(config: RunConfig, counts: list[int]) -> RunConfig:
-    pipeline = dataclasses.replace(config.strategy.pipeline, split=counts)
-    return dataclasses.replace(
-        config, strategy=dataclasses.replace(config.strategy, pipeline=pipeline)
-    )
 
 
 def _on_meta(config: Any, *, seed: int) -> nn.Module:

@@ -6,7 +6,6 @@ blocks in each stage, micro-batches of powers of two. It says nothing of memory 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, layout
+from axonlaunch.config.problem import divisors
 from axonlaunch.config.schedules import SCHEDULES
+from axonlaunch.config.tree import replaced
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _MOST_STAGES = 32
@@ -96,7 +97,7 @@ def candidates(
                 _RECOMPUTE: recompute,
             }
             if all(settings.get(key, value) == value for key, value in kept.items()):
-                made = _configured(config, settings, devices)
+                made = replaced(config, {**settings, "launch.nproc": devices})
                 yield Candidate(made, layout(made, world_size=devices), settings)
 
 
@@ -108,7 +109,7 @@ def _degrees(config: RunConfig, *, devices: int, in_node: int) -> Iterator[tuple
     length = getattr(config.data, "sequence_length", 1)
     contexts = _powers(in_node) if length >= _LONG and _takes_sequences(config) else [1]
     for tensor, pipeline, context in itertools.product(
-        _powers(in_node), _divisors(devices), contexts
+        _powers(in_node), divisors(devices), contexts
     ):
         if devices % (tensor * pipeline * context) or pipeline > min(depth, _MOST_STAGES):
             continue
@@ -148,35 +149,9 @@ def _fits(config: RunConfig, schedule: str, pipeline: int, micro_batches: int) -
     )
 
 
-def _configured(config: RunConfig, settings: Mapping[str, Any], devices: int) -> RunConfig:
-    strategy = config.strategy
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        *path, last = key.split(".")
-        sections.setdefault(".".join(path), {})[last] = value
-    strategy = dataclasses.replace(
-        strategy,
-        fsdp=dataclasses.replace(strategy.fsdp, **sections.get("strategy.fsdp", {})),
-        tensor=dataclasses.replace(strategy.tensor, **sections.get("strategy.tensor", {})),
-        context=dataclasses.replace(strategy.context, **sections.get("strategy.context", {})),
-        pipeline=dataclasses.replace(strategy.pipeline, **sections.get("strategy.pipeline", {})),
-        **sections["strategy"],
-    )
-    return dataclasses.replace(
-        config,
-        strategy=strategy,
-        train=dataclasses.replace(config.train, **sections["train"]),
-        launch=dataclasses.replace(config.launch, nproc=devices),
-    )
-
-
 def _powers(most: int) -> list[int]:
     """Return the powers of two that divide a number."""
     found = [1]
     while most % (2 * found[-1]) == 0:
         found.append(2 * found[-1])
     return found
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

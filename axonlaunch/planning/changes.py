@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
-from axonlaunch.config import Composed, ConfigError, RunConfig, to_tree, typed
+from axonlaunch.config import ConfigError, RunConfig, replaced, to_tree, typed
 from axonlaunch.config.layout import Layout, layout
 from axonlaunch.config.problem import plain
 from axonlaunch.planning.record import Estimate, Remedy
@@ -140,14 +140,7 @@ def changed(config: RunConfig, settings: Settings) -> RunConfig:
     Raises:
         ConfigError: They don't go together.
     """
-    tree = to_tree(config)
-    for key, value in settings.items():
-        *path, last = key.split(".")
-        place = tree
-        for name in path:
-            place = place[name]
-        place[last] = value
-    return typed(Composed(tree, {}, []))
+    return typed(to_tree(replaced(config, settings)))
 
 
 def _micro_batches(shares: Layout) -> Lever:

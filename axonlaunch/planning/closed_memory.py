@@ -7,11 +7,10 @@ traced. Rounding, buckets and messages between stages are left out.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 
-from axonlaunch.config import RunConfig
+from axonlaunch.config import RunConfig, replaced
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.planning import forked
@@ -54,14 +53,11 @@ def activations(config: RunConfig) -> dict[str, Held]:
     Raises:
         ConfigError: The run can't be traced.
     """
-    strategy = dataclasses.replace(config.strategy, data_parallel="fsdp")
-    launch = dataclasses.replace(config.launch, nproc=2)
-    config = dataclasses.replace(config, strategy=strategy, launch=launch)
+    config = replaced(config, {"strategy.data_parallel": "fsdp", "launch.nproc": 2})
     depths = (1, 2) if hasattr(config.model, "num_hidden_layers") else (0, 0)
     runs = []
     for mode in _MODES:
-        train = dataclasses.replace(config.train, activation_checkpointing=mode)  # type: ignore[arg-type]
-        changed = dataclasses.replace(config, train=train)
+        changed = replaced(config, {"train.activation_checkpointing": mode})
         for layers in depths:
             short = shortened(changed, world_size=2, layers=layers, micro_batches=1)
             runs.append(partial(_activations, short))

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from axonlaunch.config import ConfigError, Problem, RunConfig, to_tree
+from axonlaunch.config import ConfigError, Problem, RunConfig, leaves, replaced
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.problem import plain
+from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.planning import closed_memory, forked, process
 from axonlaunch.planning.candidates import Candidate, candidates
 from axonlaunch.planning.memory import estimate
@@ -90,16 +91,17 @@ class _Likely:
 
 def on_one_device(config: RunConfig) -> RunConfig:
     """Return a run of the same model on one device, a sample a step."""
-    strategy = dataclasses.replace(type(config.strategy)(), data_parallel="none")
-    train = dataclasses.replace(
-        config.train,
-        global_batch_size=1,
-        micro_batch_size=1,
-        activation_checkpointing="none",
-        compile=False,
+    return replaced(
+        config,
+        {
+            "strategy": StrategyConfig(data_parallel="none"),
+            "train.global_batch_size": 1,
+            "train.micro_batch_size": 1,
+            "train.activation_checkpointing": "none",
+            "train.compile": False,
+            "launch.nproc": 1,
+        },
     )
-    launch = dataclasses.replace(config.launch, nproc=1)
-    return dataclasses.replace(config, strategy=strategy, train=train, launch=launch)
 
 
 def _likely(
@@ -222,14 +224,10 @@ def _named(candidate: Candidate) -> str:
 
 def _overrides(config: RunConfig, candidate: Candidate, devices: int) -> list[str]:
     """Write what differs from the run as it was given, and what is the layout's own choice."""
-    given = to_tree(config)
-    found = []
-    for key, value in candidate.settings.items():
-        before: Any = given
-        for name in key.split("."):
-            before = before[name]
-        if value != before:
-            found.append(f"{key}={plain(value)}")
+    given = leaves(config)
+    found = [
+        f"{key}={plain(value)}" for key, value in candidate.settings.items() if value != given[key]
+    ]
     return [*found, f"launch.nproc={devices}"]
 
 

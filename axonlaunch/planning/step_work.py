@@ -7,7 +7,6 @@ refused.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config import ConfigError, Problem, RunConfig, replaced
 from axonlaunch.config.layout import layout
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.engines.update import local_part
@@ -156,31 +155,26 @@ def shortened(config: RunConfig, *, world_size: int, layers: int, micro_batches:
         micro_batches: Of a rank's step.
     """
     shares = layout(config, world_size=world_size)
-    train = dataclasses.replace(
-        config.train,
-        micro_batch_size=shares.micro_batch_size,
-        global_batch_size=shares.micro_batch_size * micro_batches * shares.data_ranks,
-        compile=False,
-    )
-    strategy, model = config.strategy, config.model
+    settings: dict[str, Any] = {
+        "train.micro_batch_size": shares.micro_batch_size,
+        "train.global_batch_size": shares.micro_batch_size * micro_batches * shares.data_ranks,
+        "train.compile": False,
+    }
     stages = 1
     if shares.pipeline > 1:
         per_rank = min(2, shares.stages_per_rank)
         stages = 2 * per_rank
-        pipeline = dataclasses.replace(
-            strategy.pipeline,
-            degree=2,
-            schedule=_like(shares.schedule, stages_per_rank=per_rank),
-            stages_per_rank=per_rank,
-            split=[layers] * stages,
-            microbatches="auto",
-        )
-        strategy = dataclasses.replace(strategy, pipeline=pipeline)
+        settings |= {
+            "strategy.pipeline.degree": 2,
+            "strategy.pipeline.schedule": _like(shares.schedule, stages_per_rank=per_rank),
+            "strategy.pipeline.stages_per_rank": per_rank,
+            "strategy.pipeline.split": [layers] * stages,
+            "strategy.pipeline.microbatches": "auto",
+        }
         world_size = 2 * world_size // shares.pipeline
     if layers:
-        model = dataclasses.replace(model, **{_DEPTH: layers * stages})  # type: ignore[type-var]
-    launch = dataclasses.replace(config.launch, nproc=world_size)
-    return dataclasses.replace(config, model=model, strategy=strategy, train=train, launch=launch)
+        settings[f"model.{_DEPTH}"] = layers * stages
+    return replaced(config, {**settings, "launch.nproc": world_size})
 
 
 def _like(schedule: str, *, stages_per_rank: int) -> Any:

@@ -70,7 +70,7 @@ def test_origins_name_the_file_or_the_override(tmp_path: Path) -> None:
     mine = tmp_path / "optimizer" / "mine.yaml"
     mine.write_text("name: adamw\neps: 1e-6\n")
     overrides = ["strategy=hsdp", "optimizer=mine", "train.steps=3"]
-    origins = Composer(config_dirs=[tmp_path]).compose(overrides).origins
+    origins = Composer(config_dirs=[tmp_path]).compose(overrides).origins()
     assert origins["strategy.fsdp.sharding"] == "strategy/hsdp.yaml"
     assert origins["train.global_batch_size"] == "config.yaml"
     assert origins["train.steps"] == "override train.steps=3"
