@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import served_command
+import served
 
 from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.models import MODELS
@@ -34,9 +34,9 @@ def _time_limit(item: pytest.Item) -> float:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[served_command.Server]:
+def server() -> Iterator[served.Server]:
     """The server that commands of tests are forked from."""
-    with served_command.serve() as server:
+    with served.serve() as server:
         yield server
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import Served
-from served_command import Server
+from served import Server
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BIN = Path(sys.executable).parent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command import Served
-from served_command import Server
+from served import Server
 
 COMMANDS = ["train", "sample", "config", "schedule", "verify", "ls", "doctor"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from command import TINY, Command, Served
 from rich.console import Console
-from served_command import Server
+from served import Server
 
 from axonlaunch.cli.estimate import as_object, show
 from axonlaunch.planning.memory_plot import plot

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import Served
 from rich.console import Console
-from served_command import Server
+from served import Server
 
 from axonlaunch import config
 from axonlaunch.cli.plan import show

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command import FAULTS, Command, Served
-from served_command import Server
+from served import Server
 
 
 @pytest.fixture

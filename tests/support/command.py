@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from served_command import ServedCommand, Server
+import served
+from served import Server
 
 TINY = [
     "model.hidden_size=32",
@@ -106,9 +107,15 @@ class Served(Command):
 
     server: Server
 
-    def start(self, *words: str) -> ServedCommand:
+    def start(self, *words: str) -> served.Forked:
         """Start it without waiting."""
-        return ServedCommand(self.server, words, self.folder, self.environment())
+        return served.Forked(
+            served.command,
+            self.server,
+            *words,
+            folder=self.folder,
+            environment=self.environment(),
+        )
 
 
 def wait_for(condition: Callable[[], bool], *, seconds: float = 60) -> None:

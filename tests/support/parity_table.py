@@ -169,7 +169,8 @@ def combinations() -> list[Combination]:
         turn = models[index % len(models)]
         for model, precision, accumulation in itertools.product(models, ("fp32", "bf16"), (1, 3)):
             usual = "bf16" if index % 4 == 3 else "fp32"
-            fast = (model, precision, accumulation) == (turn, usual, 1 + 2 * (index % 2))
+            often = 1 + 2 * (index % 2) if layout.ranks < 8 else 1
+            fast = (model, precision, accumulation) == (turn, usual, often)
             fast = fast and not layout.repeats
             found.append(Combination(layout, model, precision, accumulation, fast))
     return found

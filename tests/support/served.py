@@ -1,18 +1,20 @@
-"""The ``axonlaunch`` command, forked, as its ranks are, from a server that was there before.
+"""Commands and scripts, forked, as a run's ranks are, from a server that was there before.
 
-Importing torch is most of a short command's time. Tests of what a command does share one server a
+Importing torch is most of a short program's time. Tests of what a program does share one server a
 worker; tests of how it starts, prints and ends run it as a user does.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
@@ -38,17 +40,21 @@ def serve() -> Iterator[Server]:
         yield {name: getattr(SERVER, name) for name in NEEDED if hasattr(SERVER, name)}
 
 
-class ServedCommand:
-    """A command that runs; what ``subprocess.Popen`` has of the same names is the same."""
+class Forked:
+    """A program that runs; what ``subprocess.Popen`` has of the same names is the same."""
 
     def __init__(
-        self, server: Server, words: tuple[str, ...], folder: Path, environment: dict[str, str]
+        self,
+        program: Callable[..., None],
+        *arguments: Any,
+        folder: Path,
+        environment: dict[str, str],
     ) -> None:
         self._outputs = [tempfile.NamedTemporaryFile("r") for _ in range(2)]  # noqa: SIM115
         names = [output.name for output in self._outputs]
-        # No daemon: it has ranks for children.
+        # No daemon: it may have children.
         self._process = get_context("forkserver").Process(
-            target=_run, args=(server, words, folder, environment, names), daemon=False
+            target=_run, args=(program, arguments, folder, environment, names), daemon=False
         )
         self._process.start()
 
@@ -63,7 +69,8 @@ class ServedCommand:
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self._process.join(timeout)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired("axonlaunch", timeout or 0)
+            self._process.kill()
+            raise subprocess.TimeoutExpired("a forked program", timeout or 0)
         output, errors = [file.read() for file in self._outputs]
         for file in self._outputs:
             file.close()
@@ -71,8 +78,8 @@ class ServedCommand:
 
 
 def _run(
-    server: Server,
-    words: tuple[str, ...],
+    program: Callable[..., None],
+    arguments: tuple[Any, ...],
     folder: Path,
     environment: dict[str, str],
     outputs: list[str],
@@ -85,11 +92,12 @@ def _run(
     os.environ.update(environment)
     for descriptor, name in enumerate(outputs, start=1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), descriptor)
-    sys.argv = ["axonlaunch", *words]
+    program(*arguments)
 
+
+def command(server: Server, *words: str) -> None:
+    """Be the ``axonlaunch`` command."""
     from axonlaunch.cli import app
-
-    app.STARTED = time.time()
 
     @contextmanager
     def shared() -> Iterator[ForkServerContext]:
@@ -100,4 +108,13 @@ def _run(
         yield get_context("forkserver")
 
     ours.warm = shared
+    app.STARTED = time.time()
+    sys.argv = ["axonlaunch", *words]
     app.run()
+
+
+def script(path: str, *words: str) -> None:
+    """Be a Python file whose warnings are errors."""
+    warnings.simplefilter("error")
+    sys.argv = [path, *words]
+    runpy.run_path(path, run_name="__main__")
