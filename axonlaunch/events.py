@@ -59,11 +59,12 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is complete."""
+    """A checkpoint is complete; for how much of its time training stood still."""
 
     step: int
     path: str
     seconds: float
+    stalled_s: float
 
 
 @dataclass(frozen=True)

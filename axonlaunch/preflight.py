@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from axonlaunch import checkpoint, data
-from axonlaunch.checkpoint import Checkpoint
+from axonlaunch import data
+from axonlaunch.checkpoint.problems import checkpoint_problems
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import Layout, layout, resolved
@@ -86,7 +86,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[Problem]:
     if here and model is not None:
         problems += _memory(config, model, shares)
         problems += _disk(config, model)
-        problems += _resume(config, model)
+        problems += checkpoint_problems(config, model)
     return problems
 
 
@@ -233,54 +233,3 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
             "free; keep fewer, use another run_dir, or checkpoint.every=0"
         )
         yield Problem("checkpoint.keep", message, config.checkpoint.keep)
-
-
-def _resume(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
-    resume = config.checkpoint.resume
-    if resume == "never" or (resume == "auto" and config.run_dir == config.name == "auto"):
-        return
-    folder = Path(resume)
-    if resume == "auto":
-        folder = Path(config.run_dir if config.run_dir != "auto" else f"runs/{config.name}")
-    found = checkpoint.resolve(folder)
-    if found is None:
-        damaged = checkpoint.unreadable(folder)
-        if damaged:
-            message = (
-                f"{folder}/checkpoints holds {', '.join(damaged)}, damaged or of a newer version; "
-                "remove what you don't need, or choose another name"
-            )
-            yield Problem("checkpoint.resume", message, resume)
-        elif resume != "auto":
-            yield Problem("checkpoint.resume", "there is no complete checkpoint in it", resume)
-        return
-    try:
-        yield from _resumable(config, model, found)
-    except Exception as error:  # a damaged index fails in many ways
-        message = f"{found.path} can't be read: {type(error).__name__}: {error}"
-        yield Problem("checkpoint.resume", message, resume)
-
-
-def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterator[Problem]:
-    """Compare a checkpoint with the run that is to go on from it."""
-    resume = config.checkpoint.resume
-    if found.step >= config.train.steps:
-        message = f"{found.path} has done {found.step} already; use more to train on"
-        yield Problem("train.steps", message, config.train.steps)
-    if found.samples != found.step * config.train.global_batch_size:
-        message = (
-            f"{found.path} saw {found.samples // max(1, found.step)} samples a step; keep that, "
-            "so that no sample is skipped or repeated"
-        )
-        yield Problem("train.global_batch_size", message, config.train.global_batch_size)
-    wanted = {"adamw": "exp_avg_sq", "sgd": "momentum_buffer"}[config.optimizer.name]
-    states = checkpoint.saved_states(found)
-    if states and wanted not in states:
-        message = f"{found.path} is of another optimizer; it has states {', '.join(sorted(states))}"
-        yield Problem("optimizer.name", message, config.optimizer.name)
-    differences = checkpoint.differences(found, model)
-    if differences:
-        shown = "; ".join(differences[:10])
-        more = f"; {len(differences) - 10} more" if len(differences) > 10 else ""
-        message = f"{found.path} is of another model: {shown}{more}"
-        yield Problem("checkpoint.resume", message, resume)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from axonlaunch.checkpoint.saver import Completed, Saver
 from axonlaunch.comm import World
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.loader import Loader
@@ -22,7 +23,6 @@ from axonlaunch.events import Advanced, Evaluated, Event, Finished, Saved, Stepp
 from axonlaunch.memory import DevicePeak, Watch, peak_memory_bytes
 
 Report = Callable[[Event], None]
-Save = Callable[[int, float | None], str]
 
 
 @dataclass
@@ -45,7 +45,7 @@ def fit(
     *,
     world: World,
     report: Report,
-    save: Save | None = None,
+    saver: Saver | None = None,
     save_every: int = 0,
     stop: Callable[[], bool] = lambda: False,
     watch: Watch | None = None,
@@ -58,7 +58,7 @@ def fit(
         config: How long, and how often what.
         world: Who takes part.
         report: Takes every event, on this rank.
-        save: ``(step, loss) -> path`` of a complete checkpoint; None saves nothing.
+        saver: Writes checkpoints; None: there are none.
         save_every: Steps between checkpoints.
         stop: Whether this rank was asked to stop; all then stop after the same step.
         watch: Finds the peak of this rank's memory; None: the system or the allocator tells it.
@@ -82,10 +82,11 @@ def fit(
             interrupted = vote.anyone()
             if _due(step, config.eval_every, last=last) and config.eval_batches:
                 report(_evaluate(engine, data, config, progress, world))
-            if save and (interrupted or _due(step, save_every, last=last)):
+            if saver is not None:
                 started = time.perf_counter()
-                path = save(step, progress.loss)
-                report(Saved(step, path, time.perf_counter() - started))
+                if interrupted or _due(step, save_every, last=last):
+                    _save(saver, engine, config, progress, report)
+                _tell(saver.finished(wait=interrupted or last), report)
                 _forget_time(progress, started)
     speed = progress.tokens / progress.seconds if progress.seconds else None
     done = Finished(
@@ -138,6 +139,24 @@ def _evaluate(
     _forget_time(progress, started)
     entropy = getattr(data.dataset, "unigram_entropy", None)
     return Evaluated(engine.step, progress.eval_loss, int(sums[1]), entropy)
+
+
+def _save(
+    saver: Saver, engine: Engine, config: TrainConfig, progress: _Progress, report: Report
+) -> None:
+    saved = saver.save(
+        engine.state_dict(),
+        step=engine.step,
+        samples=engine.step * config.global_batch_size,
+        loss=progress.loss,
+        eval_loss=progress.eval_loss,
+    )
+    _tell(saved, report)
+
+
+def _tell(saved: list[Completed], report: Report) -> None:
+    for one in saved:
+        report(Saved(one.step, str(one.path), one.seconds, one.stalled_s))
 
 
 def _forget_time(progress: _Progress, started: float) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from axonlaunch import data
+from axonlaunch.checkpoint.weights import start
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig, replaced
@@ -283,6 +284,7 @@ def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     dataset = data.build(config.data)
     loader = rank_loader(config, dataset, shares=shares, rank=world.rank)
     engine = build(config, world, sample=sample_inputs(dataset))
+    start(engine, config.model, world=world)
     _drop_nothing(engine.modules)
     return engine, loader
 

@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 
 from axonlaunch import checkpoint, data
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.weights import start
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout
@@ -56,7 +59,9 @@ def run(
     live = _watch(config, world)
     source = Source(storing=live.storing) if live else None
     engine = build(config, world, sample=sample_inputs(dataset), source=source)
-    resumed = _restore(config, engine)
+    resumed = _restore(config, engine, world)
+    if resumed is None:
+        start(engine, config.model, world=world)
     report = _on_main(report, run_dir, engine.step, config, world)
     report(
         Started(
@@ -71,25 +76,26 @@ def run(
         )
     )
 
-    def save(step: int, loss: float | None) -> str:
-        path = checkpoint.save(
+    saver = None
+    if config.checkpoint.every:
+        saver = Saver(
             run_dir,
-            engine.state_dict(),
             world=world,
-            step=step,
-            samples=step * config.train.global_batch_size,
-            loss=loss,
-            keep=config.checkpoint.keep,
+            retention=Retention(
+                newest=config.checkpoint.keep,
+                every=config.checkpoint.keep_every,
+                best=config.checkpoint.keep_best,
+            ),
+            layout=str(shares),
+            background=config.checkpoint.async_save,
         )
-        return str(path)
-
     finished = fit(
         engine,
         loader,
         config.train,
         world=world,
         report=report,
-        save=save if config.checkpoint.every else None,
+        saver=saver,
         save_every=config.checkpoint.every,
         stop=stop,
         watch=live,
@@ -104,7 +110,7 @@ def _watch(config: RunConfig, world: World) -> LivePeak | None:
     return LivePeak(config) if world.device.type == "cpu" and not config.train.compile else None
 
 
-def _restore(config: RunConfig, engine: Engine) -> str | None:
+def _restore(config: RunConfig, engine: Engine, world: World) -> str | None:
     """Load the checkpoint that the configuration names; return its path."""
     resume = config.checkpoint.resume
     if resume == "never":
@@ -112,7 +118,7 @@ def _restore(config: RunConfig, engine: Engine) -> str | None:
     found = checkpoint.resolve(Path(config.run_dir if resume == "auto" else resume))
     if found is None:
         return None
-    engine.load_state_dict(checkpoint.load(found, engine.state_dict()))
+    engine.load_state_dict(checkpoint.load(found, engine.state_dict(), world=world))
     return str(found.path)
 
 

@@ -1,32 +1,32 @@
 """Saved states of runs: written by every rank at once, whole or not at all.
 
-torch.distributed.checkpoint does the storage; any layout reads what any layout wrote.
+torch.distributed.checkpoint does the storage; any layout reads what any layout wrote. What writes
+(``checkpoint.saver``) imports torch; what is here does so only when it opens a checkpoint.
 """
 
-from axonlaunch.checkpoint.store import (
+from axonlaunch.checkpoint.folders import (
     Checkpoint,
-    differences,
+    DamagedError,
+    Retention,
+    damaged,
     latest,
-    load,
-    load_model,
-    prune,
+    listed,
     resolve,
-    save,
-    saved_states,
     sweep_partial,
-    unreadable,
 )
+from axonlaunch.checkpoint.reader import differences, load, load_model, saved_states
 
 __all__ = [
     "Checkpoint",
+    "DamagedError",
+    "Retention",
+    "damaged",
     "differences",
     "latest",
+    "listed",
     "load",
     "load_model",
-    "prune",
     "resolve",
-    "save",
     "saved_states",
     "sweep_partial",
-    "unreadable",
 ]

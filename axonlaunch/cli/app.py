@@ -10,7 +10,18 @@ from typing import Annotated
 
 import typer
 
-from axonlaunch.cli import config, doctor, estimate, ls, plan, sample, schedule, train, verify
+from axonlaunch.cli import (
+    checkpoint,
+    config,
+    doctor,
+    estimate,
+    ls,
+    plan,
+    sample,
+    schedule,
+    train,
+    verify,
+)
 
 STARTED = time.time()
 
@@ -35,6 +46,7 @@ for name, module in {
     "doctor": doctor,
 }.items():
     app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _version(wanted: bool) -> None:

@@ -6,7 +6,7 @@ It holds values and what fits together among them; ``axonlaunch.models`` builds 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from axonlaunch.config.problem import divisor_of
 
@@ -25,6 +25,8 @@ class MLPConfig:
     """hidden layers"""
     num_classes: int = field(default=10, metadata={"min": 1})
     """classes to tell apart"""
+    weights: str | None = None
+    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +47,16 @@ class GPTConfig:
     """tokens that the model knows; 256 are all bytes"""
     max_position_embeddings: int = field(default=1024, metadata={"min": 1})
     """longest sequence"""
+    activation_function: Literal["gelu", "gelu_new"] = "gelu"
+    """between the linear layers; gelu_new is GPT-2's own, with a tanh"""
     layer_norm_eps: float = field(default=1e-5, metadata={"above": 0})
     """added to the variance inside LayerNorm"""
     initializer_range: float | None = field(default=None, metadata={"above": 0})
     """standard deviation of the initial weights; null: sqrt(0.4 / hidden_size)"""
     tie_word_embeddings: bool = True
     """use the embedding's matrix as the output projection too"""
+    weights: str | None = None
+    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
@@ -85,6 +91,8 @@ class LlamaConfig:
     """standard deviation of the initial weights; null: sqrt(0.4 / hidden_size)"""
     tie_word_embeddings: bool = False
     """use the embedding's matrix as the output projection too"""
+    weights: str | None = None
+    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
@@ -130,6 +138,8 @@ class ViTConfig:
     """added to the variance inside LayerNorm"""
     initializer_range: float | None = field(default=None, metadata={"above": 0})
     """standard deviation of the initial weights; null: sqrt(0.4 / hidden_size)"""
+    weights: str | None = None
+    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
@@ -155,6 +165,8 @@ class CustomConfig:
     """keyword arguments of the builder"""
     layers: str | None = None
     """path of the nn.ModuleList of blocks in the module, the unit of sharding; null: one unit"""
+    weights: str | None = None
+    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
@@ -172,6 +184,8 @@ class FreeModelConfig:
     """name in the registry of models"""
     arguments: dict[str, Any] = field(default_factory=dict)
     """keyword arguments of the model"""
+    weights: str | None = None
+    """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
 
 
 def _head_problems(hidden_size: int, num_attention_heads: int) -> list[tuple[str, str]]:

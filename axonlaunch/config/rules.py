@@ -33,6 +33,7 @@ def broken_rules(config: RunConfig) -> list[Problem]:
         *_schedule(config),
         *_extras(config),
         *_resume(config),
+        *_saving(config),
     ]
     if config.launch.nproc != "auto":
         problems += broken_world_rules(config, world_size=config.launch.nproc)
@@ -145,6 +146,18 @@ def _extras(config: RunConfig) -> Iterator[Problem]:
     if config.data.name == "digits" and find_spec("sklearn") is None:
         message = "scikit-learn is not installed; pip install 'axonlaunch[digits]'"
         yield Problem("data.name", message, "digits")
+
+
+def _saving(config: RunConfig) -> Iterator[Problem]:
+    if config.checkpoint.async_save and config.launch.backend == "mock":
+        message = (
+            "launch.backend=mock runs ranks as threads that take turns, and a save in the "
+            "background has none; use false or launch.backend=gloo"
+        )
+        yield Problem("checkpoint.async_save", message, True)
+    if config.checkpoint.keep_best and not config.train.eval_batches:
+        message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
+        yield Problem("checkpoint.keep_best", message, config.checkpoint.keep_best)
 
 
 def _resume(config: RunConfig) -> Iterator[Problem]:

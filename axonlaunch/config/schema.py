@@ -174,6 +174,12 @@ class CheckpointConfig:
     """steps between checkpoints, the last step included; 0: none"""
     keep: int = field(default=2, metadata={"min": 1})
     """newest checkpoints kept"""
+    keep_every: int = field(default=0, metadata={"min": 0})
+    """also keep every checkpoint of a step that this divides; 0: none"""
+    keep_best: int = field(default=0, metadata={"min": 0})
+    """also keep so many with the lowest evaluation loss"""
+    async_save: bool = False
+    """write while training goes on, from a copy in host memory"""
     resume: str = "auto"
     """auto: go on where this run folder stopped; never: start anew; or the path of a run folder or
     a checkpoint

@@ -63,7 +63,9 @@ class RunConsole:
                 self._evaluated(event)
             case Saved():
                 where = shortened(event.path)
-                self.line(f"[dim]saved {escape(where)} in {event.seconds:.1f} s[/dim]")
+                beside = event.stalled_s < 0.9 * event.seconds
+                stood = f", of which training waited {event.stalled_s:.1f} s" if beside else ""
+                self.line(f"[dim]saved {escape(where)} in {event.seconds:.1f} s{stood}[/dim]")
             case Sampled():
                 self.stop()
                 body = Text(event.prompt, style="bold") + Text(event.text)

@@ -146,8 +146,27 @@ def test_a_damaged_checkpoint_is_told_rather_than_trained_over(served: Command) 
     shard = next((served.folder / "runs/run/checkpoints/step_6").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:100])
     ran = served.train(*words, "train.steps=8", status=2)
-    assert "holds step_6, damaged or of a newer version" in ran.stderr
+    assert ran.stderr.startswith(
+        "error: checkpoint.resume=auto: runs/run/checkpoints/step_6 has 100 bytes of "
+    )
     assert len(served.losses("run")) == 6
+
+
+def test_a_flipped_bit_is_told_and_the_checkpoint_before_offered(served: Command) -> None:
+    words = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
+    served.train(*words)
+    shard = served.folder / "runs/run/checkpoints/step_6/__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[-1000] ^= 4
+    shard.write_bytes(content)
+    ran = served.train(*words, "train.steps=8", status=1)
+    assert "failed first: DamagedError: " in ran.stderr
+    reason = served.summary("run")["reason"]
+    assert "step_6: __1_0.distcp is not what was written" in reason
+    offered = reason.rpartition(" with ")[2]
+    assert offered.endswith("runs/run/checkpoints/step_3")
+    served.train(*words, "train.steps=8", offered)
+    assert len(served.losses("run")) == 8
 
 
 def test_another_optimizers_states_are_told_before_a_rank_starts(served: Command) -> None:

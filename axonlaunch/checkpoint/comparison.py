@@ -1,0 +1,93 @@
+"""A checkpoint held against its own run, and against another checkpoint.
+
+States are read one after another, so that none need fit in memory whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from axonlaunch.checkpoint import folders, reader
+from axonlaunch.checkpoint.folders import Checkpoint
+from axonlaunch.config import RunConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor is from one of the same name.
+
+    Attributes:
+        name: Of the tensor, ``"model."`` or ``"optimizer."`` first.
+        largest: Difference of an element; None where only one has the tensor, or shapes differ.
+        relative: The norm of the difference over the norm of the first; None likewise.
+        reason: Why there is no number.
+    """
+
+    name: str
+    largest: float | None
+    relative: float | None
+    reason: str = ""
+
+
+def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
+    """Return what is wrong with a checkpoint whose sizes are right: contents, and what it lacks.
+
+    Args:
+        checkpoint: It is read whole.
+        config: Of its run.
+    """
+    from axonlaunch.models.build import construct
+
+    found = [
+        f"{name} is not what was written (its CRC-32 differs)"
+        for name in folders.damage(checkpoint)
+    ]
+    if found:
+        return found
+    model = construct(config.model, seed=config.seed)
+    return reader.differences(checkpoint, model)
+
+
+def compare(first: Checkpoint, second: Checkpoint) -> list[Difference]:
+    """Return how two checkpoints differ, parameters first, the farthest before others.
+
+    Equal tensors are left out.
+    """
+    ours, theirs = reader.contents(first), reader.contents(second)
+    for one in (first, second):
+        reader.refuse_damage(one)
+    found = [
+        Difference(name, None, None, f"only in {(first if name in ours else second).path}")
+        for name in sorted(ours.keys() ^ theirs.keys())
+    ]
+    for name in sorted(ours.keys() & theirs.keys()):
+        sizes = [list(one[name].size) for one in (ours, theirs)]
+        if sizes[0] != sizes[1]:
+            found.append(Difference(name, None, None, f"{sizes[0]} and {sizes[1]}"))
+            continue
+        a, b = (_tensor(one, name) for one in (first, second))
+        apart = (a.double() - b.double()).abs()
+        if apart.numel() and float(apart.max()) > 0:
+            norm = float(a.double().norm())
+            relative = float(apart.norm()) / norm if norm else float("inf")
+            found.append(Difference(name, float(apart.max()), relative))
+    return sorted(found, key=_order)
+
+
+def _order(one: Difference) -> tuple[bool, bool, float, str]:
+    elsewhere = not one.name.startswith("model.")
+    return elsewhere, one.largest is not None, -(one.largest or 0.0), one.name
+
+
+def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    import torch
+
+    entry = reader.contents(checkpoint)[name]
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    section, _, rest = name.partition(".")
+    reader.read(checkpoint, {section: {rest: tensor}})
+    return tensor

@@ -1,0 +1,281 @@
+"""Weights in safetensors: read by every rank in part, written by one process file by file.
+
+A folder of weights holds ``*.safetensors``, in the names of Hugging Face where they have the model
+and in ours where not. Nothing here is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+
+from axonlaunch.config import ConfigError, Problem
+from axonlaunch.models import hugging_face
+from axonlaunch.models.hugging_face import Place
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+MODEL = "model."
+"""What precedes the names of parameters in a state."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+
+
+class Reader(StorageReader):
+    """Lets torch read any part of any parameter of ours out of a folder of safetensors."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        """Look at what there is.
+
+        Args:
+            folder: Of the weights.
+            model: Typed configuration of ours that they are to fill.
+
+        Raises:
+            ConfigError: There is nothing to read in it, or a file is damaged.
+        """
+        self._folder = folder
+        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._files: dict[str, Path] = {}
+        for file in _files(folder):
+            with _opened(file) as content:
+                for name in content.offset_keys():
+                    entry = content.get_slice(name)
+                    dtype = _DTYPES.get(entry.get_dtype(), torch.uint8)
+                    self._shapes[name] = tuple(entry.get_shape()), dtype
+                    self._files[name] = file
+        known = hugging_face.places(model)
+        if known and not any(place.name in self._shapes for place in known.values()):
+            known = None
+        self._places = known or {name: Place(name) for name in self._shapes}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what is there, by our names, and by theirs what we have no name for.
+
+        A part of a tensor is as large as its equal parts are.
+        """
+        found = {
+            ours: self._shape(place)
+            for ours, place in self._places.items()
+            if place.name in self._shapes
+        }
+        used = {place.name for place in self._places.values()}
+        left = self._shapes.keys() - used - {"lm_head.weight"}  # also written where it is tied
+        return found | {name: self._shapes[name][0] for name in sorted(left)}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Begin anew: there is nothing to forget."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Describe every parameter as one whole chunk."""
+        entries: dict[str, Any] = {}
+        for ours, place in self._places.items():
+            if place.name in self._shapes:
+                size = torch.Size(self._shape(place))
+                entries[MODEL + ours] = TensorStorageMetadata(
+                    TensorProperties(dtype=self._shapes[place.name][1]),
+                    size,
+                    [ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
+                )
+        return Metadata(entries)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
+        """Take part in a load: the folder was looked at already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave what this rank reads as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave what all ranks read as it is."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the parts that this rank holds."""
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+            for item in plan.items:
+                place = self._places[item.storage_index.fqn.removeprefix(MODEL)]
+                file = self._files[place.name]
+                if file not in opened:
+                    opened[file] = stack.enter_context(_opened(file))
+                part = self._part(opened[file], place, item.storage_offsets, item.lengths)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
+        """Say whether torch could make one of a path: it can't."""
+        return False
+
+    def _shape(self, place: Place) -> tuple[int, ...]:
+        shape = self._shapes[place.name][0]
+        if place.transposed:
+            shape = tuple(reversed(shape))
+        return (shape[0] // place.parts, *shape[1:]) if place.parts > 1 else shape
+
+    def _part(
+        self, file: Any, place: Place, offsets: Sequence[int], lengths: Sequence[int]
+    ) -> Tensor:
+        starts = list(offsets)
+        if place.parts > 1:
+            starts[0] += place.part * self._shape(place)[0]
+        ranges = [slice(s, s + n) for s, n in zip(starts, lengths, strict=True)]
+        entry = file.get_slice(place.name)
+        if not ranges:
+            whole: Tensor = file.get_tensor(place.name)
+            return whole
+        found: Tensor = entry[tuple(reversed(ranges)) if place.transposed else tuple(ranges)]
+        return found.T if place.transposed else found
+
+
+def differences(folder: Path, model: Any, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Compare a folder of weights with the names and shapes of a model's parameters; [] if equal.
+
+    Raises:
+        ConfigError: There is nothing to read in it, or a file is damaged.
+    """
+    saved = Reader(folder, model).shapes()
+    found = [f"{name} is missing" for name in wanted if name not in saved]
+    found += [f"{name} is unexpected" for name in saved if name not in wanted]
+    found += [
+        f"{name} has shape {list(saved[name])}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if name in saved and saved[name] != shape
+    ]
+    return found
+
+
+def write(
+    folder: Path,
+    model: Any,
+    tensors: Iterator[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> list[str]:
+    """Write parameters as safetensors, with an index if there are several files, and the figures.
+
+    Args:
+        folder: New, or empty.
+        model: Typed configuration.
+        tensors: Our names and whole tensors, parts of one of theirs after another.
+        dtype: Floating-point numbers become this; None: they stay.
+        file_bytes: Size from which another file is begun.
+
+    Returns:
+        The names of the files.
+    """
+    places = hugging_face.places(model)
+    files: list[dict[str, Tensor]] = [{}]
+    written: list[Path] = []
+    names: list[list[str]] = []
+
+    def flush() -> None:
+        path = folder / f"part-{len(written)}.safetensors"
+        save_file(files[-1], path, metadata={"format": "pt"})
+        written.append(path)
+        names.append([*files[-1]])
+
+    total = 0
+    for name, tensor in _joined(tensors, places):
+        cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        held = sum(t.nbytes for t in files[-1].values())
+        if held and held + cast.nbytes > file_bytes:
+            flush()
+            files[-1] = {}
+        files[-1][name] = cast.contiguous()
+        total += cast.nbytes
+    flush()
+    found = _named(folder, written)
+    if len(found) > 1:
+        index = {name: file for file, held in zip(found, names, strict=True) for name in held}
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
+    return found
+
+
+def _joined(
+    tensors: Iterator[tuple[str, Tensor]], places: Mapping[str, Place] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors under their names, parts put together and turned."""
+    parts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors:
+        place = places[name] if places else Place(name)
+        held = parts.setdefault(place.name, {})
+        held[place.part] = tensor
+        if len(held) < place.parts:
+            continue
+        whole = torch.cat([held[n] for n in range(place.parts)]) if place.parts > 1 else tensor
+        del parts[place.name]
+        yield place.name, whole.T if place.transposed else whole
+    assert not parts, "parts of a tensor are missing"
+
+
+def _named(folder: Path, written: Sequence[Path]) -> list[str]:
+    """Give files the names that Hugging Face looks for, which tell how many there are."""
+    count = len(written)
+    found = ["model.safetensors"]
+    if count > 1:
+        found = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    for path, name in zip(written, found, strict=True):
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes them for their owner alone
+        path.rename(folder / name)
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a folder of weights; those that its index names, if it has one.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError([Problem("", f"{index}: can't be read: {error}")]) from None
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise ConfigError([Problem("", f"{index}: names {', '.join(missing)}, not there")])
+        return [folder / name for name in names]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ConfigError([Problem("", f"{folder}: holds no *.safetensors and no checkpoint")])
+    return found
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError([Problem("", f"{file}: can't be read: {error}")]) from None

@@ -1,0 +1,164 @@
+"""Saves a run's states while it trains, at once or in the background.
+
+One save is in flight at most; one that fails ends the run, whenever it was begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from axonlaunch.checkpoint import folders
+from axonlaunch.checkpoint.folders import PARTIAL, Checkpoint, Retention, Sum
+from axonlaunch.checkpoint.writer import Writer
+from axonlaunch.comm import World
+
+
+class SaveError(Exception):
+    """A checkpoint could not be written."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A checkpoint that is on disk.
+
+    Attributes:
+        path: Its folder.
+        step: Optimizer steps done.
+        seconds: From the beginning of its save to the end.
+        stalled_s: Of these, how long training stood still.
+    """
+
+    path: Path
+    step: int
+    seconds: float
+    stalled_s: float
+
+
+@dataclass
+class _InFlight:
+    done: Future[Any]
+    path: Path
+    step: int
+    began: float
+    stalled_s: float
+
+
+class Saver:
+    """Writes checkpoints of one run; every rank of the world has one and calls the same."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        world: World,
+        retention: Retention,
+        layout: str = "",
+        background: bool = False,
+    ) -> None:
+        """Prepare to save; every rank calls this.
+
+        Args:
+            run_dir: The run's folder, on a file system that every rank sees.
+            world: Who writes.
+            retention: Which checkpoints outlive newer ones.
+            layout: The run's, in words.
+            background: Write while training goes on, from a copy in host memory.
+        """
+        self._run_dir = run_dir
+        self._world = world
+        self._retention = retention
+        self._layout = layout
+        self._background = background
+        # Its messages must not meet those of training, which come from another thread.
+        several = background and world.world_size > 1
+        self._group = dist.new_group(backend="gloo") if several else None
+        self._in_flight: _InFlight | None = None
+
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        eval_loss: float | None = None,
+    ) -> list[Completed]:
+        """Save a state, as ``Engine.state_dict`` gives it.
+
+        Returns:
+            What is complete: this checkpoint, or one that was still being written.
+
+        Raises:
+            SaveError: This one, or the one before, could not be written.
+        """
+        before = self.finished(wait=True)
+        began = time.perf_counter()
+        about = Checkpoint(
+            self._run_dir / "checkpoints" / f"step_{step}",
+            step=step,
+            samples=samples,
+            world_size=self._world.world_size,
+            loss=loss,
+            eval_loss=eval_loss,
+            layout=self._layout,
+            saved_at=time.time(),
+        )
+        partial = about.path.with_name(about.path.name + PARTIAL)
+        if self._world.is_main:
+            folders.sweep_partial(self._run_dir)
+
+        def complete(written: Mapping[str, Sum]) -> None:
+            folders.complete(partial, about, written)
+            folders.prune(self._run_dir, self._retention)
+
+        writer = Writer(partial, done=complete)
+        done: Future[Any]
+        if self._background:
+            begun = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+            assert isinstance(begun, Future)
+            done = begun
+        else:
+            done = Future()
+            try:
+                done.set_result(dcp.save(state, storage_writer=writer))
+            except (CheckpointException, OSError) as error:
+                done.set_exception(error)
+        stalled = time.perf_counter() - began
+        self._in_flight = _InFlight(done, about.path, step, began, stalled)
+        return before + self.finished(wait=not self._background)
+
+    def finished(self, *, wait: bool = False) -> list[Completed]:
+        """Return the checkpoint that was written since, if one was.
+
+        Args:
+            wait: Until what is being written is complete.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        one = self._in_flight
+        if one is None or not (wait or one.done.done()):
+            return []
+        self._in_flight = None
+        try:
+            one.done.result()
+        except (CheckpointException, OSError) as error:
+            raise SaveError(f"{one.path} could not be written: {_reason(error)}") from error
+        return [Completed(one.path, one.step, time.perf_counter() - one.began, one.stalled_s)]
+
+
+def _reason(error: BaseException) -> str:
+    """Say what went wrong on the first rank that something went wrong on."""
+    if isinstance(error, CheckpointException):
+        [(rank, (cause, _)), *_] = error.failures.items()
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,197 @@
+"""Weights that come from elsewhere and go elsewhere: into a new run, to and from safetensors.
+
+Weights of another model are refused, name by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from axonlaunch.checkpoint import folders, reader
+from axonlaunch.checkpoint.folders import PARTIAL, Checkpoint
+from axonlaunch.config import ConfigError, Problem, RunConfig, replaced, to_tree
+from axonlaunch.config.data import SyntheticTokensConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from axonlaunch.comm import World
+    from axonlaunch.engines.base import Engine
+
+_MODEL = "model."
+_AT_ONCE = 1 << 30
+"""Bytes that are read at once, at least a tensor."""
+
+
+def start(engine: Engine, model: Any, *, world: World) -> None:
+    """Fill an engine with the weights that its model names, if it names any.
+
+    Args:
+        engine: A rank's; each reads its part alone.
+        model: Typed configuration.
+        world: Whose ranks all call this.
+    """
+    path = getattr(model, "weights", None)
+    if path is None:
+        return
+    state = engine.state_dict()
+    found = folders.resolve(Path(path))
+    if found is not None:
+        reader.load(found, {"model": state["model"]}, world=world)
+    else:
+        import torch.distributed.checkpoint as dcp
+
+        from axonlaunch.checkpoint.safetensors import Reader
+
+        source = Reader(Path(path), model)
+        known = source.shapes()
+        named = {name: tensor for name, tensor in state["model"].items() if name in known}
+        dcp.load({"model": named}, storage_reader=source)
+    engine.load_state_dict(state)
+
+
+def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
+    """Compare saved weights with the names and shapes of a model's parameters; [] if equal.
+
+    Raises:
+        ConfigError: The path holds no weights.
+    """
+    found = folders.resolve(path)
+    if found is not None:
+        return reader.differences(found, model)
+    from axonlaunch.checkpoint import safetensors
+
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return safetensors.differences(path, config, wanted)
+
+
+def export(
+    checkpoint: Checkpoint,
+    config: RunConfig,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> list[str]:
+    """Write a checkpoint's weights as safetensors, file by file.
+
+    Args:
+        checkpoint: Whose.
+        config: Of its run.
+        folder: New, or empty.
+        dtype: Floating-point numbers become this; None: they stay.
+        file_bytes: Size from which another file is begun.
+
+    Returns:
+        The names of what was written.
+
+    Raises:
+        ConfigError: The folder holds something.
+        DamagedError: A file of the checkpoint is not what was written.
+    """
+    from axonlaunch.checkpoint import safetensors
+    from axonlaunch.models import hugging_face
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError([Problem("", f"{folder}: is there already; give a new folder")])
+    folder.mkdir(parents=True, exist_ok=True)
+    known = hugging_face.places(config.model)
+    names = list(known) if known else sorted(_named(checkpoint))
+    tensors = _tensors(checkpoint, names)
+    written = safetensors.write(folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes)
+    content = hugging_face.figures(config.model) if known else to_tree(config.model)
+    content["dtype"] = str(dtype or _dtype(checkpoint, names)).removeprefix("torch.")
+    (folder / safetensors.CONFIG).write_text(json.dumps(content, indent=1) + "\n")
+    return [*written, safetensors.CONFIG]
+
+
+def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
+    """Make a run, at step 0, of a folder of Hugging Face's safetensors.
+
+    Args:
+        folder: Of the weights and their ``config.json``.
+        run_dir: The new run's.
+        config: What the run is to be, but for its model.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ConfigError: It can't be read, is no model of ours, or the run is there already.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from axonlaunch.checkpoint.safetensors import CONFIG, Reader
+    from axonlaunch.checkpoint.writer import Writer
+    from axonlaunch.config import to_yaml
+    from axonlaunch.models import hugging_face
+
+    file = folder / CONFIG
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem("", f"{file}: can't be read: {error}")]) from None
+    if run_dir.exists():
+        raise ConfigError([Problem("", f"{run_dir}: is there already; give a new folder")])
+    model = hugging_face.typed(content, where=str(file))
+    source = Reader(folder, model)
+    known = hugging_face.places(model)
+    assert known is not None
+    shapes = source.shapes()
+    if wrong := [f"{name} is missing" for name in known if name not in shapes]:
+        raise ConfigError([Problem("", f"{folder}: {first(wrong)}")])
+    data = SyntheticTokensConfig(vocab_size=model.vocab_size)
+    config = replaced(config, {"model": model, "data": data, "name": run_dir.name})
+    config = replaced(config, {"run_dir": str(run_dir.absolute())})
+    state = {name: torch.empty(shapes[name]) for name in known}
+    with reader.in_one_process():
+        dcp.load({"model": state}, storage_reader=source, no_dist=True)
+    about = Checkpoint(run_dir / "checkpoints" / "step_0", 0, 0, 1, None, layout="imported")
+    partial = about.path.with_name(about.path.name + PARTIAL)
+    partial.mkdir(parents=True)
+    writer = Writer(partial, done=lambda written: folders.complete(partial, about, written))
+    with reader.in_one_process():
+        dcp.save({"model": state}, storage_writer=writer, no_dist=True)
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    return about.path
+
+
+def _tensors(checkpoint: Checkpoint, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Read whole parameters one after another, no more at once than a gibibyte or a tensor."""
+    import torch
+
+    entries = _named(checkpoint)
+    if missing := [f"{name} is missing" for name in names if name not in entries]:
+        raise ConfigError([Problem("", f"{checkpoint.path}: {first(missing)}")])
+    reader.refuse_damage(checkpoint)
+    batch: dict[str, Tensor] = {}
+    for number, name in enumerate(names, 1):
+        entry = entries[name]
+        batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        if number == len(names) or sum(t.nbytes for t in batch.values()) > _AT_ONCE:
+            reader.read(checkpoint, {"model": batch})
+            yield from batch.items()
+            batch = {}
+
+
+def _named(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        name.removeprefix(_MODEL): entry
+        for name, entry in reader.contents(checkpoint).items()
+        if name.startswith(_MODEL)
+    }
+
+
+def _dtype(checkpoint: Checkpoint, names: list[str]) -> Any:
+    return _named(checkpoint)[names[0]].properties.dtype
+
+
+def first(problems: list[str]) -> str:
+    """Join the first ten problems, and say how many more there are."""
+    more = f"; {len(problems) - 10} more" if len(problems) > 10 else ""
+    return "; ".join(problems[:10]) + more

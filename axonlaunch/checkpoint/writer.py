@@ -1,0 +1,108 @@
+"""Torch's writer of checkpoints, with a checksum of each file and an end that all ranks reached.
+
+It writes what it is given; when, and what becomes of it, is the saver's.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from axonlaunch.checkpoint.folders import Sum
+
+Done = Callable[[Mapping[str, Sum]], None]
+
+
+class Writer(FileSystemWriter):
+    """Writes a rank's part of a checkpoint; every file is on disk before it counts as written."""
+
+    def __init__(self, folder: Path, *, done: Done) -> None:
+        """Prepare to write.
+
+        Args:
+            folder: Of the checkpoint that is to be.
+            done: Called on the main rank once every rank has written: name of each file -> sum.
+        """
+        super().__init__(folder, sync_files=False)  # ours syncs what torch leaves in its buffer
+        self.fs = self._summing = _Summing()
+        self._done = done
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write; what was written goes to the main rank, with the sums."""
+        computing = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)  # of each tensor: a file's own is enough
+        try:
+            results = _Written(super().write_data(plan, planner).wait())
+        finally:
+            torch.serialization.set_crc32_options(computing)
+        results.sums = dict(self._summing.sums)
+        told: Future[list[WriteResult]] = Future()
+        told.set_result(results)
+        return told
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, on the main rank, and tell that all is there."""
+        super().finish(metadata, results)
+        found = dict(self._summing.sums)
+        for of_rank in results:
+            found.update(cast("_Written", of_rank).sums)
+        self._done(found)
+
+
+class _Written(list[WriteResult]):
+    """What a rank wrote, which torch sends to the main one."""
+
+    sums: dict[str, Sum]
+
+
+class _Summing(FileSystem):
+    """Files of this machine, each summed while it is written, and synced."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Sum] = {}
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _SummedFile(path) as file:
+            yield file
+        self.sums[Path(path).name] = file.sum
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _SummedFile(io.BufferedWriter):
+    """A file that counts and sums what is written, and is on disk when it is closed."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.sum = Sum(0, 0)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.sum = Sum(self.sum.bytes + len(view), zlib.crc32(view, self.sum.crc32 or 0))
+        return super().write(view)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.flush()
+            os.fsync(self.fileno())
+        super().close()

@@ -1,0 +1,245 @@
+"""``axonlaunch checkpoint ls | check | diff | export | import``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from axonlaunch.cli.options import Json, print_json, telling
+
+if TYPE_CHECKING:
+    from axonlaunch.checkpoint import Checkpoint
+    from axonlaunch.config import RunConfig
+
+HELP = "Look at what a run saved, and take weights out and in."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch checkpoint ls runs/gpt-fsdp
+  axonlaunch checkpoint check runs/gpt-fsdp
+  axonlaunch checkpoint diff runs/a/checkpoints/step_100 runs/b/checkpoints/step_100
+  axonlaunch checkpoint export runs/gpt-fsdp exported
+  axonlaunch checkpoint import exported runs/imported
+"""
+SHOWN = 10
+GB = 10**9
+
+RunDir = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or of one of its checkpoints.")
+]
+app = typer.Typer(help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True)
+
+
+@app.callback()
+def _root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
+def ls(run_dir: RunDir, as_json: Json = False) -> None:
+    """List a run's checkpoints."""
+    from axonlaunch.checkpoint import damaged, folders, listed
+
+    _folder(run_dir)
+    one = folders.read(run_dir)
+    found = [one] if one else listed(run_dir)
+    rows = [{**_about(c), "bytes": sum(f.bytes for f in folders.files(c).values())} for c in found]
+    wrong = {str(path): reason for path, reason in damaged(run_dir).items()}
+    if as_json:
+        print_json({"checkpoints": rows, "damaged": wrong})
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from axonlaunch.planning.report import size
+
+    console = Console(highlight=False)
+    if not rows and not wrong:
+        console.print(f"{run_dir} has no checkpoint", markup=False)
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("step", "size", "saved", "layout", "ranks", "loss", "evaluation"):
+        table.add_column(name, justify="left" if name in ("layout", "saved") else "right")
+    for row in rows:
+        table.add_row(
+            str(row["step"]),
+            size(row["bytes"]),
+            _ago(row["saved_at"]),
+            row["layout"],
+            str(row["world_size"]),
+            *("" if row[k] is None else f"{row[k]:.4f}" for k in ("loss", "eval_loss")),
+        )
+    console.print(table)
+    for path, reason in wrong.items():
+        console.print(f"[red]damaged[/red]  {path} {reason}", soft_wrap=True)
+
+
+@app.command("check", help="Read every file again, and look for every parameter.")
+def check(run_dir: RunDir, as_json: Json = False) -> None:
+    """Read every file again, and look for every parameter."""
+    from axonlaunch.checkpoint import comparison, damaged, folders, listed
+
+    _folder(run_dir)
+    one = folders.read(run_dir)
+    checked = [one] if one else listed(run_dir)
+    problems = {str(path): [reason] for path, reason in damaged(run_dir).items()}
+    with telling("reading"):
+        for found in checked:
+            problems[str(found.path)] = comparison.faults(found, _config(found))
+    if not problems:
+        _refuse(f"{run_dir}: holds no checkpoint")
+    passed = not any(problems.values())
+    if as_json:
+        print_json({"passed": passed, "checkpoints": problems})
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        for path, wrong in problems.items():
+            told = "[red]damaged[/red]" if wrong else "[green]whole[/green]"
+            console.print(f"{told}  {path}", soft_wrap=True)
+            for line in wrong[:SHOWN]:
+                console.print(f"  {line}", markup=False, soft_wrap=True)
+            if len(wrong) > SHOWN:
+                console.print(f"  {len(wrong) - SHOWN} more")
+    raise typer.Exit(0 if passed else 1)
+
+
+@app.command("diff", help="Tell how far two checkpoints are apart, tensor by tensor.")
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A run or a checkpoint.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    as_json: Json = False,
+) -> None:
+    """Tell how far two checkpoints are apart."""
+    from axonlaunch.checkpoint import comparison
+
+    with telling("comparing"):
+        found = comparison.compare(_checkpoint(first), _checkpoint(second))
+    if as_json:
+        print_json({"equal": not found, "differences": [asdict(one) for one in found]})
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not found:
+        console.print("equal, to the bit")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("tensor", "largest", "relative"):
+        table.add_column(name, justify="left" if name == "tensor" else "right", overflow="fold")
+    for one in found[: 2 * SHOWN]:
+        if one.largest is None or one.relative is None:
+            table.add_row(one.name, one.reason, "")
+        else:
+            table.add_row(one.name, f"{one.largest:.3g}", f"{one.relative:.3g}")
+    console.print(table)
+    if len(found) > 2 * SHOWN:
+        console.print(f"{len(found) - 2 * SHOWN} more; --json has all")
+
+
+@app.command("export", help="Write weights as safetensors, as Hugging Face has them if it does.")
+def export(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    form: Annotated[str, typer.Option("--format", help="safetensors.")] = "safetensors",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp32, bf16 or fp16; as they were saved without it.", show_default=False),
+    ] = None,
+    file_gb: Annotated[
+        float, typer.Option("--file-gb", min=0.001, help="Begin another file at so many GB.")
+    ] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Write weights as safetensors."""
+    dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    if form != "safetensors":
+        _refuse(f"--format={form}: there is only safetensors; use that")
+    if dtype is not None and dtype not in dtypes:
+        _refuse(f"--dtype={dtype}: is none of ours; use fp32, bf16 or fp16")
+    found = _checkpoint(run_dir)
+    config = _config(found)
+    with telling("writing"):
+        import torch
+
+        from axonlaunch.checkpoint import weights
+
+        chosen = getattr(torch, dtypes[dtype]) if dtype else None
+        size = int(file_gb * GB)
+        written = weights.export(found, config, out, dtype=chosen, file_bytes=size)
+    if as_json:
+        print_json({"checkpoint": str(found.path), "folder": str(out), "files": written})
+        return
+    for name in written:
+        typer.echo(f"{out / name}")
+
+
+@app.command("import", help="Make a run, at step 0, of Hugging Face's GPT-2 or Llama weights.")
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Of config.json and *.safetensors.")
+    ],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The new run's folder.")],
+    as_json: Json = False,
+) -> None:
+    """Make a run of weights of Hugging Face's."""
+    from axonlaunch import config as configuration
+
+    _folder(folder)
+    with telling("reading"):
+        from axonlaunch.checkpoint import weights
+
+        written = weights.take_in(folder, run_dir, configuration.load(["strategy=single"]))
+    if as_json:
+        print_json({"run_dir": str(run_dir), "checkpoint": str(written)})
+        return
+    typer.echo(f"{written}\ntrain from it with model.weights={run_dir}")
+
+
+def _about(found: Checkpoint) -> dict[str, Any]:
+    return {**asdict(found), "path": str(found.path)}
+
+
+def _checkpoint(path: Path) -> Checkpoint:
+    from axonlaunch.checkpoint import damaged, resolve
+
+    _folder(path)
+    found = resolve(path)
+    if found is None:
+        wrong = "; ".join(f"{p} {reason}" for p, reason in damaged(path).items())
+        _refuse(wrong or f"{path}: holds no checkpoint; give a run or a checkpoint")
+    assert found is not None
+    return found
+
+
+def _config(found: Checkpoint) -> RunConfig:
+    from axonlaunch.config import read
+
+    return read(found.path.parent.parent)
+
+
+def _folder(path: Path) -> None:
+    if not path.is_dir():
+        _refuse(f"{path}: there is no such folder")
+
+
+def _refuse(message: str) -> None:
+    from axonlaunch.config import ConfigError, Problem
+
+    raise ConfigError([Problem("", message)])
+
+
+def _ago(saved_at: float) -> str:
+    """Say how long ago something was."""
+    seconds = max(0.0, time.time() - saved_at)
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

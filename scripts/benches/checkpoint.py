@@ -1,0 +1,159 @@
+"""Saving and loading of 1.2 GB beside dd, a read of the files and torch.save, on the same disk."""
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+from axonlaunch.checkpoint import Retention, latest, load
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.comm import World
+from axonlaunch.comm.rendezvous import local_place
+from axonlaunch.launch import forkserver
+
+TENSORS, ROWS, COLUMNS = 25, 2000, 2000  # 100 million parameters, two states of each
+MB = 1e6
+
+
+def state(ranks: int) -> dict[str, object]:
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def shard() -> DTensor:
+        return DTensor.from_local(torch.randn(ROWS // ranks, COLUMNS), mesh, [Shard(0)])
+
+    names = [f"layers.{n}.weight" for n in range(TENSORS)]
+    optimizer = {f"{n}.{kind}": shard() for n in names for kind in ("exp_avg", "exp_avg_sq")}
+    return {"model": {n: shard() for n in names}, "optimizer": optimizer}
+
+
+def seconds(work: Callable[[], object]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def forget(folder: Path) -> None:
+    """Take files out of the kernel's cache, so that they are read from the disk."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def read(files: list[Path]) -> None:
+    for file in files:
+        file.read_bytes()
+
+
+def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[float]]:
+    os.environ.update(local_place(rank, ranks))
+    torch.set_num_threads(1)
+    here = Path(folder)
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    store = dist.FileStore(str(here / "store"), ranks)
+    with World.init(backend="gloo", store=store) as world:
+        held = state(ranks)
+        size = sum(t.nbytes for part in held.values() for t in part.values())  # type: ignore[attr-defined]
+        keep = Retention(newest=1)
+        now = Saver(here / "run", world=world, retention=keep)
+        later = Saver(here / "run", world=world, retention=keep, background=True)
+        a, b = torch.randn(1000, 1000), torch.randn(1000, 1000)
+
+        def step() -> float:
+            began = time.perf_counter()
+            for _ in range(40):
+                a @ b
+            dist.all_reduce(torch.zeros(1))
+            return time.perf_counter() - began
+
+        def dd() -> None:
+            if world.is_main:
+                count = f"count={round(size / MB)}"
+                words = ["dd", "if=/dev/zero", f"of={here}/dd", "bs=1MB", count, "conv=fsync"]
+                subprocess.run(words, check=True, capture_output=True)
+
+        def torch_save() -> None:
+            local = {
+                kind: {n: t.to_local() for n, t in part.items()}  # type: ignore[attr-defined]
+                for kind, part in held.items()
+            }
+            with (here / f"torch_{rank}").open("wb") as file:
+                torch.save(local, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        for repeat in range(repeats):
+            note("dd with fsync", seconds(dd))
+            note("torch.save with fsync, a file a rank", seconds(torch_save))
+            note("save", seconds(lambda r=repeat: now.save(held, step=3 * r + 1, samples=0)))
+            one = latest(here / "run")
+            assert one is not None
+            mine = sorted(one.path.iterdir())[rank::ranks]
+            for name, work in {
+                "read the files": lambda m=mine: read(m),
+                "load, checksums included": lambda o=one: load(o, held, world=world),
+            }.items():
+                if world.is_main:
+                    forget(here)
+                note(name, seconds(work))
+            usual = statistics.median(step() for _ in range(15))
+            began = time.perf_counter()
+            later.save(held, step=3 * repeat + 2, samples=0)
+            note("stall of a save in the background", time.perf_counter() - began)
+            beside = []
+            while not later.finished():
+                beside.append(step())
+            later.finished(wait=True)
+            note(
+                "copy of the state",
+                seconds(lambda: [t.to_local().clone() for t in held["optimizer"].values()]) * 1.5,
+            )  # type: ignore[attr-defined]
+            note("steps beside it, relative", statistics.median(beside) / usual)
+        shutil.rmtree(here / "run") if world.is_main else None
+    found["megabytes"] = [size / MB]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", default=None, help="on the disk that is to be measured")
+    args = parser.parse_args()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        calls = [(rank, args.ranks, folder, args.repeats) for rank in range(args.ranks)]
+        found = forkserver.call_together(context, "checkpoint:on_rank", calls)[0]
+    [size] = found.pop("megabytes")
+    print(f"{size:.0f} MB on {args.ranks} ranks, medians of {args.repeats}")
+    for name, values in found.items():
+        value = statistics.median(values)
+        if "relative" in name:
+            print(f"{name:<40} {value:>8.3f}")
+        else:
+            print(f"{name:<40} {value:>7.2f} s  {size / value:>6.0f} MB/s")
+    for ours, theirs in (("save", "dd with fsync"), ("load, checksums included", "read the files")):
+        ratio = statistics.median(t / o for o, t in zip(found[ours], found[theirs], strict=True))
+        print(f"{ours} at {ratio:.2f} of {theirs}")
+
+
+if __name__ == "__main__":
+    main()

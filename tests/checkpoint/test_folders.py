@@ -1,0 +1,208 @@
+"""Which checkpoints are whole, which are kept, and that no damage passes for one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from axonlaunch import checkpoint
+from axonlaunch.checkpoint import Checkpoint, DamagedError, Retention, folders
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.comm import World
+
+STATE = {
+    "model": {f"layers.{n}.weight": torch.arange(64.0) + n for n in range(3)},
+    "optimizer": {f"layers.{n}.weight.exp_avg": torch.ones(64) * n for n in range(3)},
+}
+
+
+def save(run_dir: Path, *steps: int, keep: Retention | None = None) -> None:
+    def on_rank(world: World) -> None:
+        saver = Saver(run_dir, world=world, retention=keep or Retention(newest=99))
+        for step in steps:
+            saver.save(STATE, step=step, samples=8 * step, eval_loss=abs(step - 2.0))
+
+    World.mock(1).run(on_rank)
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [one.step for one in checkpoint.listed(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 1 to 3."""
+    run_dir = tmp_path_factory.mktemp("run")
+    save(run_dir, 1, 2, 3)
+    return run_dir
+
+
+@pytest.fixture
+def three(written: Path, tmp_path: Path) -> Path:
+    """A copy of it to break."""
+    return Path(shutil.copytree(written, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(newest=1), [12]),
+        (Retention(newest=3), [10, 11, 12]),
+        (Retention(newest=1, every=5), [5, 10, 12]),
+        (Retention(newest=2, best=1), [2, 11, 12]),
+        (Retention(newest=1, every=6, best=2), [2, 3, 6, 12]),
+    ],
+)
+def test_what_is_kept(retention: Retention, kept: list[int]) -> None:
+    found = [
+        Checkpoint(Path(str(n)), n, 8 * n, 1, None, eval_loss=abs(n - 2.4)) for n in range(1, 13)
+    ]
+    gone = folders.superseded(found, retention)
+    assert [one.step for one in found if one not in gone] == kept
+
+
+def test_a_save_deletes_what_is_not_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, 5, keep=Retention(newest=1, best=1))
+    assert steps(tmp_path) == [2, 5]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step_2",
+        "step_5",
+    ]
+
+
+def test_what_someone_reads_is_not_deleted(three: Path) -> None:
+    with folders.reading(checkpoint.listed(three)[0]):
+        folders.prune(three, Retention(newest=1))
+        assert steps(three) == [1, 3]
+    folders.prune(three, Retention(newest=1))
+    assert steps(three) == [3]
+
+
+def test_readers_do_not_keep_each_other_out(three: Path) -> None:
+    one = checkpoint.listed(three)[0]
+    with folders.reading(one), folders.reading(one), (one.path / folders.MANIFEST).open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def test_saving_a_step_again_replaces_it(three: Path) -> None:
+    before = (three / "checkpoints" / "step_2" / folders.MANIFEST).read_text()
+    save(three, 2)
+    assert steps(three) == [1, 2, 3]
+    assert (three / "checkpoints" / "step_2" / folders.MANIFEST).read_text() != before
+    assert not list((three / "checkpoints").glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: (folder / "manifest.json").unlink(), "lacks manifest.json"),
+        (
+            lambda folder: (folder / "manifest.json").write_text("{"),
+            "has a manifest.json that can't be understood",
+        ),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "lacks __0_0.distcp"),
+        (
+            lambda folder: (folder / "__0_0.distcp").write_bytes(b"short"),
+            "has 5 bytes of __0_0.distcp instead of ",
+        ),
+        (
+            lambda folder: (folder / "manifest.json").write_text(
+                json.dumps({**json.loads((folder / "manifest.json").read_text()), "format": 99})
+            ),
+            "is of format 99, and this version knows up to 2",
+        ),
+    ],
+    ids=["no manifest", "half a manifest", "a file gone", "a file cut", "newer"],
+)
+def test_a_checkpoint_that_is_not_whole_is_none_and_says_why(
+    three: Path, damage: Callable[[Path], object], told: str
+) -> None:
+    folder = three / "checkpoints" / "step_3"
+    damage(folder)
+    assert steps(three) == [1, 2]
+    [(path, reason)] = checkpoint.damaged(three).items()
+    assert path == folder
+    assert reason.startswith(told)
+    assert checkpoint.damaged(three, after=checkpoint.latest(three)) == {path: reason}
+
+
+def test_older_damage_does_not_matter_to_who_goes_on_from_a_newer_one(three: Path) -> None:
+    (three / "checkpoints" / "step_1" / ".metadata").unlink()
+    assert checkpoint.damaged(three, after=checkpoint.latest(three)) == {}
+
+
+def test_what_an_interrupted_save_left_is_none_and_is_swept(three: Path) -> None:
+    (three / "checkpoints" / "step_3").rename(three / "checkpoints" / "step_3.partial")
+    assert steps(three) == [1, 2]
+    assert checkpoint.damaged(three) == {}
+    assert checkpoint.sweep_partial(three) == ["step_3.partial"]
+
+
+def test_checkpoints_of_the_first_format_are_read_without_checksums(three: Path) -> None:
+    manifest = three / "checkpoints" / "step_3" / folders.MANIFEST
+    about = json.loads(manifest.read_text())
+    about["files"] = {name: known["bytes"] for name, known in about["files"].items()}
+    old = {k: v for k, v in about.items() if k not in ("eval_loss", "layout", "saved_at")}
+    manifest.write_text(json.dumps({**old, "format": 1}))
+    found = checkpoint.latest(three)
+    assert found is not None
+    assert found.step == 3
+    assert folders.damage(found) == []
+
+
+def test_every_flipped_bit_and_every_cut_is_found(three: Path) -> None:
+    """200 of them, anywhere in any file that holds the state."""
+    found = checkpoint.latest(three)
+    assert found is not None
+    draw = random.Random(0)
+    files = sorted(folders.files(found))
+    whole = {name: (found.path / name).read_bytes() for name in files}
+    for _ in range(200):
+        name = draw.choice(files)
+        content = bytearray(whole[name])
+        if draw.random() < 0.5:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        else:
+            del content[draw.randrange(len(content)) :]
+        (found.path / name).write_bytes(content)
+        assert folders.damage(found) == [name]
+        (found.path / name).write_bytes(whole[name])
+    assert folders.damage(found) == []
+
+
+def test_a_changed_file_is_refused_when_it_is_loaded_and_the_one_before_is_offered(
+    three: Path,
+) -> None:
+    found = checkpoint.latest(three)
+    assert found is not None
+    file = found.path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+    def on_rank(world: World) -> None:
+        with pytest.raises(DamagedError) as caught:
+            checkpoint.load(found, STATE, world=world)
+        assert str(caught.value) == (
+            f"{found.path}: __0_0.distcp is not what was written (its CRC-32 differs); go on from "
+            f"the one before with checkpoint.resume={found.path.with_name('step_2')}"
+        )
+
+    World.mock(1).run(on_rank)
+
+
+def test_ranks_share_the_reading_of_checksums(three: Path) -> None:
+    found = checkpoint.latest(three)
+    assert found is not None
+    for name in folders.files(found):
+        os.truncate(found.path / name, 1)
+    parts = [folders.damage(found, part=part, parts=3) for part in range(3)]
+    assert sorted(name for part in parts for name in part) == sorted(folders.files(found))

@@ -1,0 +1,37 @@
+"""Saves in the background: out of a copy, one at a time, and never a failure that passes."""
+
+from __future__ import annotations
+
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import saver_checks
+
+from axonlaunch.launch import forkserver
+
+
+def on_ranks(folder: Path, check: str) -> list[Any]:
+    """Run a function of this module on gloo ranks; return what each returned."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    calls = [(rank, str(folder), check) for rank in range(saver_checks.RANKS)]
+    return forkserver.call_together(context, "saver_checks:on_rank", calls)
+
+
+def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path) -> None:
+    for values, steps in on_ranks(tmp_path, "changing"):
+        assert values == [1.0] * 8
+        assert steps == [1]
+
+
+def test_one_save_is_in_flight_at_most(tmp_path: Path) -> None:
+    for first, second in on_ranks(tmp_path, "twice"):
+        assert first == []
+        assert second == [1]
+
+
+def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_one_before(tmp_path: Path) -> None:
+    for told, steps in on_ranks(tmp_path, "failing"):
+        assert "step_2 could not be written: rank 1: OSError: " in told
+        assert steps == [1]

@@ -1,0 +1,264 @@
+"""Weights go to Hugging Face and come back, and start a run of any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from axonlaunch import checkpoint, config, data
+from axonlaunch.checkpoint import Checkpoint, Retention, folders, weights
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError, RunConfig, to_yaml
+from axonlaunch.config.layout import layout
+from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.loader import rank_loader
+from axonlaunch.engines.build import build
+from axonlaunch.engines.mesh_engine import model_state
+from axonlaunch.models import hugging_face
+from axonlaunch.models.build import build as build_model
+
+DATA = ["data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=16"]
+SMALL = ["model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4"]
+MODELS = {
+    "gpt": ["model=gpt", *SMALL, "model.vocab_size=64", *DATA],
+    "gpt, gelu_new, untied": [
+        *("model=gpt", *SMALL, "model.vocab_size=64", *DATA),
+        *("model.activation_function=gelu_new", "model.tie_word_embeddings=false"),
+    ],
+    "llama": [
+        *("model=llama_debug", *SMALL, "model.vocab_size=64", *DATA),
+        *("model.num_key_value_heads=2", "model.intermediate_size=48"),
+    ],
+    "llama, tied": [
+        *("model=llama_debug", *SMALL, "model.vocab_size=64", *DATA),
+        *("model.num_key_value_heads=4", "model.tie_word_embeddings=true"),
+    ],
+    "mlp": ["model=mlp", "model.hidden_size=24", "model.input_size=784", "data=synthetic_images"],
+}
+LAYOUTS = {
+    "single": (1, ["strategy=single"]),
+    "ddp": (2, ["strategy=ddp"]),
+    "fsdp": (2, ["strategy=fsdp"]),
+    "tensor": (2, ["strategy=tensor"]),
+    "pipeline": (2, ["strategy=pipeline", "train.micro_batch_size=2"]),
+    "hybrid": (
+        8,
+        [
+            *("strategy=fsdp", "strategy.tensor.degree=2", "strategy.pipeline.degree=2"),
+            "train.micro_batch_size=2",
+        ],
+    ),
+}
+
+
+def saved(run_dir: Path, model: str) -> tuple[RunConfig, nn.Module, Checkpoint]:
+    """Save a run of a model with random weights and biases, at step 3."""
+    chosen = config.load([*MODELS[model], "strategy=single", f"run_dir={run_dir}", "name=saved"])
+    module = build_model(chosen.model, seed=0).eval()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(to_yaml(chosen))
+
+    def on_rank(world: World) -> None:
+        saver = Saver(run_dir, world=world, retention=Retention(newest=1))
+        saver.save({"model": model_state(module)}, step=3, samples=24)
+
+    World.mock(1).run(on_rank)
+    found = checkpoint.latest(run_dir)
+    assert found is not None
+    return chosen, module, found
+
+
+def export(found: Checkpoint, chosen: RunConfig, folder: Path, **how: Any) -> list[str]:
+    return weights.export(found, chosen, folder, **{"dtype": None, "file_bytes": 10**9, **how})
+
+
+def reference(folder: Path) -> nn.Module:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        from transformers import AutoModelForCausalLM
+
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder)
+    return model.eval()
+
+
+TOKENS = torch.arange(48).reshape(3, 16) % 64
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("model", ["gpt", "gpt, gelu_new, untied", "llama", "llama, tied"])
+def test_hugging_face_computes_the_same_logits_from_what_is_exported(
+    model: str, tmp_path: Path
+) -> None:
+    chosen, module, found = saved(tmp_path / "run", model)
+    export(found, chosen, tmp_path / "out", file_bytes=10_000)
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    with torch.no_grad():
+        theirs, ours = reference(tmp_path / "out")(TOKENS).logits, module(TOKENS)
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_what_hugging_face_wrote_is_taken_in(kind: str, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        figures = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=64)
+        theirs: Any = GPT2LMHeadModel(figures)
+    else:
+        figures = LlamaConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            vocab_size=64,
+            max_position_embeddings=64,
+        )
+        theirs = LlamaForCausalLM(figures)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    theirs.eval().save_pretrained(tmp_path / "theirs")
+    weights.take_in(tmp_path / "theirs", tmp_path / "run", config.load(["strategy=single"]))
+    taken = config.read(tmp_path / "run")
+    module = build_model(taken.model, seed=1).eval()
+    found = checkpoint.latest(tmp_path / "run")
+    assert found is not None
+    checkpoint.load_model(found, model_state(module))
+    with torch.no_grad():
+        torch.testing.assert_close(module(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("source", ["safetensors", "run"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_of_any_layout_starts_from_weights(name: str, source: str, tmp_path: Path) -> None:
+    _, module, found = saved(tmp_path / "run", "llama")
+    path = tmp_path / "run"
+    if source == "safetensors":
+        path = tmp_path / "out"
+        export(found, config.read(tmp_path / "run"), path)
+    ranks, overrides = LAYOUTS[name]
+    words = [*MODELS["llama"], *overrides, f"launch.nproc={ranks}", f"model.weights={path}"]
+    chosen = config.load([*words, "train.global_batch_size=8"])
+    shares = layout(chosen, world_size=ranks)
+
+    def on_rank(world: World) -> dict[str, torch.Tensor]:
+        loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
+        engine = build(chosen, world, sample=sample_inputs(loader.dataset))
+        weights.start(engine, chosen.model, world=world)
+        held = engine.state_dict()["model"]
+        return {
+            name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
+            for name, t in held.items()
+        }
+
+    got = {name: t for held in World.mock(ranks).run(on_rank) for name, t in held.items()}
+    for name, tensor in model_state(module).items():
+        assert torch.equal(got[name], tensor), name
+
+
+def test_numbers_can_be_written_shorter(tmp_path: Path) -> None:
+    chosen, module, found = saved(tmp_path / "run", "llama")
+    export(found, chosen, tmp_path / "out", dtype=torch.bfloat16)
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    assert {t.dtype for t in held.values()} == {torch.bfloat16}
+    expected = module.get_parameter("norm.weight").bfloat16()
+    assert torch.equal(held["model.norm.weight"], expected)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_other_models_keep_our_names(tmp_path: Path) -> None:
+    chosen, module, found = saved(tmp_path / "run", "mlp")
+    export(found, chosen, tmp_path / "out")
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    assert held.keys() == dict(module.named_parameters()).keys()
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    chosen, _, found = saved(tmp_path / "run", "mlp")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    with pytest.raises(ConfigError, match="out: is there already; give a new folder"):
+        export(found, chosen, tmp_path / "out")
+
+
+def test_damage_is_not_exported(tmp_path: Path) -> None:
+    chosen, _, found = saved(tmp_path / "run", "mlp")
+    file = found.path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[200] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(checkpoint.DamagedError, match=r"__0_0\.distcp is not what was written"):
+        export(found, chosen, tmp_path / "out")
+
+
+def test_each_name_and_shape_of_another_model_is_told(tmp_path: Path) -> None:
+    chosen, _, found = saved(tmp_path / "run", "llama")
+    export(found, chosen, tmp_path / "out")
+    other = config.load([*MODELS["llama"], "model.num_hidden_layers=3", "strategy=single"])
+    with torch.device("meta"):
+        module = build_model(other.model, seed=0)
+    told = weights.differences(tmp_path / "out", other.model, module)
+    assert len(told) == 9
+    assert told[0] == "layers.2.input_layernorm.weight is missing"
+    wider = config.load([*MODELS["llama"], "model.vocab_size=128", "strategy=single"])
+    told = weights.differences(tmp_path / "out", wider.model, build_model(wider.model, seed=0))
+    assert told == [
+        "embed_tokens.weight has shape [64, 32], not [128, 32]",
+        "lm_head.weight has shape [64, 32], not [128, 32]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"model_type": "bert"}, "model_type=bert is none that can be read; use gpt2 or llama"),
+        ({"model_type": "llama"}, "lacks 'hidden_size'"),
+        (
+            {"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}},
+            "rope_type=llama3 stretches positions, which ours does not",
+        ),
+        (
+            {"model_type": "llama", "attention_bias": True},
+            "attention_bias=True: ours computes only attention_bias=False",
+        ),
+        (
+            {"model_type": "gpt2", "activation_function": "relu"},
+            "activation_function=relu is none of ours; use gelu or gelu_new",
+        ),
+    ],
+)
+def test_what_ours_computes_otherwise_is_refused(content: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        hugging_face.typed(content, where="config.json")
+    assert str(caught.value) == f"config.json: {told}"
+
+
+def test_every_parameter_has_one_place() -> None:
+    for model in ("gpt", "gpt, gelu_new, untied", "llama", "llama, tied"):
+        chosen = config.load([*MODELS[model], "strategy=single"])
+        found = hugging_face.places(chosen.model)
+        assert found is not None
+        module = build_model(chosen.model, seed=0)
+        assert found.keys() == dict(module.named_parameters()).keys()
+        assert len(set(found.values())) == len(found)
+
+
+def test_a_file_that_is_cut_is_refused(tmp_path: Path) -> None:
+    chosen, module, found = saved(tmp_path / "run", "mlp")
+    export(found, chosen, tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match=r"model\.safetensors: can't be read: "):
+        weights.differences(tmp_path / "out", chosen.model, module)
+    assert folders.damage(found) == []

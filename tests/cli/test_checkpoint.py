@@ -1,0 +1,140 @@
+"""``axonlaunch checkpoint``: what it lists, finds, compares, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command import Served
+from served import Server
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
+    """The command in a folder with two runs of 6 steps, saved every third."""
+    command = Served(tmp_path_factory.mktemp("runs"), server)
+    command.train("strategy=fsdp", "name=a", "checkpoint.every=3", "train.eval_every=3")
+    command.train("strategy=ddp", "name=b", "checkpoint.every=6", "seed=1")
+    return command
+
+
+def test_ls_tells_step_size_age_layout_and_losses(trained: Served) -> None:
+    text = trained("checkpoint", "ls", "runs/a").stdout
+    heading, first, second = text.splitlines()
+    assert heading.split() == ["step", "size", "saved", "layout", "ranks", "loss", "evaluation"]
+    assert first.split()[0] == "3"
+    assert "fsdp 2" in second
+    assert "MiB" in second
+    assert " ago" in second
+    told = json.loads(trained("checkpoint", "ls", "runs/a", "--json").stdout)
+    assert [one["step"] for one in told["checkpoints"]] == [3, 6]
+    assert told["checkpoints"][1]["loss"] == trained.losses("a")[-1]
+    assert told["checkpoints"][1]["eval_loss"] == trained.summary("a")["eval_loss"]
+    assert told["checkpoints"][1]["bytes"] > 10_000
+    assert told["damaged"] == {}
+    one = trained("checkpoint", "ls", "runs/a/checkpoints/step_3", "--json").stdout
+    assert [c["step"] for c in json.loads(one)["checkpoints"]] == [3]
+
+
+def test_check_reads_all_again(trained: Served) -> None:
+    ran = trained("checkpoint", "check", "runs/a")
+    assert ran.stdout.splitlines() == [
+        "whole  runs/a/checkpoints/step_3",
+        "whole  runs/a/checkpoints/step_6",
+    ]
+    file = trained.folder / "runs/b/checkpoints/step_6/__1_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    try:
+        ran = trained("checkpoint", "check", "runs/b", status=1)
+        assert ran.stdout.splitlines() == [
+            "damaged  runs/b/checkpoints/step_6",
+            "  __1_0.distcp is not what was written (its CRC-32 differs)",
+        ]
+        file.write_bytes(content[:-1])
+        told = json.loads(trained("checkpoint", "check", "runs/b", "--json", status=1).stdout)
+        assert not told["passed"]
+        [reason] = told["checkpoints"]["runs/b/checkpoints/step_6"]
+        assert reason == f"has {len(content) - 1} bytes of __1_0.distcp instead of {len(content)}"
+    finally:
+        file.write_bytes(content)
+
+
+def test_diff_names_the_parameters_that_are_farthest_apart(trained: Served) -> None:
+    assert trained("checkpoint", "diff", "runs/a", "runs/a").stdout == "equal, to the bit\n"
+    told = json.loads(trained("checkpoint", "diff", "runs/a", "runs/b", "--json").stdout)
+    assert not told["equal"]
+    first, second, *_ = told["differences"]
+    assert first["name"].startswith("model.")
+    assert first["largest"] >= second["largest"] > 0
+    text = trained("checkpoint", "diff", "runs/a", "runs/b").stdout
+    assert text.splitlines()[0].split() == ["tensor", "largest", "relative"]
+    assert text.splitlines()[1].split()[0] == first["name"]
+    assert text.splitlines()[-1].endswith(" more; --json has all")
+
+
+def test_what_is_exported_is_imported_and_trains(trained: Served) -> None:
+    told = json.loads(trained("checkpoint", "export", "runs/a", "out", "--json").stdout)
+    assert told["files"] == ["model.safetensors", "config.json"]
+    trained("checkpoint", "import", "out", "runs/c")
+    told = json.loads(trained("checkpoint", "diff", "runs/a", "runs/c", "--json").stdout)
+    assert not [d for d in told["differences"] if d["name"].startswith("model.")]
+    losses = {}
+    for name, path in (("out", "out"), ("run", "runs/a"), ("imported", "runs/c")):
+        trained.train("strategy=fsdp", f"name=from-{name}", f"model.weights={path}")
+        losses[name] = trained.losses(f"from-{name}")
+    assert losses["out"] == losses["run"] == losses["imported"]
+    assert losses["out"] != trained.losses("a")
+
+
+def test_without_a_command_it_shows_its_own(trained: Served) -> None:
+    text = trained("checkpoint").stdout
+    assert "axonlaunch checkpoint diff runs/a" in text
+    for name in ("ls", "check", "diff", "export", "import"):
+        assert f"  {name} " in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ls", "nowhere"], "nowhere: there is no such folder"),
+        (["diff", "runs/a", "runs"], "runs: holds no checkpoint; give a run or a checkpoint"),
+        (["export", "runs/a", "runs"], "runs: is there already; give a new folder"),
+        (["export", "runs/a", "x", "--format", "onnx"], "--format=onnx: there is only "),
+        (["export", "runs/a", "x", "--dtype", "int8"], "--dtype=int8: is none of ours; use "),
+        (["import", "runs/a", "runs/x"], "runs/a/config.json: can't be read: "),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    words: list[str], message: str, trained: Served
+) -> None:
+    ran = trained("checkpoint", *words, status=2)
+    [error] = ran.stderr.splitlines()
+    assert error.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.weights=nowhere"], "model.weights=nowhere: there is no such folder; give a run"),
+        (["model.weights=runs"], "model.weights=runs: runs: holds no *.safetensors and no chec"),
+        (
+            ["model.weights=runs/a", "model.num_hidden_layers=3"],
+            "model.weights=runs/a: they are of another model: layers.2.input_layernorm.weight is ",
+        ),
+        (
+            ["model.weights=runs/a", "checkpoint.resume=runs/b", "train.steps=9"],
+            "model.weights=runs/a: checkpoint.resume=runs/b brings weights of its own; use null",
+        ),
+        (
+            ["checkpoint.async_save=true", "launch.backend=mock"],
+            "checkpoint.async_save=true: launch.backend=mock runs ranks as threads",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_start_no_rank(
+    words: list[str], message: str, trained: Served
+) -> None:
+    ran = trained.train("name=new", *words, status=2)
+    assert f"error: {message}" in ran.stderr
+    assert not (trained.folder / "runs" / "new").exists()

@@ -1,0 +1,76 @@
+"""Saving while ranks are killed: what is there is whole, and the run goes on to the bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command import Command, wait_for
+
+from axonlaunch import checkpoint
+from axonlaunch.checkpoint import folders
+
+
+def run_of(faulty: list[str]) -> list[str]:
+    return [*faulty, "checkpoint.every=1", "checkpoint.keep=2", "train.steps=12", "strategy=fsdp"]
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_saves_change_nothing_that_is_learned(
+    served: Command, faulty: list[str], background: str
+) -> None:
+    run = [*run_of(faulty), f"checkpoint.async_save={background}"]
+    ran = served("train", *run, "name=saving")
+    served("train", *run[:-4], "strategy=fsdp", "train.steps=12", "name=without")
+    assert served.losses("saving") == served.losses("without")
+    assert ran.stdout.count("saved runs/saving/checkpoints/step_") == 12
+    found = checkpoint.listed(served.folder / "runs" / "saving")
+    assert [one.step for one in found] == [11, 12]
+    assert all(folders.damage(one) == [] for one in found)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("background", "kills"),
+    [
+        ("false", 2),
+        ("true", 2),
+        pytest.param("false", 25, marks=pytest.mark.slow),
+        pytest.param("true", 25, marks=pytest.mark.slow),
+    ],
+)
+def test_whenever_it_is_killed_it_goes_on_from_a_whole_checkpoint(
+    served: Command, faulty: list[str], background: str, kills: int
+) -> None:
+    run = [*run_of(faulty), f"checkpoint.async_save={background}"]
+    served("train", *run, "name=whole")
+    expected = served.losses("whole")
+    draw = random.Random(kills)
+    for number in range(kills):
+        name = f"run{number}"
+        folder = served.folder / "runs" / name
+        process = served.start("train", *run, f"name={name}", "model.arguments={pause:0.03}")
+        wait_for(lambda f=folder: checkpoint.latest(f) is not None)  # type: ignore[misc]
+        time.sleep(draw.uniform(0, 0.5))
+        for rank in served.processes():
+            try:
+                os.kill(rank, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.communicate(timeout=30)
+        assert checkpoint.damaged(folder) == {}
+        assert all(folders.damage(one) == [] for one in checkpoint.listed(folder))
+        served("train", *run, f"name={name}", *_last_step(folder))
+        assert served.losses(name) == expected, f"kill {number}"
+        assert not list((folder / "checkpoints").glob("*.partial"))
+
+
+def _last_step(folder: Path) -> list[str]:
+    """A run that was done when it was killed is not trained again."""
+    found = checkpoint.latest(folder)
+    assert found is not None
+    return ["checkpoint.resume=never"] if found.step == 12 else []
