@@ -86,7 +86,7 @@ def fit(
                 started = time.perf_counter()
                 if interrupted or _due(step, save_every, last=last):
                     _save(saver, engine, config, progress, report)
-                _tell(saver.finished(wait=interrupted or last), report)
+                _tell(saver.close() if interrupted or last else saver.finished(), report)
                 _forget_time(progress, started)
     speed = progress.tokens / progress.seconds if progress.seconds else None
     done = Finished(

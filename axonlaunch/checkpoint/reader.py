@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint import folders
@@ -26,10 +28,17 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
         DamagedError: A file is not what was written.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    with folders.reading(checkpoint):
-        refuse_damage(checkpoint, part=world.rank, parts=world.world_size)
-        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path))
+    share = partial(folders.damage, checkpoint, part=world.rank, parts=world.world_size)
+    with folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
+        summing = beside.submit(share)
+        try:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path))
+        except (Exception, CheckpointException):  # the latter is none of the former
+            refuse_damage(checkpoint)  # of a damaged file torch says what it stumbled over
+            raise
+        _refuse(checkpoint, summing.result())
     return state
 
 
@@ -94,13 +103,16 @@ def differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
     return found
 
 
-def refuse_damage(checkpoint: Checkpoint, *, part: int = 0, parts: int = 1) -> None:
-    """Read a share of a checkpoint's files, and refuse what is not what was written.
+def refuse_damage(checkpoint: Checkpoint) -> None:
+    """Read a checkpoint's files, and refuse what is not what was written.
 
     Raises:
         DamagedError: It names the files and, if there is one, the checkpoint before.
     """
-    changed = folders.damage(checkpoint, part=part, parts=parts)
+    _refuse(checkpoint, folders.damage(checkpoint))
+
+
+def _refuse(checkpoint: Checkpoint, changed: list[str]) -> None:
     if not changed:
         return
     folder = checkpoint.path.parent.parent

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class Saver:
         several = background and world.world_size > 1
         self._group = dist.new_group(backend="gloo") if several else None
         self._in_flight: _InFlight | None = None
+        self._pruner = ThreadPoolExecutor(max_workers=1)
+        self._pruning: Future[None] | None = None
 
     def save(
         self,
@@ -100,7 +102,7 @@ class Saver:
         Raises:
             SaveError: This one, or the one before, could not be written.
         """
-        before = self.finished(wait=True)
+        before = self.close()
         began = time.perf_counter()
         about = Checkpoint(
             self._run_dir / "checkpoints" / f"step_{step}",
@@ -118,7 +120,8 @@ class Saver:
 
         def complete(written: Mapping[str, Sum]) -> None:
             folders.complete(partial, about, written)
-            folders.prune(self._run_dir, self._retention)
+            # Deleting gigabytes takes a while, and nobody waits for it.
+            self._pruning = self._pruner.submit(folders.prune, self._run_dir, self._retention)
 
         writer = Writer(partial, done=complete)
         done: Future[Any]
@@ -154,6 +157,17 @@ class Saver:
         except (CheckpointException, OSError) as error:
             raise SaveError(f"{one.path} could not be written: {_reason(error)}") from error
         return [Completed(one.path, one.step, time.perf_counter() - one.began, one.stalled_s)]
+
+    def close(self) -> list[Completed]:
+        """Wait until nothing is written or deleted any more; return what is complete.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        completed = self.finished(wait=True)
+        if self._pruning is not None:
+            self._pruning.result()
+        return completed
 
 
 def _reason(error: BaseException) -> str:

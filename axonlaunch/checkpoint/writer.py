@@ -9,18 +9,20 @@ import io
 import os
 import zlib
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import futures
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from axonlaunch.checkpoint.folders import Sum
 
+_SYNC_EVERY = 32 << 20
 Done = Callable[[Mapping[str, Sum]], None]
 
 
@@ -38,7 +40,7 @@ class Writer(FileSystemWriter):
         self.fs = self._summing = _Summing()
         self._done = done
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
         """Write; what was written goes to the main rank, with the sums."""
         computing = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # of each tensor: a file's own is enough
@@ -47,7 +49,7 @@ class Writer(FileSystemWriter):
         finally:
             torch.serialization.set_crc32_options(computing)
         results.sums = dict(self._summing.sums)
-        told: Future[list[WriteResult]] = Future()
+        told: futures.Future[list[WriteResult]] = futures.Future()
         told.set_result(results)
         return told
 
@@ -90,19 +92,32 @@ class _Summing(FileSystem):
 
 
 class _SummedFile(io.BufferedWriter):
-    """A file that counts and sums what is written, and is on disk when it is closed."""
+    """A file that counts and sums what is written, and is on disk when it is closed.
+
+    The disk works while more is written: the kernel alone would begin only when it is asked to
+    sync, or when a tenth of the memory waits.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "w"))
         self.sum = Sum(0, 0)
+        self._disk = ThreadPoolExecutor(max_workers=1)
+        self._syncing: Future[None] | None = None
+        self._synced = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.sum = Sum(self.sum.bytes + len(view), zlib.crc32(view, self.sum.crc32 or 0))
-        return super().write(view)
+        written = super().write(view)
+        idle = self._syncing is None or self._syncing.done()
+        if idle and self.sum.bytes - self._synced > _SYNC_EVERY:
+            self._synced = self.sum.bytes
+            self._syncing = self._disk.submit(os.fdatasync, self.fileno())
+        return written
 
     def close(self) -> None:
         if not self.closed:
+            self._disk.shutdown()
             self.flush()
             os.fsync(self.fileno())
         super().close()

@@ -3,7 +3,6 @@
 import argparse
 import multiprocessing
 import os
-import shutil
 import statistics
 import subprocess
 import tempfile
@@ -25,7 +24,7 @@ TENSORS, ROWS, COLUMNS = 25, 2000, 2000  # 100 million parameters, two states of
 MB = 1e6
 
 
-def state(ranks: int) -> dict[str, object]:
+def state(ranks: int) -> dict[str, dict[str, DTensor]]:
     mesh = init_device_mesh("cpu", (ranks,))
 
     def shard() -> DTensor:
@@ -37,11 +36,16 @@ def state(ranks: int) -> dict[str, object]:
 
 
 def seconds(work: Callable[[], object]) -> float:
+    os.sync()  # what was written before costs what comes now nothing
     dist.barrier()
     began = time.perf_counter()
     work()
     dist.barrier()
     return time.perf_counter() - began
+
+
+def copied(held: dict[str, dict[str, DTensor]]) -> list[torch.Tensor]:
+    return [t.to_local().clone() for part in held.values() for t in part.values()]
 
 
 def forget(folder: Path) -> None:
@@ -70,10 +74,10 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
     store = dist.FileStore(str(here / "store"), ranks)
     with World.init(backend="gloo", store=store) as world:
         held = state(ranks)
-        size = sum(t.nbytes for part in held.values() for t in part.values())  # type: ignore[attr-defined]
+        size = sum(t.nbytes for part in held.values() for t in part.values())
         keep = Retention(newest=1)
         now = Saver(here / "run", world=world, retention=keep)
-        later = Saver(here / "run", world=world, retention=keep, background=True)
+        later = Saver(here / "later", world=world, retention=keep, background=True)
         a, b = torch.randn(1000, 1000), torch.randn(1000, 1000)
 
         def step() -> float:
@@ -85,15 +89,16 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
 
         def dd() -> None:
             if world.is_main:
+                (here / "dd").unlink(missing_ok=True)
                 count = f"count={round(size / MB)}"
                 words = ["dd", "if=/dev/zero", f"of={here}/dd", "bs=1MB", count, "conv=fsync"]
                 subprocess.run(words, check=True, capture_output=True)
 
         def torch_save() -> None:
             local = {
-                kind: {n: t.to_local() for n, t in part.items()}  # type: ignore[attr-defined]
-                for kind, part in held.items()
+                kind: {n: t.to_local() for n, t in part.items()} for kind, part in held.items()
             }
+            (here / f"torch_{rank}").unlink(missing_ok=True)
             with (here / f"torch_{rank}").open("wb") as file:
                 torch.save(local, file)
                 file.flush()
@@ -103,6 +108,7 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
             note("dd with fsync", seconds(dd))
             note("torch.save with fsync, a file a rank", seconds(torch_save))
             note("save", seconds(lambda r=repeat: now.save(held, step=3 * r + 1, samples=0)))
+            now.close()
             one = latest(here / "run")
             assert one is not None
             mine = sorted(one.path.iterdir())[rank::ranks]
@@ -118,15 +124,15 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
             later.save(held, step=3 * repeat + 2, samples=0)
             note("stall of a save in the background", time.perf_counter() - began)
             beside = []
-            while not later.finished():
+            writing, here_too = torch.ones(1), True
+            while writing:
                 beside.append(step())
-            later.finished(wait=True)
-            note(
-                "copy of the state",
-                seconds(lambda: [t.to_local().clone() for t in held["optimizer"].values()]) * 1.5,
-            )  # type: ignore[attr-defined]
+                here_too = here_too and not later.finished()
+                writing.fill_(here_too)
+                dist.all_reduce(writing, op=dist.ReduceOp.MAX)
+            later.close()
+            note("copy of the state", seconds(lambda: copied(held)))
             note("steps beside it, relative", statistics.median(beside) / usual)
-        shutil.rmtree(here / "run") if world.is_main else None
     found["megabytes"] = [size / MB]
     return found
 
