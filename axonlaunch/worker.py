@@ -72,7 +72,7 @@ def run(
             step=engine.step,
             steps=config.train.steps,
             resumed_from=resumed,
-            notes=_notes(config, world),
+            notes=(*_swept(run_dir, world), *_notes(config, world)),
         )
     )
 
@@ -150,6 +150,14 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report)
         seed=config.seed,
     )
     report(Sampled(prompt, dataset.decode(tokens)))
+
+
+def _swept(run_dir: Path, world: World) -> list[str]:
+    """Delete what interrupted saves left, and name it."""
+    left = checkpoint.sweep_partial(run_dir) if world.is_main else []
+    return [
+        f"checkpoints/{name}: deleted, a save that was interrupted had left it" for name in left
+    ]
 
 
 def _notes(config: RunConfig, world: World) -> tuple[str, ...]:

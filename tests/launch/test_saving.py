@@ -69,6 +69,19 @@ def test_whenever_it_is_killed_it_goes_on_from_a_whole_checkpoint(
         assert not list((folder / "checkpoints").glob("*.partial"))
 
 
+def test_what_an_interrupted_save_left_is_named_and_deleted(
+    served: Command, faulty: list[str]
+) -> None:
+    run = [*run_of(faulty), "name=run"]
+    served("train", *run)
+    left = served.folder / "runs/run/checkpoints/step_14.partial"
+    left.mkdir()
+    ran = served("train", *run, "train.steps=13")
+    told = " ".join(ran.stdout.split())
+    assert "checkpoints/step_14.partial: deleted, a save that was interrupted had left it" in told
+    assert not left.exists()
+
+
 def _last_step(folder: Path) -> list[str]:
     """A run that was done when it was killed is not trained again."""
     found = checkpoint.latest(folder)
