@@ -139,8 +139,14 @@ def test_what_hugging_face_wrote_is_taken_in(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(module(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("source", ["safetensors", "run"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        *((name, "safetensors") for name in LAYOUTS),
+        ("fsdp", "run"),
+        *(pytest.param(n, "run", marks=pytest.mark.slow) for n in LAYOUTS if n != "fsdp"),
+    ],
+)
 def test_a_run_of_any_layout_starts_from_weights(name: str, source: str, tmp_path: Path) -> None:
     _, module, found = saved(tmp_path / "run", "llama")
     path = tmp_path / "run"

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -401,6 +401,15 @@ def test_a_world_can_run_in_a_thread() -> None:
     assert found == [2, 2]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell that starts the tests in the background has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupting_the_caller_unwinds_the_ranks() -> None:
     unwound: list[int] = []
 

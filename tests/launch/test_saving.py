@@ -37,8 +37,8 @@ def test_saves_change_nothing_that_is_learned(
 @pytest.mark.parametrize(
     ("background", "kills"),
     [
-        ("false", 2),
-        ("true", 2),
+        ("false", 1),
+        ("true", 1),
         pytest.param("false", 25, marks=pytest.mark.slow),
         pytest.param("true", 25, marks=pytest.mark.slow),
     ],

@@ -29,7 +29,7 @@ ZERO_BUBBLE = ["strategy=pipeline", "strategy.pipeline.schedule=zbv_zero_bubble"
 
 
 # The largest mesh again, in what differs on the small ones just as well.
-REPEATED = {("hybrid", "full"), ("hybrid", "fp16")}
+REPEATED = {("hybrid", kind) for kind in ("full", "selective", "bf16", "fp16")}
 
 
 def of_layouts(*values: str) -> list[Any]:

@@ -59,7 +59,7 @@ class Layout:
         overrides: What chooses it.
         data_ranks: Ranks that share the batch.
         stages: Of its pipeline.
-        repeats: Whether the same row has it on fewer ranks, twice.
+        repeats: Whether the same row has it on fewer ranks, or another engine on as many.
     """
 
     label: str
@@ -145,7 +145,8 @@ def layouts() -> Iterator[Layout]:
         yield Layout(f"{label} x pipeline", 4, (*kinds[label], f"{PIPELINE}2"), 2, 2)
     for label in ("ddp", "zero1", "fsdp", "fsdp, no_shard"):
         both = (*kinds[label], f"{TENSOR}2", f"{PIPELINE}2")
-        yield Layout(f"{label} x tensor x pipeline", 8, both, 2, 2)
+        repeats = label != "fsdp"
+        yield Layout(f"{label} x tensor x pipeline", 8, both, 2, 2, repeats=repeats)
     yield Layout("hsdp x tensor", 8, (*hsdp, f"{TENSOR}2"), 4)
     yield Layout("hsdp x pipeline", 8, (*hsdp, f"{PIPELINE}2"), 4, 2)
     yield Layout("tensor x pipeline", 4, ("strategy=tensor", f"{TENSOR}2", f"{PIPELINE}2"), 1, 2)
