@@ -225,7 +225,8 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
     if not config.checkpoint.every:
         return
     count = sum(p.numel() for p in model.parameters())
-    needed = count * (STATE_BYTES[config.optimizer.name] - 4) * (config.checkpoint.keep + 1)
+    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1  # and the one being written
+    needed = count * (STATE_BYTES[config.optimizer.name] - 4) * kept
     folder, free = free_bytes(Path(config.run_dir if config.run_dir != "auto" else "runs"))
     if needed > free:
         message = (
