@@ -23,6 +23,9 @@ PARTIAL = ".partial"
 _NAME = "step_"
 _CHUNK = 1 << 22
 
+CHANGED = "is not what was written (its CRC-32 differs)"
+"""What is said of a file that ``damage`` names."""
+
 
 class DamagedError(Exception):
     """A saved file is not what was written."""
@@ -76,6 +79,16 @@ class Retention:
     best: int = 0
 
 
+def path_of(run_dir: Path, *, step: int) -> Path:
+    """Return the folder of a run's checkpoint."""
+    return run_dir / "checkpoints" / f"{_NAME}{step}"
+
+
+def partial_of(folder: Path) -> Path:
+    """Return the name that a checkpoint's folder has while it is written or deleted."""
+    return folder.with_name(folder.name + PARTIAL)
+
+
 def latest(run_dir: Path) -> Checkpoint | None:
     """Return the newest complete checkpoint of a run, None where there is none."""
     found = listed(run_dir)
@@ -95,7 +108,8 @@ def listed(run_dir: Path) -> list[Checkpoint]:
 
 def read(folder: Path) -> Checkpoint | None:
     """Read a manifest; None where the folder is no complete checkpoint that is understood."""
-    return None if fault(folder) else _described(folder, _manifest(folder))
+    found = _looked_at(folder)
+    return found if isinstance(found, Checkpoint) else None
 
 
 def fault(folder: Path) -> str | None:
@@ -103,12 +117,18 @@ def fault(folder: Path) -> str | None:
 
     Sizes are looked at, contents are not: ``damage`` reads them.
     """
+    found = _looked_at(folder)
+    return found if isinstance(found, str) else None
+
+
+def _looked_at(folder: Path) -> Checkpoint | str:
+    """Return a complete checkpoint, or what the folder lacks of one."""
     try:
         about = _manifest(folder)
         if about["format"] > FORMAT:
             return f"is of format {about['format']}, and this version knows up to {FORMAT}"
-        _described(folder, about)
-        for name, expected in sums(about).items():
+        found = _described(folder, about)
+        for name, expected in _sums(about).items():
             file = folder / name
             if not file.is_file():
                 return f"lacks {name}"
@@ -118,7 +138,7 @@ def fault(folder: Path) -> str | None:
         return f"lacks {MANIFEST}" if isinstance(error, FileNotFoundError) else str(error)
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"has a {MANIFEST} that can't be understood"
-    return None
+    return found
 
 
 def damaged(path: Path, *, after: Checkpoint | None = None) -> dict[Path, str]:
@@ -142,7 +162,7 @@ def damage(checkpoint: Checkpoint, *, part: int = 0, parts: int = 1) -> list[str
         part: Of the files, which share is read.
         parts: Shares that they are divided into: a rank each.
     """
-    expected = sorted(sums(_manifest(checkpoint.path)).items())
+    expected = sorted(files(checkpoint).items())
     return [
         name
         for name, known in expected[part::parts]
@@ -152,7 +172,7 @@ def damage(checkpoint: Checkpoint, *, part: int = 0, parts: int = 1) -> list[str
 
 def files(checkpoint: Checkpoint) -> dict[str, Sum]:
     """Return a checkpoint's files."""
-    return sums(_manifest(checkpoint.path))
+    return _sums(_manifest(checkpoint.path))
 
 
 def prune(run_dir: Path, retention: Retention) -> None:
@@ -162,7 +182,7 @@ def prune(run_dir: Path, retention: Retention) -> None:
             if not _locked(manifest, fcntl.LOCK_EX):
                 continue
             # Renamed first: a folder of a checkpoint's name is never half deleted.
-            doomed = checkpoint.path.with_name(checkpoint.path.name + PARTIAL)
+            doomed = partial_of(checkpoint.path)
             checkpoint.path.rename(doomed)
         shutil.rmtree(doomed)
 
@@ -223,8 +243,7 @@ def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) 
     _sync_folder(folder.parent)
 
 
-def sums(manifest: Mapping[str, Any]) -> dict[str, Sum]:
-    """Return the files that a manifest names."""
+def _sums(manifest: Mapping[str, Any]) -> dict[str, Sum]:
     return {
         name: Sum(known, None) if isinstance(known, int) else Sum(**known)
         for name, known in manifest["files"].items()

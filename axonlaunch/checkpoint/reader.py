@@ -6,7 +6,7 @@ Files whose checksum is not what was written are refused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from axonlaunch.comm import World
+
+MODEL = "model."
+"""What precedes the names of parameters in a state."""
 
 
 def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict[str, Any]:
@@ -78,6 +81,15 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     return found
 
 
+def parameters(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what ``contents`` has of parameters and buffers, by their own names."""
+    return {
+        key.removeprefix(MODEL): entry
+        for key, entry in contents(checkpoint).items()
+        if key.startswith(MODEL)
+    }
+
+
 def saved_states(checkpoint: Checkpoint) -> set[str]:
     """Return the kinds of optimizer states in a checkpoint, ``{"step", "exp_avg", ...}``."""
     keys = contents(checkpoint)
@@ -87,14 +99,28 @@ def saved_states(checkpoint: Checkpoint) -> set[str]:
 def differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
     """Compare the names and shapes of a model's parameters with a checkpoint's; [] if equal."""
     saved = {
-        key.removeprefix("model."): tuple(value.size)
-        for key, value in contents(checkpoint).items()
-        if key.startswith("model.") and hasattr(value, "size")
+        name: tuple(entry.size)
+        for name, entry in parameters(checkpoint).items()
+        if hasattr(entry, "size")
     }
+    return mismatches(saved, model, beside={name for name, _ in model.named_buffers()})
+
+
+def mismatches(
+    saved: Mapping[str, tuple[int, ...]], model: nn.Module, *, beside: Collection[str] = ()
+) -> list[str]:
+    """Compare saved names and shapes with those of a model's parameters; [] if equal.
+
+    Args:
+        saved: Name -> shape.
+        model: Its parameters are wanted.
+        beside: What may be there and need not.
+    """
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    buffers = {name for name, _ in model.named_buffers()}
     found = [f"{name} is missing" for name in wanted if name not in saved]
-    found += [f"{name} is unexpected" for name in saved if name not in wanted.keys() | buffers]
+    found += [
+        f"{name} is unexpected" for name in saved if name not in wanted and name not in beside
+    ]
     found += [
         f"{name} has shape {list(saved[name])}, not {list(shape)}"
         for name, shape in wanted.items()
@@ -117,9 +143,7 @@ def _refuse(checkpoint: Checkpoint, changed: list[str]) -> None:
         return
     folder = checkpoint.path.parent.parent
     others = [c.path for c in folders.listed(folder) if c.step < checkpoint.step]
-    message = (
-        f"{checkpoint.path}: {', '.join(changed)} is not what was written (its CRC-32 differs)"
-    )
+    message = f"{checkpoint.path}: {', '.join(changed)} {folders.CHANGED}"
     if others:
         message += f"; go on from the one before with checkpoint.resume={others[-1]}"
     raise DamagedError(message)

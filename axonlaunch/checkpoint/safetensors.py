@@ -24,14 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
+from axonlaunch.checkpoint.reader import MODEL
 from axonlaunch.config import ConfigError, Problem
 from axonlaunch.models import hugging_face
 from axonlaunch.models.hugging_face import Place
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-MODEL = "model."
-"""What precedes the names of parameters in a state."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -57,7 +56,6 @@ class Reader(StorageReader):
         Raises:
             ConfigError: There is nothing to read in it, or a file is damaged.
         """
-        self._folder = folder
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._files: dict[str, Path] = {}
         for file in _files(folder):
@@ -158,23 +156,6 @@ class Reader(StorageReader):
         return found.T if place.transposed else found
 
 
-def differences(folder: Path, model: Any, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Compare a folder of weights with the names and shapes of a model's parameters; [] if equal.
-
-    Raises:
-        ConfigError: There is nothing to read in it, or a file is damaged.
-    """
-    saved = Reader(folder, model).shapes()
-    found = [f"{name} is missing" for name in wanted if name not in saved]
-    found += [f"{name} is unexpected" for name in saved if name not in wanted]
-    found += [
-        f"{name} has shape {list(saved[name])}, not {list(shape)}"
-        for name, shape in wanted.items()
-        if name in saved and saved[name] != shape
-    ]
-    return found
-
-
 def write(
     folder: Path,
     model: Any,
@@ -195,30 +176,27 @@ def write(
     Returns:
         The names of the files.
     """
-    places = hugging_face.places(model)
-    files: list[dict[str, Tensor]] = [{}]
-    written: list[Path] = []
-    names: list[list[str]] = []
+    batch: dict[str, Tensor] = {}
+    written: dict[Path, list[str]] = {}
+    held = total = 0
 
     def flush() -> None:
         path = folder / f"part-{len(written)}.safetensors"
-        save_file(files[-1], path, metadata={"format": "pt"})
-        written.append(path)
-        names.append([*files[-1]])
+        save_file(batch, path, metadata={"format": "pt"})
+        written[path] = [*batch]
 
-    total = 0
-    for name, tensor in _joined(tensors, places):
+    for name, tensor in _joined(tensors, hugging_face.places(model)):
         cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        held = sum(t.nbytes for t in files[-1].values())
         if held and held + cast.nbytes > file_bytes:
             flush()
-            files[-1] = {}
-        files[-1][name] = cast.contiguous()
-        total += cast.nbytes
+            batch, held = {}, 0
+        batch[name] = cast.contiguous()
+        held, total = held + cast.nbytes, total + cast.nbytes
     flush()
-    found = _named(folder, written)
+    found = _named(folder, [*written])
     if len(found) > 1:
-        index = {name: file for file, held in zip(found, names, strict=True) for name in held}
+        pairs = zip(found, written.values(), strict=True)
+        index = {name: file for file, names in pairs for name in names}
         content = {"metadata": {"total_size": total}, "weight_map": index}
         (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
     return found

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from axonlaunch.checkpoint import folders
-from axonlaunch.checkpoint.folders import PARTIAL, Checkpoint, Retention, Sum
+from axonlaunch.checkpoint.folders import Checkpoint, Retention, Sum
 from axonlaunch.checkpoint.writer import Writer
 from axonlaunch.comm import World
 
@@ -105,7 +105,7 @@ class Saver:
         before = self.close()
         began = time.perf_counter()
         about = Checkpoint(
-            self._run_dir / "checkpoints" / f"step_{step}",
+            folders.path_of(self._run_dir, step=step),
             step=step,
             samples=samples,
             world_size=self._world.world_size,
@@ -114,7 +114,7 @@ class Saver:
             layout=self._layout,
             saved_at=time.time(),
         )
-        partial = about.path.with_name(about.path.name + PARTIAL)
+        partial = folders.partial_of(about.path)
         if self._world.is_main:
             folders.sweep_partial(self._run_dir)
 

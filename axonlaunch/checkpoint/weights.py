@@ -6,12 +6,12 @@ Weights of another model are refused, name by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint import folders, reader
-from axonlaunch.checkpoint.folders import PARTIAL, Checkpoint
+from axonlaunch.checkpoint.folders import Checkpoint
 from axonlaunch.config import ConfigError, Problem, RunConfig, replaced, to_tree
 from axonlaunch.config.data import SyntheticTokensConfig
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from axonlaunch.comm import World
     from axonlaunch.engines.base import Engine
 
-_MODEL = "model."
 _AT_ONCE = 1 << 30
 """Bytes that are read at once, at least a tensor."""
 
@@ -63,10 +62,9 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     found = folders.resolve(path)
     if found is not None:
         return reader.differences(found, model)
-    from axonlaunch.checkpoint import safetensors
+    from axonlaunch.checkpoint.safetensors import Reader
 
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return safetensors.differences(path, config, wanted)
+    return reader.mismatches(Reader(path, config).shapes(), model)
 
 
 def export(
@@ -100,11 +98,12 @@ def export(
         raise ConfigError([Problem("", f"{folder}: is there already; give a new folder")])
     folder.mkdir(parents=True, exist_ok=True)
     known = hugging_face.places(config.model)
-    names = list(known) if known else sorted(_named(checkpoint))
-    tensors = _tensors(checkpoint, names)
+    entries = reader.parameters(checkpoint)
+    names = list(known) if known else sorted(entries)
+    tensors = _tensors(checkpoint, names, entries)
     written = safetensors.write(folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes)
     content = hugging_face.figures(config.model) if known else to_tree(config.model)
-    content["dtype"] = str(dtype or _dtype(checkpoint, names)).removeprefix("torch.")
+    content["dtype"] = str(dtype or entries[names[0]].properties.dtype).removeprefix("torch.")
     (folder / safetensors.CONFIG).write_text(json.dumps(content, indent=1) + "\n")
     return [*written, safetensors.CONFIG]
 
@@ -151,8 +150,8 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     state = {name: torch.empty(shapes[name]) for name in known}
     with reader.in_one_process():
         dcp.load({"model": state}, storage_reader=source, no_dist=True)
-    about = Checkpoint(run_dir / "checkpoints" / "step_0", 0, 0, 1, None, layout="imported")
-    partial = about.path.with_name(about.path.name + PARTIAL)
+    about = Checkpoint(folders.path_of(run_dir, step=0), 0, 0, 1, None, layout="imported")
+    partial = folders.partial_of(about.path)
     partial.mkdir(parents=True)
     writer = Writer(partial, done=lambda written: folders.complete(partial, about, written))
     with reader.in_one_process():
@@ -161,11 +160,12 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     return about.path
 
 
-def _tensors(checkpoint: Checkpoint, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    checkpoint: Checkpoint, names: list[str], entries: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
     """Read whole parameters one after another, no more at once than a gibibyte or a tensor."""
     import torch
 
-    entries = _named(checkpoint)
     if missing := [f"{name} is missing" for name in names if name not in entries]:
         raise ConfigError([Problem("", f"{checkpoint.path}: {first(missing)}")])
     reader.refuse_damage(checkpoint)
@@ -177,18 +177,6 @@ def _tensors(checkpoint: Checkpoint, names: list[str]) -> Iterator[tuple[str, Te
             reader.read(checkpoint, {"model": batch})
             yield from batch.items()
             batch = {}
-
-
-def _named(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        name.removeprefix(_MODEL): entry
-        for name, entry in reader.contents(checkpoint).items()
-        if name.startswith(_MODEL)
-    }
-
-
-def _dtype(checkpoint: Checkpoint, names: list[str]) -> Any:
-    return _named(checkpoint)[names[0]].properties.dtype
 
 
 def first(problems: list[str]) -> str:
