@@ -29,6 +29,7 @@ def save(run_dir: Path, *steps: int, keep: Retention | None = None) -> None:
         saver = Saver(run_dir, world=world, retention=keep or Retention(newest=99))
         for step in steps:
             saver.save(STATE, step=step, samples=8 * step, eval_loss=abs(step - 2.0))
+        saver.close()  # what is deleted is gone
 
     World.mock(1).run(on_rank)
 
