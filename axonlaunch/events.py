@@ -9,13 +9,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
 class Started:
     """Every rank is ready; the next thing is the first step."""
 
+    run_dir: str
     layout: str
     device: str
     parameters: int
@@ -94,6 +95,18 @@ def of_all_ranks(finished: Sequence[Finished]) -> Finished:
     """Return what the main rank, the first, tells, with the peak of the highest."""
     peaks = [one.peak_memory_bytes for one in finished if one.peak_memory_bytes is not None]
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
+
+
+class Beat(Protocol):
+    """Takes what a rank begins to do, and how many optimizer steps it has done by then."""
+
+    def __call__(self, phase: str, *, step: int | None) -> None:
+        """Note it."""
+
+
+def unheard(phase: str, *, step: int | None) -> None:
+    """Take a beat to which nobody listens."""
+    del phase, step
 
 
 Event = Started | Stepped | Advanced | Evaluated | Saved | Sampled | Finished

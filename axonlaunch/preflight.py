@@ -15,7 +15,7 @@ from axonlaunch import data
 from axonlaunch.checkpoint.problems import checkpoint_problems
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import Layout, layout, resolved
+from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import broken_world_rules
 from axonlaunch.data.dataset import Dataset
@@ -65,12 +65,11 @@ def check(config: RunConfig, *, here: bool = True) -> list[Problem]:
         here: Whether this machine is to run it: its devices, memory, disk, data and checkpoints
             then have to suffice.
     """
-    assert config.launch.nproc != "auto"
-    world_size = config.launch.nproc
-    shares = layout(config, world_size=world_size)
-    problems = broken_world_rules(config, world_size=world_size)
+    ranks = world_size(config)
+    shares = layout(config, world_size=ranks)
+    problems = broken_world_rules(config, world_size=ranks)
     if here:
-        problems += _backend(config, world_size)
+        problems += _backend(config)
     dataset, found = _dataset(config)
     problems += found
     spec, model, found = _model(config)
@@ -98,13 +97,14 @@ def accelerators() -> int:
     return torch.accelerator.device_count()
 
 
-def _backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    backend, found = config.launch.backend, accelerators()
-    if backend == "nccl" and found < world_size:
+def _backend(config: RunConfig) -> Iterator[Problem]:
+    backend, found, nproc = config.launch.backend, accelerators(), config.launch.nproc
+    assert nproc != "auto"
+    if backend == "nccl" and found < nproc:
         have = f"this machine has {found} for it" if found else "this machine has none for it"
         yield Problem(
             "launch.backend",
-            f"{world_size} ranks need an accelerator each; {have}; use gloo",
+            f"{nproc} ranks need an accelerator each; {have}; use gloo",
             backend,
         )
     if backend == "mock" and config.train.compile:

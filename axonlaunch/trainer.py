@@ -19,7 +19,7 @@ from axonlaunch.comm import World
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.loader import Loader
 from axonlaunch.engines.base import Engine, StepResult
-from axonlaunch.events import Advanced, Evaluated, Event, Finished, Saved, Stepped
+from axonlaunch.events import Advanced, Beat, Evaluated, Event, Finished, Saved, Stepped, unheard
 from axonlaunch.memory import DevicePeak, Watch, peak_memory_bytes
 
 Report = Callable[[Event], None]
@@ -49,6 +49,7 @@ def fit(
     save_every: int = 0,
     stop: Callable[[], bool] = lambda: False,
     watch: Watch | None = None,
+    beat: Beat = unheard,
 ) -> Finished:
     """Train until ``config.steps`` or until a rank asks to stop; every rank calls this.
 
@@ -62,6 +63,7 @@ def fit(
         save_every: Steps between checkpoints.
         stop: Whether this rank was asked to stop; all then stop after the same step.
         watch: Finds the peak of this rank's memory; None: the system or the allocator tells it.
+        beat: Takes what this rank is doing.
     """
     watch = watch or DevicePeak(world.device)
     progress = _Progress()
@@ -70,7 +72,9 @@ def fit(
         while engine.step < config.steps and not interrupted:
             vote = _Vote(world, stop())
             rate = engine.learning_rate()
+            beat("reading", step=engine.step)
             batch = next(batches)
+            beat("stepping", step=engine.step)
             with watch.step(engine):
                 result = engine.train_step(batch)
             step, progress.steps_since = engine.step, progress.steps_since + 1
@@ -81,9 +85,11 @@ def fit(
                 report(Advanced(step))
             interrupted = vote.anyone()
             if _due(step, config.eval_every, last=last) and config.eval_batches:
+                beat("evaluating", step=step)
                 report(_evaluate(engine, data, config, progress, world))
             if saver is not None:
                 started = time.perf_counter()
+                beat("saving", step=step)
                 if interrupted or _due(step, save_every, last=last):
                     _save(saver, engine, config, progress, report)
                 _tell(saver.close() if interrupted or last else saver.finished(), report)
@@ -98,6 +104,7 @@ def fit(
         peak_memory_bytes=watch.peak_bytes(),
     )
     report(done)
+    beat("done", step=engine.step)
     return done
 
 

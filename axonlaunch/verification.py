@@ -23,7 +23,7 @@ from axonlaunch.checkpoint.weights import start
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig, replaced
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.optimizer import AdamWConfig
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schema import StrategyConfig
@@ -108,8 +108,7 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
     Raises:
         NoReferenceError: They fail, or the model draws random numbers, as no two layouts do alike.
     """
-    assert config.launch.nproc != "auto"
-    shares = layout(config, world_size=config.launch.nproc)
+    shares = layout(config, world_size=world_size(config))
 
     def run(world: World) -> Reference:
         engine, loader = _engine(_in_one_process(config, micro_batch_size="auto"), world)
@@ -175,15 +174,13 @@ def compare(
 
 def on_mock(config: RunConfig, steps: int) -> Verdict:
     """Verify a layout whose ranks are threads of this process."""
-    nproc = config.launch.nproc
-    assert nproc != "auto"
     import_plugins(config.plugins)
     config = _with_smooth_updates(config)
     try:
         reference = alone(config, steps=steps)
     except NoReferenceError as error:
         return failed(config, steps, str(error))
-    world = World.mock(nproc, timeout_s=config.launch.timeout_s)
+    world = World.mock(world_size(config), timeout_s=config.launch.timeout_s)
     try:
         told = world.run(lambda one: compare(config, one, reference, steps=steps))
     except RankFailedError as error:
@@ -211,18 +208,17 @@ def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> Verdict | 
         folder: Where the ranks meet and find what ``save_reference`` left.
         rank: Which rank this process is.
     """
-    nproc = config.launch.nproc
-    assert nproc != "auto"
+    ranks = world_size(config)
     import_plugins(config.plugins)
     config = _with_smooth_updates(config)
-    os.environ.update(local_place(rank, nproc))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // nproc))
-    store = dist.FileStore(str(Path(folder) / "store"), nproc)
+    os.environ.update(local_place(rank, ranks))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
     with World.init(
         backend=config.launch.backend, timeout_s=config.launch.timeout_s, store=store
     ) as world:
         reference = Reference(**torch.load(Path(folder) / _SAVED))
-        told: list[list[Difference]] = [[] for _ in range(nproc)]
+        told: list[list[Difference]] = [[] for _ in range(ranks)]
         dist.all_gather_object(told, compare(config, world, reference, steps=steps))
     if rank:
         return None

@@ -21,7 +21,7 @@ from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
-from axonlaunch.events import Event, Finished, Sampled, Started
+from axonlaunch.events import Beat, Event, Finished, Sampled, Started, unheard
 from axonlaunch.metrics import MetricsFile, TensorBoard
 from axonlaunch.models.generation import generate
 from axonlaunch.planning.live import LivePeak
@@ -36,6 +36,7 @@ def run(
     *,
     report: Report = lambda event: None,
     stop: Callable[[], bool] = lambda: False,
+    beat: Beat = unheard,
 ) -> Finished:
     """Train as a frozen configuration says; every rank of the world calls this.
 
@@ -44,7 +45,9 @@ def run(
         world: Its ranks.
         report: Takes the main rank's events.
         stop: Whether this rank was asked to stop.
+        beat: Takes what this rank is doing.
     """
+    beat("building", step=None)
     torch.use_deterministic_algorithms(config.train.deterministic)
     run_dir = Path(config.run_dir)
     shares = layout(config, world_size=world.world_size)
@@ -59,12 +62,14 @@ def run(
     live = _watch(config, world)
     source = Source(storing=live.storing) if live else None
     engine = build(config, world, sample=sample_inputs(dataset), source=source)
+    beat("loading", step=None)
     resumed = _restore(config, engine, world)
     if resumed is None:
         start(engine, config.model, world=world)
     report = _on_main(report, run_dir, engine.step, config, world)
     report(
         Started(
+            run_dir=config.run_dir,
             layout=str(shares),
             device=str(world.device),
             parameters=engine.num_parameters,
@@ -99,6 +104,7 @@ def run(
         save_every=config.checkpoint.every,
         stop=stop,
         watch=live,
+        beat=beat,
     )
     if not finished.interrupted:
         _sample(config, engine, dataset, report)

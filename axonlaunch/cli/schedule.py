@@ -33,7 +33,7 @@ def command(
     """Draw the pipeline's schedule."""
     from axonlaunch import config as configuration
     from axonlaunch.config import ConfigError, Problem
-    from axonlaunch.config.layout import layout, resolved
+    from axonlaunch.config.layout import layout, resolved, world_size
     from axonlaunch.config.rules import broken_world_rules
 
     config = configuration.load(
@@ -44,10 +44,9 @@ def command(
         raise ConfigError([Problem("strategy.pipeline.degree", message, 1)])
     # No accelerators: as many ranks as the degrees need, whatever machine this is.
     config = resolved(config, accelerators=0)
-    assert config.launch.nproc != "auto"
-    if problems := broken_world_rules(config, world_size=config.launch.nproc):
+    if problems := broken_world_rules(config, world_size=world_size(config)):
         raise ConfigError(problems)
-    shares = layout(config, world_size=config.launch.nproc)
+    shares = layout(config, world_size=world_size(config))
 
     if plot is not None:
         from axonlaunch.engines.picture import check_plot

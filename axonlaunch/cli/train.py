@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -38,11 +40,15 @@ def command(
     """Train a model."""
     from axonlaunch.cli.app import STARTED
     from axonlaunch.launch import forkserver
+    from axonlaunch.launch.variables import may_be_rank
 
     if dry_run:
         _estimate(overrides or [], config_dir or [], config_name, multirun, as_json)
         return
-    with forkserver.warm() as context:
+    with ExitStack() as stack:
+        context = None
+        if not may_be_rank(os.environ):
+            context = stack.enter_context(forkserver.warm())
         # Imported only now, while the server imports torch on another core.
         from axonlaunch.launch.start import start
 
@@ -56,7 +62,10 @@ def command(
             as_json=as_json,
         )
     if as_json:
-        print_json({"runs": summaries} if multirun else summaries[0])
+        if multirun:
+            print_json({"runs": summaries})
+        elif summaries:  # of the run's processes, the first alone has one
+            print_json(summaries[0])
     raise typer.Exit(status)
 
 

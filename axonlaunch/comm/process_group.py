@@ -21,7 +21,7 @@ import torch.distributed as dist
 from axonlaunch.comm import nccl
 from axonlaunch.comm.agreement import agree
 from axonlaunch.comm.backend import Backend
-from axonlaunch.comm.rendezvous import Place, find_place, gloo_on_loopback, open_store
+from axonlaunch.comm.rendezvous import Place, find_place, gloo_towards, open_store
 
 if TYPE_CHECKING:
     from axonlaunch.comm.mesh import Mesh
@@ -138,8 +138,8 @@ class World:
         """Join the world that the environment describes, or make a world of one.
 
         Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun and SLURM
-        wrappers set them, and LOCAL_WORLD_SIZE where it is set. With MASTER_ADDR on loopback
-        nothing listens to the network.
+        wrappers set them, and LOCAL_WORLD_SIZE where it is set. Rank 0 listens on MASTER_ADDR and
+        gloo on the interface that leads there; with one on loopback nothing listens to the network.
 
         Args:
             backend: ``gloo``, ``nccl``, or ``auto``: nccl where torch's accelerator is CUDA and
@@ -163,15 +163,14 @@ class World:
         device = _device(chosen, place.local_rank)
         timeout = timedelta(seconds=timeout_s)
         with contextlib.ExitStack() as at_close:
-            if place.on_loopback:
-                at_close.enter_context(gloo_on_loopback())
+            at_close.enter_context(gloo_towards(place.master_addr or "localhost"))
             at_close.callback(setattr, sys, "excepthook", sys.excepthook)
             store = store or open_store(place, timeout=timeout)
             dist.init_process_group(
                 chosen.torch_name,
                 store=store,
-                rank=place.rank if store is not None else -1,
-                world_size=place.world_size if store is not None else -1,
+                rank=place.rank,
+                world_size=place.world_size,
                 timeout=timeout,
                 device_id=device if chosen is Backend.NCCL else None,
             )

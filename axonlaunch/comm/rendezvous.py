@@ -6,18 +6,23 @@ It reads the variables that every launcher of torch sets; it invents none of its
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 _IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 @dataclass(frozen=True)
@@ -42,22 +47,34 @@ class Place:
         return self.alone or (self.master_addr is not None and is_loopback(self.master_addr))
 
 
-def local_place(rank: int, world_size: int, *, port: int = 1) -> dict[str, str]:
-    """Return the environment of one rank of a world that is all on this machine.
+def environment_of(
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    master_addr: str = "127.0.0.1",
+    master_port: int = 1,
+) -> dict[str, str]:
+    """Return the variables by which a rank knows its place.
 
-    Args:
-        rank: The rank.
-        world_size: How many there are.
-        port: Where they meet; anything where ``World.init`` is given a store.
+    Where ``World.init`` is given a store, the port may be anything.
     """
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
     }
+
+
+def local_place(rank: int, world_size: int) -> dict[str, str]:
+    """Return the variables of a rank of a world that is all on this machine and has a store."""
+    return environment_of(
+        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+    )
 
 
 def find_place(environment: Mapping[str, str], *, store: dist.Store | None = None) -> Place:
@@ -119,34 +136,54 @@ def is_loopback(host: str) -> bool:
         return host in ("localhost", "localhost.localdomain")
 
 
-def open_store(place: Place, *, timeout: timedelta) -> dist.Store | None:
-    """Open the store that the ranks of a world meet at; None where torch's own way is right.
-
-    torch's rank 0 listens to the whole network. Where rank 0 is on a loopback address, it
-    listens there instead.
+def open_store(place: Place, *, timeout: timedelta) -> dist.Store:
+    """Open the store that the ranks of a world meet at.
 
     Raises:
-        ValueError: The port is taken.
+        ValueError: Rank 0 can't listen there.
     """
     if place.alone:
         return dist.HashStore()
-    agent_hosts_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if agent_hosts_it or not place.on_loopback:
-        return None
     assert place.master_addr is not None
-    listener = _listen(place.master_addr, place.master_port) if place.rank == 0 else None
+    agent_hosts_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listens = place.rank == 0 and not agent_hosts_it
+    store = meet_at(place.master_addr, place.master_port, listens=listens, timeout=timeout)
+    if not agent_hosts_it:
+        return store
+    # The agent's store outlives its ranks, and those of another attempt must not be met.
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+
+
+def meet_at(host: str, port: int, *, listens: bool, timeout: timedelta) -> dist.TCPStore:
+    """Open a store at an address, or join it there.
+
+    torch's own listens to the whole network; this one to the given address alone.
+
+    Raises:
+        ValueError: This process can't listen there.
+        torch.distributed.DistNetworkError: Nobody listens there for ``timeout``.
+    """
+    listener = listen(host, port) if listens else None
     return dist.TCPStore(
-        place.master_addr,
-        place.master_port,
-        is_master=listener is not None,
+        host,
+        port,
+        is_master=listens,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=None if listener is None else listener.detach(),
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+def listen(host: str, port: int) -> socket.socket:
+    """Listen on one of this machine's addresses.
+
+    Raises:
+        ValueError: The address is not this machine's, or the port is taken.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"MASTER_ADDR={host}: {error.strerror or error}") from error
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -155,6 +192,10 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(
+                f"MASTER_ADDR={host}: is no address of this machine, where rank 0 is to listen"
+            ) from error
         raise ValueError(
             f"MASTER_PORT={port}: rank 0 can't listen on {host}:{port} ({error.strerror}); "
             "give all ranks another free port"
@@ -163,19 +204,52 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def gloo_on_loopback() -> Iterator[None]:
-    """Make the gloo groups created inside listen on the loopback interface only.
+def gloo_towards(host: str) -> Iterator[None]:
+    """Make the gloo groups created inside listen on the interface that leads to a host only.
 
     gloo takes the interface from the environment and nowhere else. One that the user has named
     is left alone.
     """
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback is None or os.environ.get(_GLOO_INTERFACE):
+    interface = interface_towards(host)
+    if interface is None or os.environ.get(_GLOO_INTERFACE):
         yield
         return
-    os.environ[_GLOO_INTERFACE] = loopback
+    os.environ[_GLOO_INTERFACE] = interface
     try:
         yield
     finally:
         os.environ.pop(_GLOO_INTERFACE, None)
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the name of the interface through which a host is reached; None where none is found.
+
+    To one's own address one gets through the interface that has it, though the system would take
+    the loopback.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    if is_loopback(host):
+        return next((name for name in ("lo", "lo0") if name in names), None)
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # of datagrams: nothing is sent
+            own = probe.getsockname()[0].partition("%")[0]
+    except OSError:
+        return None
+    return next((name for name in names if own in _addresses(name)), None)
+
+
+def _addresses(interface: str) -> list[str]:
+    """Return an interface's addresses: the IPv4 one and, on Linux, those of IPv6."""
+    found = []
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        digits, *_, name = line.split()
+        if name == interface:
+            found.append(str(ipaddress.IPv6Address(int(digits, 16))))
+    return found

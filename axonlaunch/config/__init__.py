@@ -29,6 +29,7 @@ __all__ = [
     "compose",
     "leaves",
     "load",
+    "parsed",
     "read",
     "replaced",
     "to_tree",
@@ -138,8 +139,17 @@ def read(path: str | Path) -> RunConfig:
     file = path / "config.yaml" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError([Problem("", f"{path}: no run folder (it has no config.yaml)")])
+    return parsed(file.read_text(), name=str(file))
+
+
+def parsed(text: str, *, name: str = "the frozen configuration") -> RunConfig:
+    """Read the text of a frozen ``config.yaml``.
+
+    Raises:
+        ConfigError: It does not fit this version's schema.
+    """
     try:
-        tree = read_yaml(file)
+        tree = read_yaml(text)
     except ValueError as reason:
-        raise ConfigError([Problem("", f"{file}: {reason}")]) from None
+        raise ConfigError([Problem("", f"{name}: {reason}")]) from None
     return typed(tree, _import_models(tree))

@@ -117,6 +117,17 @@ def layout(config: RunConfig, *, world_size: int) -> Layout:
     )
 
 
+def world_size(config: RunConfig) -> int:
+    """Return the ranks of a run whose ``launch.nproc`` is resolved."""
+    assert config.launch.nproc != "auto"
+    return config.launch.nproc * config.launch.nnodes
+
+
+def of_ranks(world_size: int) -> dict[str, int]:
+    """Return the settings that give a run a world of that size, wherever its ranks are."""
+    return {"launch.nproc": world_size, "launch.nnodes": 1}
+
+
 def model_ranks(strategy: StrategyConfig) -> int:
     """Return how many ranks work on the same samples: all degrees but the data's."""
     return strategy.pipeline.degree * strategy.context.degree * strategy.tensor.degree
@@ -138,7 +149,7 @@ def replicas(config: RunConfig, *, world_size: int) -> int:
     if config.strategy.data_parallel != "fsdp" or fsdp.sharding == "no_shard":
         return ranks
     if fsdp.sharding != "hybrid_shard" or fsdp.replicate == "auto":
-        return 1  # one machine: hybrid sharding has one replica a node
+        return config.launch.nnodes
     return fsdp.replicate
 
 
@@ -157,8 +168,12 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
             nproc = accelerators or 2
         else:
             nproc = degrees * (2 if strategy.data_parallel else 1)
-    kind = strategy.data_parallel or _leftover(nproc // model_ranks(strategy))
-    return replaced(config, {"launch.nproc": nproc, "strategy.data_parallel": kind})
+    nnodes = config.launch.nnodes
+    kind = strategy.data_parallel or _leftover(nproc * nnodes // model_ranks(strategy))
+    settings = {"launch.nproc": nproc, "strategy.data_parallel": kind}
+    if strategy.fsdp.sharding == "hybrid_shard" and strategy.fsdp.replicate == "auto":
+        settings["strategy.fsdp.replicate"] = nnodes
+    return replaced(config, settings)
 
 
 def _leftover(ranks: int) -> DataParallel:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from axonlaunch.config.layout import model_ranks, replicas
+from axonlaunch.config.layout import model_ranks, replicas, world_size
 from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.parallel_rules import (
     broken_degrees,
@@ -34,9 +34,10 @@ def broken_rules(config: RunConfig) -> list[Problem]:
         *_extras(config),
         *_resume(config),
         *_saving(config),
+        *_machines(config),
     ]
     if config.launch.nproc != "auto":
-        problems += broken_world_rules(config, world_size=config.launch.nproc)
+        problems += broken_world_rules(config, world_size=world_size(config))
     return problems
 
 
@@ -158,6 +159,12 @@ def _saving(config: RunConfig) -> Iterator[Problem]:
     if config.checkpoint.keep_best and not config.train.eval_batches:
         message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
         yield Problem("checkpoint.keep_best", message, config.checkpoint.keep_best)
+
+
+def _machines(config: RunConfig) -> Iterator[Problem]:
+    if config.launch.name == "local" and config.launch.nnodes > 1:
+        message = "launch.name=local is this machine alone; use 1, or launch=auto"
+        yield Problem("launch.nnodes", message, config.launch.nnodes)
 
 
 def _resume(config: RunConfig) -> Iterator[Problem]:

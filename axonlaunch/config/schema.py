@@ -190,18 +190,33 @@ class CheckpointConfig:
 class LaunchConfig:
     """How the ranks are started and find each other."""
 
-    name: Literal["local"] = "local"
-    """local: ranks on this machine"""
+    name: Literal["auto", "local", "env", "slurm"] = "auto"
+    """auto: as the surroundings say: a rank of torchrun, mpirun or srun, one of several machines
+    (WORLD_SIZE), else local; local: ranks on this machine, whatever they say; env: as they say, and
+    it is an error if they say nothing; slurm: submit a job
+    """
     nproc: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """ranks on this machine; auto: one an accelerator; where there is none 2, or what the degrees
     of the strategy need
     """
+    nnodes: int = field(default=1, metadata={"min": 1})
+    """machines, with nproc ranks on each"""
+    node_rank: int | Literal["auto"] = field(default="auto", metadata={"min": 0})
+    """which of the machines this one is, from 0; auto: what the surroundings say"""
+    master_addr: str = "auto"
+    """address of machine 0, as the others reach it; auto: what the surroundings say"""
     master_port: int | Literal["auto"] = field(default="auto", metadata={"min": 1, "max": 65535})
-    """port of the rendezvous, on loopback; auto: a free one"""
+    """port of the rendezvous, on machine 0; auto: what the surroundings say, else a free one"""
+    token_file: str | None = None
+    """file with a secret, the same on every machine, under which the machines of this run meet"""
     backend: Literal["auto", "gloo", "nccl", "mock"] = "auto"
     """auto: nccl on accelerators, else gloo; mock: all ranks are threads of one process"""
     timeout_s: float = field(default=600.0, metadata={"above": 0})
-    """seconds a collective may wait before the run fails"""
+    """seconds that machines wait for each other to join, and that a rank may make no progress,
+    after which the run fails and says where each rank is
+    """
+    max_restarts: int = field(default=0, metadata={"min": 0})
+    """how often a run that fails is started again, from its last checkpoint"""
     pin_cores: bool = True
     """give each rank its own share of this machine's cores"""
 

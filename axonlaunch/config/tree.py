@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -59,16 +58,16 @@ def replaced(tree: T, settings: Mapping[str, Any]) -> T:
     return dataclasses.replace(tree, **values)  # type: ignore[type-var]
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(text: str) -> dict[str, Any]:
     """Read what ``to_yaml`` wrote to plain values.
 
     Raises:
-        ValueError: The file is not YAML, or holds no keys.
+        ValueError: The text is not YAML, or holds no keys.
     """
     import yaml
 
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

@@ -6,6 +6,7 @@ It shows events; it decides nothing.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import TextIO
 
@@ -32,21 +33,30 @@ from axonlaunch.events import (
     Started,
     Stepped,
 )
-from axonlaunch.launch.supervisor import Crash
+from axonlaunch.launch.reports import Crash, Report
+
+_SHOWN = 16
+"""Lines of a traceback that are shown, the last: the whole is in the log."""
+_TORCH = re.compile(r"[/\\\\]site-packages[/\\\\]torch[/\\\\]")
+_PEER_GONE = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out", re.IGNORECASE)
 
 
 class RunConsole:
     """Shows one run."""
 
-    def __init__(self, *, run_dir: str, stream: TextIO | None = None) -> None:
+    def __init__(self, *, stream: TextIO | None = None, is_plain: bool = False) -> None:
         """Prepare to show a run; nothing is printed yet.
 
         Args:
-            run_dir: The run's folder.
             stream: Where to; standard output if None.
+            is_plain: Print lines even on a terminal, which may be a launcher's own.
         """
-        self._run_dir = shortened(run_dir)
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=False)
+        self._console = Console(
+            file=stream or sys.stdout,
+            highlight=False,
+            soft_wrap=False,
+            force_terminal=False if is_plain else None,
+        )
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -100,7 +110,7 @@ class RunConsole:
             f"{quantity(event.parameters)} parameters, {quantity(event.samples)} samples, "
             f"steps {event.step} to {event.steps}"
         )
-        self.line(f"[dim]run folder {escape(self._run_dir)}[/dim]")
+        self.line(f"[dim]run folder {escape(shortened(event.run_dir))}[/dim]")
         if event.resumed_from:
             self.line(f"resumed from {escape(shortened(event.resumed_from))}")
         for note in event.notes:
@@ -140,18 +150,81 @@ class RunConsole:
         self.line(f"step {event.step}  evaluation loss [bold]{event.eval_loss:.3f}[/bold]{versus}")
 
 
-def show_crash(crash: Crash, *, log: str, world_size: int) -> None:
+def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int, hint: str) -> None:
     """Print who failed first and why, on standard error."""
     console = Console(stderr=True, highlight=False)
-    body = Text(f"rank {crash.rank} of {world_size} failed first: ", style="bold")
-    body.append(crash.reason, style="bold red")
-    if crash.traceback:
-        body.append("\n\n" + crash.traceback.rstrip(), style="default")
-    body.append(f"\n\nlog: {log}", style="default")
-    if crash.followers:
-        others = ", ".join(map(str, crash.followers))
-        body.append(f"\nranks that failed after it: {others}", style="dim")
+    first = crash.first
+    verb = {"hang": "hangs", "waiting": "hangs", "lost": "is lost"}.get(first.kind, "failed first")
+    body = Text(f"rank {first.rank} of {world_size} {verb}: ", style="bold")
+    body.append(first.reason, style="bold red")
+    body.append("\n" + _whereabouts(first, coords), style="dim")
+    if first.traceback:
+        body.append("\n\n" + _own_frames(first.traceback.rstrip()), style="default")
+    if hint:
+        body.append("\n\nhint: ", style="bold yellow")
+        body.append(hint)
+    for ranks, reason in _folded(crash.followers):
+        body.append(f"\n{ranks}: {reason}", style="dim")
     console.print(Panel(body, title="run failed", title_align="left", border_style="red"))
+    if first.log:
+        # Outside the panel, which would break a long path in two.
+        console.print(f"log: {escape(shortened(first.log))}", soft_wrap=True)
+
+
+def _whereabouts(report: Report, coords: dict[str, int]) -> str:
+    """Say where in the mesh, on which machine and in which step a rank was."""
+    parts = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
+    if report.machine:
+        parts.append(f"on {report.machine}")
+    if report.step is not None:
+        doing = {"stepping": f"in step {report.step + 1}"}
+        parts.append(doing.get(report.doing, f"{report.doing} after step {report.step}"))
+    elif report.doing:
+        parts.append(f"{report.doing}, before the first step")
+    return ", ".join(parts)
+
+
+def _own_frames(text: str) -> str:
+    """Return the last lines of a traceback, without torch's own frames and without underlining.
+
+    A frame is its line and its source's; the innermost one is kept, wherever it is.
+    """
+    frames: list[list[str]] = []
+    for line in text.splitlines():
+        if line.strip(" ^~"):
+            if line.startswith("    ") and frames:
+                frames[-1].append(line)
+            else:
+                frames.append([line])
+    calls = [frame for frame in frames if frame[0].startswith("  File ")]
+    hidden = [frame for frame in calls[:-1] if _TORCH.search(frame[0])]
+    first, *rest = (frame for frame in frames if frame not in hidden)
+    cut = [["  ..."]] if sum(map(len, rest)) > _SHOWN else []
+    while sum(map(len, rest)) > _SHOWN and len(rest) > 2:
+        rest.pop(0)
+    return "\n".join(line for frame in [first, *cut, *rest] for line in frame)
+
+
+def _folded(followers: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]:
+    """Join ranks that said alike: ``ranks 1-7: connection closed``."""
+    groups: dict[str, list[int]] = {}
+    for rank, reason in followers:
+        if _PEER_GONE.search(reason):
+            reason = "lost the connection to a rank that had ended"
+        groups.setdefault(reason, []).append(rank)
+    return [(_ranks(ranks), reason) for reason, ranks in groups.items()]
+
+
+def _ranks(numbers: list[int]) -> str:
+    """Write ranks with their runs shortened: ``ranks 0, 4-7``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(shown)}"
 
 
 def quantity(number: float) -> str:

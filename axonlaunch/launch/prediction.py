@@ -29,11 +29,11 @@ class Prediction:
         reason: Why it is not known.
     """
 
-    def __init__(self, context: ForkServerContext, config: RunConfig) -> None:
+    def __init__(self, context: ForkServerContext | None, config: RunConfig) -> None:
         """Look for the estimate of a run; nothing is started yet.
 
         Args:
-            context: Of the warm fork server.
+            context: Of the warm fork server; None: what the cache does not hold is not known.
             config: Checked, with ``launch.nproc`` resolved.
         """
         self._context = context
@@ -52,6 +52,9 @@ class Prediction:
     def begin(self) -> None:
         """Begin to trace, unless it is early, done or impossible; called at every logged step."""
         if self.peak_bytes is not None or self._call is not None or self._config.train.compile:
+            return
+        if self._context is None:
+            self.reason = "another launcher started this rank, and it starts no process"
             return
         if self._first_step is None:
             self._first_step = time.monotonic()

@@ -5,28 +5,38 @@ It sends the parent events, then how it ended. What a rank computes is ``worker`
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from axonlaunch import checkpoint, worker
 from axonlaunch import config as configuration
-from axonlaunch import worker
 from axonlaunch.comm import RankFailedError, World
-from axonlaunch.comm.rendezvous import local_place
+from axonlaunch.comm.rendezvous import environment_of
 from axonlaunch.config import RunConfig
-from axonlaunch.events import Finished, of_all_ranks
-from axonlaunch.launch import forkserver
-from axonlaunch.launch.rank_messages import Done, Failure, Place
+from axonlaunch.config.layout import world_size
+from axonlaunch.events import Event, Finished, of_all_ranks
+from axonlaunch.launch import forkserver, stacks
+from axonlaunch.launch.rank_messages import Done, Place
+from axonlaunch.launch.reports import Kind, Report
+
+_GRACE_S = 60.0
+"""How much longer than ``launch.timeout_s`` torch waits: who watches the ranks is to find a hang
+first, for torch blames whoever noticed it."""
 
 
 def main(run_dir: Path, place: Place, connection: Connection) -> None:
@@ -34,19 +44,20 @@ def main(run_dir: Path, place: Place, connection: Connection) -> None:
     forkserver.lead_group()  # Ctrl-C reaches the parent alone, which tells us to stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _redirect(place.log)
-    faulthandler.enable()
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    redirect(place.log)
     status = 1
     try:
         config = configuration.read(run_dir)
-        _claim_cores(place)
-        finished = _work(config, place, connection, asked.is_set)
+        if place.restarted and checkpoint.resolve(run_dir) is not None:
+            config = configuration.replaced(config, {"checkpoint.resume": "auto"})
+        claim_cores(place)
+        finished = work(config, place, report=connection.send, stop=asked.is_set)
         connection.send(Done(place.rank, finished))
         status = 0
     except BaseException as error:
-        connection.send(_failure(place.rank, error))
+        connection.send(report_of(error, place))
         time.sleep(0.05)  # the parent shows it, and follows the log no further
         traceback.print_exception(error)
     finally:
@@ -56,62 +67,105 @@ def main(run_dir: Path, place: Place, connection: Connection) -> None:
         os._exit(status)
 
 
-def _work(
-    config: RunConfig, place: Place, connection: Connection, stop: Callable[[], bool]
+def work(
+    config: RunConfig,
+    place: Place,
+    *,
+    report: Callable[[Event], None],
+    stop: Callable[[], bool],
 ) -> Finished:
-    def in_world(world: World) -> Finished:
-        return worker.run(config, world, report=connection.send, stop=stop)
+    """Join the world and train."""
+    beat = partial(place.pulse.beat, place.local_rank)
 
+    def in_world(world: World) -> Finished:
+        return worker.run(config, world, report=report, stop=stop, beat=beat)
+
+    timeout_s = config.launch.timeout_s
     if config.launch.backend == "mock":
-        assert config.launch.nproc != "auto"
-        mock = World.mock(config.launch.nproc, timeout_s=config.launch.timeout_s)
+        mock = World.mock(world_size(config), timeout_s=timeout_s)
         return of_all_ranks(mock.run(in_world))
-    os.environ.update(local_place(place.rank, place.world_size, port=place.port))
+    os.environ.update(
+        environment_of(
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            master_addr=place.master_addr,
+            master_port=place.port,
+        )
+    )
+    waits_s = timeout_s + _GRACE_S
     with World.init(
-        backend=config.launch.backend,
-        timeout_s=config.launch.timeout_s,
-        store=_store(place, config.launch.timeout_s),
+        backend=config.launch.backend, timeout_s=waits_s, store=_store(place, waits_s)
     ) as world:
         return in_world(world)
 
 
 def _store(place: Place, timeout_s: float) -> dist.Store:
-    from datetime import timedelta
-
-    return dist.TCPStore(
-        "127.0.0.1",
+    store = dist.TCPStore(
+        place.master_addr,
         place.port,
-        place.world_size,
         is_master=place.listener is not None,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         master_listen_fd=None if place.listener is None else place.listener.detach(),
     )
+    return dist.PrefixStore(place.token, store)
 
 
-def _redirect(log: Path) -> None:
-    """Send what Python and C code print to the rank's log."""
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def redirect(log: Path) -> None:
+    """Send what Python and C code print to the rank's log, and stacks when they are asked for."""
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(target, number)
     os.close(target)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable()
+    faulthandler.register(stacks.SIGNAL, all_threads=True)
 
 
-def _claim_cores(place: Place) -> None:
+def claim_cores(place: Place) -> None:
+    """Take this rank's share of the machine's cores."""
     if place.cores is not None:
         os.sched_setaffinity(0, place.cores)
     torch.set_num_threads(place.threads)
 
 
-def _failure(rank: int, error: BaseException) -> Failure:
+def report_of(error: BaseException, place: Place) -> Report:
+    """Describe an exception that ends this rank."""
     text = "".join(traceback.format_exception(error))
+    rank, beat = place.rank, place.pulse.read(place.local_rank)
     if isinstance(error, RankFailedError):
         rank, error = error.rank, error.__cause__ or error
     message = str(error).strip() or type(error).__name__
-    return Failure(rank, type(error).__name__, message, text, _is_connection(error))
+    kind: Kind = "connection" if _is_connection(error) else "error"
+    return Report(
+        rank=rank,
+        kind=kind,
+        reason=f"{type(error).__name__}: {message}",
+        traceback=text,
+        machine=socket.gethostname(),
+        log=str(place.log),
+        step=beat.step,
+        doing=beat.phase,
+        cause=_cause(error),
+    )
+
+
+def _cause(error: BaseException) -> str:
+    """Name what is known to be done about an error, for whoever tells the user."""
+    text = str(error).lower()
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+        return "memory"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk"
+    if isinstance(error, ModuleNotFoundError):
+        return f"module {error.name}"
+    if isinstance(error, ConnectionRefusedError) or "connection refused" in text:
+        return "refused"
+    return ""
 
 
 def _is_connection(error: BaseException) -> bool:
@@ -122,6 +176,7 @@ def _is_connection(error: BaseException) -> bool:
         "connection refused",
         "broken pipe",
         "timed out",
+        "socket closed",
     )
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | ConnectionError):
         return True

@@ -1,6 +1,6 @@
 """What passes between the parent and a rank's process; torch-free, for the parent is.
 
-Events of the run travel beside these.
+Events of the run and reports of failures travel beside these.
 """
 
 from __future__ import annotations
@@ -10,48 +10,43 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.events import Finished
+from axonlaunch.launch.pulse import Pulse
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a rank is to be, and how it finds the others.
 
     Attributes:
         rank: Among ``world_size``.
-        world_size: Ranks of the run, all on this machine.
-        port: Of the rendezvous, on loopback.
-        listener: Rank 0's bound socket, None elsewhere; no port is ever free for others to take.
+        world_size: Ranks of the run.
+        local_rank: Among ``local_world_size``.
+        local_world_size: Ranks on this machine.
+        master_addr: Where the ranks meet.
+        port: Of the rendezvous there.
+        token: What the run's keys begin with, so that no other run's are taken for them.
+        listener: The bound socket for the rank that is to listen, None elsewhere; no port is ever
+            free for others to take.
         log: File that takes what this process prints.
+        pulse: Where it says how far it is, at ``local_rank``.
         threads: For the CPU's parallel loops.
         cores: This rank's share of the machine; None leaves the choice to the system.
+        restarted: Whether the run has failed before and goes on from its own last checkpoint.
     """
 
     rank: int
     world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
     port: int
+    token: str
     listener: Any
     log: Path
+    pulse: Pulse
     threads: int
     cores: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception that ended a rank.
-
-    Attributes:
-        rank: Whose it was.
-        kind: Name of its class.
-        message: Its text.
-        traceback: All of it, as Python prints it.
-        is_connection: Whether it only says that another rank was gone.
-    """
-
-    rank: int
-    kind: str
-    message: str
-    traceback: str
-    is_connection: bool
+    restarted: bool = False
 
 
 @dataclass(frozen=True)

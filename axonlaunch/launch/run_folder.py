@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import ConfigError, Problem, RunConfig, to_yaml
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import layout, world_size
 
 CONFIG = "config.yaml"
 
@@ -37,8 +37,7 @@ def create(config: RunConfig) -> Iterator[RunConfig]:
         (folder / "logs").mkdir(exist_ok=True)
         lock = os.open(folder / "logs", os.O_RDONLY)
     except OSError as error:
-        message = f"can't make the run folder: {error.strerror}: {error.filename}"
-        raise ConfigError([Problem("run_dir", message)]) from None
+        raise _unmade(error) from None
     try:
         # The kernel lets go of it however the process ends.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,6 +48,26 @@ def create(config: RunConfig) -> Iterator[RunConfig]:
         raise ConfigError([Problem("run_dir", message)]) from None
     finally:
         os.close(lock)
+
+
+def keep(config: RunConfig) -> None:
+    """Make the folder of a run that another process began, with its frozen configuration.
+
+    Raises:
+        ConfigError: The folder can't be made.
+    """
+    folder = Path(config.run_dir)
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        if not (folder / CONFIG).exists():  # no disk is shared with that process
+            write(folder / CONFIG, to_yaml(config))
+    except OSError as error:
+        raise _unmade(error) from None
+
+
+def _unmade(error: OSError) -> ConfigError:
+    message = f"can't make the run folder: {error.strerror}: {error.filename}"
+    return ConfigError([Problem("run_dir", message)])
 
 
 def _named(config: RunConfig) -> RunConfig:
@@ -84,8 +103,7 @@ def free_name(name: str) -> str:
 
 def default_name(config: RunConfig) -> str:
     """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
-    assert config.launch.nproc != "auto"
-    shares = layout(config, world_size=config.launch.nproc)
+    shares = layout(config, world_size=world_size(config))
     degrees = {"context": shares.context, "tensor": shares.tensor, "pipeline": shares.pipeline}
     kinds: list[str] = [] if shares.data_parallel == "none" else [shares.data_parallel]
     kinds += [axis for axis, degree in degrees.items() if degree > 1]

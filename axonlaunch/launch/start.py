@@ -6,20 +6,24 @@ It chooses the launcher; the launcher does the work.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from axonlaunch import config as configuration
-from axonlaunch.config import Composer, ConfigError, Problem, RunConfig
-from axonlaunch.launch import forkserver, local, run_folder
+from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
+from axonlaunch.launch import forkserver, local, run_folder, surroundings
+from axonlaunch.launch.surroundings import Surroundings
 
 
 def start(
-    context: ForkServerContext,
+    context: ForkServerContext | None,
     overrides: Sequence[str],
     *,
     config_name: str,
@@ -28,31 +32,161 @@ def start(
     started: float,
     as_json: bool,
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Run what a command line asks for.
+    """Run what a command line asks for, as that for which this process was started.
 
     Every configuration of a sweep is checked before the first run starts.
 
+    Args:
+        context: Of the warm fork server; None where it was not started yet.
+        overrides: The words.
+        config_name: The primary config.
+        config_dirs: Folders of a user's own YAML.
+        multirun: Whether the words are a sweep.
+        started: ``time.time()`` when the command began.
+        as_json: Keep standard output free.
+
     Returns:
-        The first exit status that is not 0, and the summary of each run.
+        The first exit status that is not 0, and the summary of each run that this process leads.
 
     Raises:
         ConfigError: A configuration can't be run.
     """
-    configs = checked(
-        context,
-        overrides,
-        config_name=config_name,
-        config_dirs=config_dirs,
-        multirun=multirun,
-    )
+    where = _Where.read()
+    compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
+    if multirun and where.found is not None:
+        message = f"{where.found.launcher} started this process as a part of one run"
+        raise ConfigError([Problem("", f"-m: {message}; start a sweep from one machine")])
+    with ExitStack() as stack:
+
+        def server() -> ForkServerContext:
+            nonlocal context
+            context = context or stack.enter_context(forkserver.warm())
+            return context
+
+        if where.is_rank(lambda: compose(overrides), accelerators=partial(_accelerators, server)):
+            return _as_rank(partial(compose, overrides), where, started=started, as_json=as_json)
+        server()
+        # What torch's store says of strangers that knock is not for the user; set after the server
+        # was started, whose ranks keep their words.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        load = partial(_load, where=where, compose=compose, server=server)
+        configs = loaded(overrides, load=load, config_dirs=config_dirs, multirun=multirun)
+        return _run(server(), configs, started=started, as_json=as_json)
+
+
+def _run(
+    context: ForkServerContext,
+    loaded: list[tuple[list[str], RunConfig]],
+    *,
+    started: float,
+    as_json: bool,
+) -> tuple[int, list[dict[str, Any]]]:
+    if any(config.launch.nnodes > 1 for _, config in loaded):
+        from axonlaunch.launch import machines
+
+        if len(loaded) > 1:
+            message = "a sweep runs on one machine; use 1, or start its runs one by one"
+            raise ConfigError([Problem("launch.nnodes", message, loaded[0][1].launch.nnodes)])
+        [(_, config)] = loaded
+        problems: list[Problem] = []
+        try:
+            config = forkserver.call(context, "axonlaunch.preflight:resolve", config)
+        except ConfigError as error:  # the other machines are told
+            problems = error.problems
+        status, summary = machines.train(
+            config, problems, context, started=started, as_json=as_json
+        )
+        return status, [summary] if summary else []
     summaries = []
-    for config in configs:
-        status, summary = local.train(config, context, started=started, as_json=as_json)
-        summaries.append(summary)
+    for config in resolved(context, loaded):
+        status, told = local.train(config, context, started=started, as_json=as_json)
+        summaries.append(told)
         if status:
             break
         started = time.time()
     return status, summaries
+
+
+def _as_rank(
+    compose: Callable[[], Composed], where: _Where, *, started: float, as_json: bool
+) -> tuple[int, list[dict[str, Any]]]:
+    from axonlaunch.launch import alone
+
+    assert where.found is not None
+
+    def make(found: Surroundings) -> RunConfig:
+        from axonlaunch import preflight
+
+        composed = dataclasses.replace(where, found=found).settled(
+            compose(), accelerators=preflight.accelerators
+        )
+        return preflight.resolve(configuration.typed(composed.tree, composed.problems))
+
+    status, summary = alone.train(where.found, make, started=started, as_json=as_json)
+    return status, [summary] if summary else []
+
+
+@dataclass(frozen=True)
+class _Where:
+    """What the surroundings say, and what is wrong with what they say."""
+
+    found: Surroundings | None
+    problems: tuple[Problem, ...] = ()
+
+    @classmethod
+    def read(cls) -> Self:
+        try:
+            return cls(surroundings.find(os.environ))
+        except ConfigError as error:
+            return cls(None, tuple(error.problems))
+
+    def is_rank(self, compose: Callable[[], Composed], *, accelerators: Callable[[], int]) -> bool:
+        """Whether this process is one rank, rather than to start those of its machine."""
+        if self.found is None or self.found.local_rank is None:
+            return False
+        if not self.found.one_a_machine:
+            return True
+        nproc = compose().tree.get("launch", {}).get("nproc", "auto")
+        count = accelerators() if nproc == "auto" else nproc
+        return not (isinstance(count, int) and count > 1)
+
+    def settled(self, composed: Composed, *, accelerators: Callable[[], int]) -> Composed:
+        """Return the composed configuration with what the surroundings say of ``launch``."""
+        tree: dict[str, Any] = {**composed.tree, "launch": {**composed.tree.get("launch", {})}}
+        name, problems = tree["launch"].get("name", "auto"), list(self.problems)
+        if self.found is not None and self.found.local_rank is not None and name == "local":
+            message = f"each of the processes of {self.found.launcher} would start a run; use auto"
+            problems = [Problem("launch.name", message, name)]
+        elif name == "local":
+            problems = []
+        elif self.found is not None:
+            problems += surroundings.settle(tree, self.found, accelerators=accelerators)
+        elif name == "env" and not problems and tree["launch"].get("nnodes", 1) == 1:
+            message = (
+                "the environment names no world; set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT"
+            )
+            problems.append(Problem("launch.name", message, name))
+        return dataclasses.replace(composed, tree=tree, problems=[*composed.problems, *problems])
+
+
+def _load(
+    overrides: Sequence[str],
+    *,
+    where: _Where,
+    compose: Callable[[Sequence[str]], Composed],
+    server: Callable[[], ForkServerContext],
+) -> RunConfig:
+    accelerators = partial(_accelerators, server)
+    if where.found is not None and where.found.one_a_machine:
+        found = dataclasses.replace(where.found, local_rank=None)
+        where = dataclasses.replace(where, found=found)
+    composed = where.settled(compose(overrides), accelerators=accelerators)
+    return configuration.typed(composed.tree, composed.problems)
+
+
+def _accelerators(server: Callable[[], ForkServerContext]) -> int:
+    count: int = forkserver.call(server(), "axonlaunch.preflight:accelerators")
+    return count
 
 
 def checked(
@@ -68,18 +202,43 @@ def checked(
     Raises:
         ConfigError: A configuration can't be run.
     """
+    load = partial(configuration.load, config_name=config_name, config_dirs=config_dirs)
+    found = loaded(overrides, load=load, config_dirs=config_dirs, multirun=multirun)
+    return resolved(context, found)
+
+
+def loaded(
+    overrides: Sequence[str],
+    *,
+    load: Callable[[Sequence[str]], RunConfig],
+    config_dirs: Sequence[Path],
+    multirun: bool,
+) -> list[tuple[list[str], RunConfig]]:
+    """Return each run of a command line: its words, and its configuration as they say it.
+
+    Raises:
+        ConfigError: One can't be run anywhere.
+    """
     batches = [list(overrides)]
     if multirun:
         batches = Composer(config_dirs=config_dirs).sweep(overrides)
-    told = multirun and len(batches) > 1
-    load = partial(configuration.load, config_name=config_name, config_dirs=config_dirs)
+    told = len(batches) > 1
     configs = [_checked(partial(load, batch), batch, told) for batch in batches]
     configs = _numbered(configs) if multirun else configs
+    return list(zip(batches, configs, strict=True))
+
+
+def resolved(
+    context: ForkServerContext, loaded: list[tuple[list[str], RunConfig]]
+) -> list[RunConfig]:
+    """Check runs by what this machine has, and decide what was left to it.
+
+    Raises:
+        ConfigError: One can't be run here.
+    """
     resolve = partial(forkserver.call, context, "axonlaunch.preflight:resolve")
-    return [
-        _checked(partial(resolve, config), batch, told)
-        for config, batch in zip(configs, batches, strict=True)
-    ]
+    told = len(loaded) > 1
+    return [_checked(partial(resolve, config), batch, told) for batch, config in loaded]
 
 
 def _checked(

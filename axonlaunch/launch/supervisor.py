@@ -1,20 +1,26 @@
-"""Watches ranks from outside: passes their events on, ends them all, says who failed first.
+"""Watches a machine's ranks from outside: passes their events on, ends them all, says who failed.
 
-It needs no word from a rank to judge it: a signal or an exit status is enough.
+It needs no word from a rank to judge it: a signal, an exit status, or no progress is enough.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Protocol
 
 from axonlaunch.events import Event, Finished, of_all_ranks
-from axonlaunch.launch.rank_messages import Done, Failure
+from axonlaunch.launch import stacks
+from axonlaunch.launch.pulse import Pulse
+from axonlaunch.launch.rank_messages import Done
+from axonlaunch.launch.reports import Crash, Kind, Report, exit_reason, judge
 
 SETTLE_S = 0.3
 """How long to wait after the first failure: peers report a closed connection before the culprit
@@ -23,31 +29,21 @@ has been reaped."""
 
 @dataclass
 class Rank:
-    """A process and its word."""
-
-    number: int
-    process: ForkServerProcess
-    connection: Connection
-    failure: Failure | None = None
-    finished: Finished | None = None
-    open: bool = True
-
-
-@dataclass(frozen=True)
-class Crash:
-    """The first failure of a run.
+    """A process and its word.
 
     Attributes:
-        rank: Who failed first.
-        reason: One line: the exception, or the signal, or the status.
-        traceback: The rank's own; None where it died without one.
-        followers: Other ranks that failed after it.
+        number: The rank, or the first of those that are its threads.
+        index: Which of this machine's processes it is.
     """
 
-    rank: int
-    reason: str
-    traceback: str | None
-    followers: tuple[int, ...]
+    number: int
+    index: int
+    process: ForkServerProcess
+    connection: Connection
+    log: Path
+    failure: Report | None = None
+    finished: Finished | None = None
+    open: bool = True
 
 
 @dataclass
@@ -56,23 +52,51 @@ class Outcome:
 
     finished: Finished | None = None
     crash: Crash | None = None
-    signal: int | None = None
     killed: bool = False
+
+
+class Others(Protocol):
+    """The other machines of a run."""
+
+    def failure(self) -> bool:
+        """Return whether one of them has failed, or is lost."""
+
+    def verdict(self, reports: list[Report]) -> Crash:
+        """Agree with them on who failed first; ``reports`` are this machine's failures."""
+
+    def finish(self, finished: list[Finished]) -> list[Finished] | Crash:
+        """Wait until they have ended too; return what all ranks told, in their order."""
 
 
 @dataclass
 class Supervisor:
-    """Follows the ranks of a run until none is left."""
+    """Follows the ranks of a machine until none is left.
+
+    Attributes:
+        ranks: Its processes.
+        pulse: How far each is.
+        timeout_s: Seconds without progress after which a rank hangs.
+        report: Takes their events.
+        tick: Is called ten times a second.
+        announce: Takes a line for the user.
+        others: The run's other machines; None where there is none.
+    """
 
     ranks: list[Rank]
+    pulse: Pulse
+    timeout_s: float
     report: Callable[[Event], None]
     tick: Callable[[], None]
     announce: Callable[[str], None]
+    others: Others | None = None
     _signals: list[int] = field(default_factory=list)
 
     def run(self) -> Outcome:
         """Return when every process has ended."""
-        previous = {n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup wants it
+            numbers.append(signal.SIGHUP)
+        previous = {number: signal.signal(number, self._note) for number in numbers}
         try:
             return self._follow()
         finally:
@@ -91,27 +115,49 @@ class Supervisor:
                 rank.open = False
 
     def _follow(self) -> Outcome:
-        outcome, told = Outcome(), 0
+        told = 0
         while True:
             self._listen(timeout=0.1)
-            if any(self._has_failed(rank) for rank in self.ranks):
-                outcome.crash = self._judge()
-                return outcome
+            if (crash := self._failure()) is not None:
+                return Outcome(crash=crash)
             self.tick()
             if len(self._signals) > told:
                 told += 1
-                outcome.signal = self._signals[0]
                 if told > 1:
-                    outcome.killed = True
-                    return outcome
+                    return self._ended_at_once()
                 self.announce("stopping after this step; once more to stop at once")
                 for rank in self.ranks:
                     _signal(rank.process, signal.SIGTERM)
             if all(rank.finished is not None and not rank.open for rank in self.ranks):
                 self.tick()
-                ended = [rank.finished for rank in self.ranks if rank.finished is not None]
-                outcome.finished = of_all_ranks(ended)
-                return outcome
+                return self._ended()
+
+    def _failure(self) -> Crash | None:
+        """Return why the run failed, if it did."""
+        if any(self._has_failed(rank) for rank in self.ranks):
+            reports = self._settled()
+        elif hanging := self._hanging():
+            reports = self._located(hanging)
+        elif self.others is not None and self.others.failure():
+            reports = []
+        else:
+            return None
+        return judge(reports) if self.others is None else self.others.verdict(reports)
+
+    def _ended(self) -> Outcome:
+        told = [rank.finished for rank in self.ranks if rank.finished is not None]
+        if self.others is not None:
+            everyone = self.others.finish(told)
+            if isinstance(everyone, Crash):
+                return Outcome(crash=everyone)
+            told = everyone
+        return Outcome(finished=of_all_ranks(told))
+
+    def _ended_at_once(self) -> Outcome:
+        if self.others is not None:
+            reason = f"interrupted twice on {socket.gethostname()}"
+            self.others.verdict([self._report(self.ranks[0], "signal", reason)])
+        return Outcome(killed=True)
 
     def _listen(self, *, timeout: float) -> None:
         """Take what ranks sent; a connection that ends has nothing more to say."""
@@ -129,7 +175,7 @@ class Supervisor:
                 rank.open = False
 
     def _take(self, rank: Rank, message: object) -> None:
-        if isinstance(message, Failure):
+        if isinstance(message, Report):
             rank.failure = message
         elif isinstance(message, Done):
             rank.finished = message.finished
@@ -140,39 +186,62 @@ class Supervisor:
         ended = rank.process.exitcode is not None and not rank.open
         return rank.failure is not None or (ended and rank.finished is None)
 
-    def _judge(self) -> Crash:
-        """Blame signals first, then errors that are not about connections, then the earliest."""
+    def _settled(self) -> list[Report]:
+        """Return who has failed, in the order of failing, once the first had time to be found."""
         order = [rank for rank in self.ranks if self._has_failed(rank)]
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline:
             self._listen(timeout=0.05)
             order += [r for r in self.ranks if self._has_failed(r) and r not in order]
-        culprit = min(order, key=lambda rank: (_suspicion(rank), order.index(rank)))
-        number = culprit.failure.rank if culprit.failure else culprit.number
-        followers = tuple(sorted(r.number for r in order if r is not culprit))
-        if culprit.failure is not None:
-            failure = culprit.failure
-            reason = f"{failure.kind}: {failure.message}"
-            return Crash(number, reason, failure.traceback, followers)
-        return Crash(number, _exit_reason(culprit.process.exitcode), None, followers)
+        return [
+            rank.failure or self._report(rank, "signal", exit_reason(rank.process.exitcode))
+            for rank in order
+        ]
+
+    def _hanging(self) -> list[Rank]:
+        """Return the ranks that still run, once one of them has not moved for too long."""
+        running = [rank for rank in self.ranks if rank.finished is None]
+        oldest = min((self.pulse.read(rank.index).at for rank in running), default=time.monotonic())
+        return running if time.monotonic() - oldest > self.timeout_s else []
+
+    def _located(self, ranks: list[Rank]) -> list[Report]:
+        """Ask hanging ranks where they are; who waits for others is not the first to blame."""
+        processes = {rank.index: rank for rank in ranks}
+        places = stacks.ask(
+            {index: rank.process.pid or 0 for index, rank in processes.items()},
+            {index: rank.log for index, rank in processes.items()},
+        )
+        reports = []
+        for index, rank in processes.items():
+            where = places[index]
+            if where.is_waiting:
+                reports.append(self._report(rank, "waiting", where.words, where.stack))
+                continue
+            reason = f"no progress for {self.timeout_s:g} s: it {where.words}"
+            reports.append(self._report(rank, "hang", reason, where.stack))
+        return sorted(reports, key=lambda report: report.step or 0)
+
+    def _report(self, rank: Rank, kind: Kind, reason: str, stack: str | None = None) -> Report:
+        beat = self.pulse.read(rank.index)
+        return Report(
+            rank=rank.number,
+            kind=kind,
+            reason=reason,
+            traceback=stack or None,
+            machine=socket.gethostname(),
+            log=str(rank.log),
+            step=beat.step,
+            doing=beat.phase,
+        )
 
     def _note(self, number: int, frame: object) -> None:
         del frame
         self._signals.append(number)
-
-
-def _suspicion(rank: Rank) -> int:
-    if rank.failure is None:
-        return 0
-    return 2 if rank.failure.is_connection else 1
-
-
-def _exit_reason(status: int | None) -> str:
-    if status is not None and status < 0:
-        name = signal.Signals(-status).name
-        hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
-        return f"killed by {name}{hint}"
-    return f"exited with status {status} before the end of training"
+        if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
+            silence = os.open(os.devnull, os.O_RDWR)
+            for descriptor in range(3):
+                os.dup2(silence, descriptor)
+            os.close(silence)
 
 
 def _signal(process: ForkServerProcess, number: int) -> None:

@@ -10,6 +10,7 @@ from typing import cast
 
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import world_size
 from axonlaunch.launch import forkserver
 from axonlaunch.verdict import Verdict, failed
 
@@ -44,13 +45,12 @@ def verify(
 
 
 def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> Verdict:
-    assert config.launch.nproc != "auto"
     with tempfile.TemporaryDirectory() as folder:
         run = "axonlaunch.verification:"
         given = (config, steps, folder)
         if (no_reference := forkserver.call(context, f"{run}save_reference", *given)) is not None:
             return cast("Verdict", no_reference)
-        ranks = [(*given, rank) for rank in range(config.launch.nproc)]
+        ranks = [(*given, rank) for rank in range(world_size(config))]
         try:
             verdict, *_ = forkserver.call_together(context, f"{run}on_rank", ranks)
         except forkserver.CallsFailedError as error:

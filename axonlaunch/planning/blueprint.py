@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from axonlaunch import data
 from axonlaunch.config import RunConfig, replaced
-from axonlaunch.config.layout import Layout, layout
+from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.engines.build import stage_blocks
@@ -61,10 +61,9 @@ class Blueprint:
 
         What is to be compiled is not.
         """
-        world_size = config.launch.nproc
-        assert world_size != "auto"
+        ranks = world_size(config)
         config = replaced(config, {"train.compile": False})
-        shares = layout(config, world_size=world_size)
+        shares = layout(config, world_size=ranks)
         dataset = data.build(config.data)
         model, sample = _on_meta(config.model, seed=config.seed), sample_inputs(dataset)
         if shares.pipeline > 1:
@@ -72,7 +71,7 @@ class Blueprint:
             config = replaced(config, {"strategy.pipeline.split": split})
         blocks = len(spec_for(config.model).blocks(model))
         is_text = dataset.kind == "tokens"
-        return cls(config, shares, world_size, model, sample, is_text, blocks)
+        return cls(config, shares, ranks, model, sample, is_text, blocks)
 
     @property
     def counts(self) -> list[int]:
@@ -169,7 +168,7 @@ class Blueprint:
         settings: dict[str, Any] = {
             "train.micro_batch_size": shares.micro_batch_size,
             "train.global_batch_size": samples,
-            "launch.nproc": world_size,
+            **of_ranks(world_size),
         }
         if degree > 1:
             settings |= {

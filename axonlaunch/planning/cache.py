@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
+from axonlaunch.config.layout import world_size
 from axonlaunch.planning.record import Estimate, RankEstimate
 
 _OURS = ("mlp", "gpt", "llama", "vit")
@@ -88,7 +89,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "data": to_tree(config.data),
         "optimizer": to_tree(config.optimizer),
         "train": {k: v for k, v in to_tree(config.train).items() if k not in _IDLE},
-        "nproc": config.launch.nproc,
+        "world_size": world_size(config),
         "memory_gib": hardware.memory_gib if hardware else None,
         "is_cpu": hardware is not None and hardware.name == "cpu",
         "exact": exact,

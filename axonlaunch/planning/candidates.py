@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout, layout
+from axonlaunch.config.layout import Layout, layout, of_ranks
 from axonlaunch.config.problem import divisors
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.config.tree import replaced
@@ -97,7 +97,7 @@ def candidates(
                 _RECOMPUTE: recompute,
             }
             if all(settings.get(key, value) == value for key, value in kept.items()):
-                made = replaced(config, {**settings, "launch.nproc": devices})
+                made = replaced(config, {**settings, **of_ranks(devices)})
                 yield Candidate(made, layout(made, world_size=devices), settings)
 
 

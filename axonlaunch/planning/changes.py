@@ -14,7 +14,7 @@ from itertools import combinations, product
 from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig, replaced, to_tree, typed
-from axonlaunch.config.layout import Layout, layout
+from axonlaunch.config.layout import Layout, layout, world_size
 from axonlaunch.config.problem import plain
 from axonlaunch.planning.record import Estimate, Remedy
 
@@ -56,8 +56,7 @@ def levers(config: RunConfig) -> list[Lever]:
     Args:
         config: With ``launch.nproc`` resolved.
     """
-    assert config.launch.nproc != "auto"
-    shares = layout(config, world_size=config.launch.nproc)
+    shares = layout(config, world_size=world_size(config))
     return [
         _micro_batches(shares),
         _recomputing(config),
@@ -238,13 +237,12 @@ def _pipeline(config: RunConfig, shares: Layout) -> Lever:
 
     By the same source the first stage of 1F1B holds min(p, m) micro-batches.
     """
-    assert config.launch.nproc != "auto"
     in_flight = min(shares.pipeline, shares.round_microbatches)
     options = []
     for degree in _doubled(shares.pipeline, shares):
         settings = {"strategy.pipeline.degree": degree, **_same_micro_batch(config, shares)}
         try:
-            new = layout(changed(config, settings), world_size=config.launch.nproc)
+            new = layout(changed(config, settings), world_size=world_size(config))
         except ConfigError:
             continue
         idle = (degree - 1) / (new.stages_per_rank * new.round_microbatches + degree - 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from axonlaunch.config import RunConfig, replaced
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.layout import Layout, of_ranks
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.planning import forked
 from axonlaunch.planning.blueprint import Blueprint
@@ -53,7 +53,7 @@ def activations(config: RunConfig) -> dict[str, Held]:
     Raises:
         ConfigError: The run can't be traced.
     """
-    config = replaced(config, {"strategy.data_parallel": "fsdp", "launch.nproc": 2})
+    config = replaced(config, {"strategy.data_parallel": "fsdp", **of_ranks(2)})
     depths = (1, 2) if hasattr(config.model, "num_hidden_layers") else (0, 0)
     runs = []
     for mode in _MODES:

@@ -15,7 +15,7 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, Problem, RunConfig, leaves, replaced
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import Layout
+from axonlaunch.config.layout import Layout, of_ranks, world_size
 from axonlaunch.config.problem import plain
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.planning import closed_memory, forked, process
@@ -99,7 +99,7 @@ def on_one_device(config: RunConfig) -> RunConfig:
             "train.micro_batch_size": 1,
             "train.activation_checkpointing": "none",
             "train.compile": False,
-            "launch.nproc": 1,
+            **of_ranks(1),
         },
     )
 
@@ -180,8 +180,7 @@ def _fastest(
 
 
 def _timed(config: RunConfig, hardware: HardwareConfig) -> Throughput:
-    assert config.launch.nproc != "auto"
-    return timed(config, hardware, step_work(config, world_size=config.launch.nproc))
+    return timed(config, hardware, step_work(config, world_size=world_size(config)))
 
 
 def _estimated(

@@ -15,7 +15,7 @@ from torch import nn
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, Problem, RunConfig, replaced
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import layout, of_ranks, world_size
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.engines.update import local_part
 from axonlaunch.planning import fake_world, forked
@@ -174,7 +174,7 @@ def shortened(config: RunConfig, *, world_size: int, layers: int, micro_batches:
         world_size = 2 * world_size // shares.pipeline
     if layers:
         settings[f"model.{_DEPTH}"] = layers * stages
-    return replaced(config, {**settings, "launch.nproc": world_size})
+    return replaced(config, {**settings, **of_ranks(world_size)})
 
 
 def _like(schedule: str, *, stages_per_rank: int) -> Any:
@@ -224,9 +224,8 @@ def _by_micro_batches(at: dict[int, Share]) -> tuple[Share, Share]:
 def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
     """Trace a step of one rank of several runs, in a process of its own."""
     _norm_in_one_kernel()
-    world_size = configs[0].launch.nproc
-    assert world_size != "auto"
-    world = fake_world.join(rank=stage * world_size // 2, world_size=world_size)
+    ranks = world_size(configs[0])
+    world = fake_world.join(rank=stage * ranks // 2, world_size=ranks)
     with refusing_untraceable(configs[0]):
         return [_trace_one(config, world) for config in configs]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import layout, world_size
 from axonlaunch.planning.roofline import figure
 from axonlaunch.planning.step_time import StepTime
 from axonlaunch.planning.step_work import StepWork, step_work
@@ -45,19 +45,17 @@ def throughput(config: RunConfig, hardware: HardwareConfig) -> Throughput:
     Raises:
         ConfigError: The run can't be traced, or the hardware lacks a figure.
     """
-    assert config.launch.nproc != "auto"
-    return timed(config, hardware, step_work(config, world_size=config.launch.nproc))
+    return timed(config, hardware, step_work(config, world_size=world_size(config)))
 
 
 def timed(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throughput:
     """Foretell the speed of a run whose work is known."""
-    assert config.launch.nproc != "auto"
-    world_size = config.launch.nproc
-    shares = layout(config, world_size=world_size)
+    ranks = world_size(config)
+    shares = layout(config, world_size=ranks)
     parts = StepTime(config, shares, hardware).parts(work)
     seconds = parts.total
     samples = shares.micro_batch_size * shares.micro_batches * shares.data_ranks
-    rate = samples * work.sample_length / seconds / world_size
+    rate = samples * work.sample_length / seconds / ranks
     mfu = None
     if work.sample_length > 1:
         peak = figure(hardware, f"{config.train.precision}_tflops") * 1e12

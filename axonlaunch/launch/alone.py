@@ -1,0 +1,331 @@
+"""This process as one rank of a world that others started: torchrun, mpirun, srun or a person.
+
+It starts no process. Rank 0 composes, checks and freezes the configuration; the others take it from
+torch's store. A thread of each watches the others, and rank 0's tells how the run ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any, NoReturn, TextIO
+
+import torch.distributed as dist
+
+from axonlaunch import config as configuration
+from axonlaunch.comm.rendezvous import meet_at
+from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.launch import rank as ranks
+from axonlaunch.launch import run_folder, stacks
+from axonlaunch.launch.conclusion import Record, Tail, conclude, log_of, tell_crash
+from axonlaunch.launch.console import RunConsole
+from axonlaunch.launch.peers import Peers, meet
+from axonlaunch.launch.prediction import Prediction
+from axonlaunch.launch.pulse import Pulse
+from axonlaunch.launch.rank_messages import Place
+from axonlaunch.launch.reports import Crash, Report
+from axonlaunch.launch.supervisor import Outcome
+from axonlaunch.launch.surroundings import Surroundings
+
+JOIN_S = 300.0
+"""Seconds in which all ranks have to have been started."""
+LOST_S = 20.0
+"""Seconds of silence after which a rank is lost. Its watching thread shares the interpreter with
+training, so a short silence says nothing; a launcher notices a process that ended at once."""
+_TICK_S = 0.1
+
+
+def train(
+    found: Surroundings,
+    compose: Callable[[Surroundings], RunConfig],
+    *,
+    started: float,
+    as_json: bool = False,
+) -> tuple[int, dict[str, Any] | None]:
+    """Be a rank.
+
+    Args:
+        found: Which one.
+        compose: Makes the resolved configuration, on rank 0.
+        started: ``time.time()`` when the command began.
+        as_json: Keep standard output free.
+
+    Returns:
+        The exit status and, on rank 0, what was written to ``summary.json``. A run that fails ends
+        the process instead.
+
+    Raises:
+        ConfigError: The ranks can't meet, or the configuration can't be run; rank 0 alone tells the
+            latter.
+    """
+    assert found.local_rank is not None
+    found, member_store, machines = _join(found)
+    peers = Peers(
+        member_store,
+        member=found.rank,
+        members=found.world_size,
+        first_ranks=list(range(found.world_size)),
+        lost_s=LOST_S,
+        are_machines=False,
+    )
+    with ExitStack() as folder:
+        if found.rank == 0:
+            try:
+                config = folder.enter_context(run_folder.create(compose(_counted(found, machines))))
+            except ConfigError:
+                peers.tell("frozen", {"refused": True})
+                peers.watch()
+                peers.farewell()
+                raise
+            peers.tell("frozen", {"config": configuration.to_yaml(config)})
+        else:
+            told = _frozen(peers)
+            if told is None:
+                return 2, None
+            config = told
+        return _run(config, found, peers, started=started, as_json=as_json)
+
+
+def _join(found: Surroundings) -> tuple[Surroundings, dist.Store, list[dict[str, Any]] | None]:
+    """Meet the other ranks.
+
+    Raises:
+        ConfigError: They can't meet.
+    """
+    assert found.master_addr is not None
+    assert found.master_port is not None
+    where = f"{found.master_addr}:{found.master_port}"
+    try:
+        store = meet_at(
+            found.master_addr,
+            found.master_port,
+            listens=found.rank == 0 and not found.agent_hosts_store,
+            timeout=timedelta(seconds=JOIN_S),
+        )
+    except ValueError as error:
+        raise ConfigError([Problem("", str(error))]) from None
+    except (dist.DistNetworkError, dist.DistStoreError):
+        message = f"rank {found.rank} waited {JOIN_S:g} s, and rank 0 does not listen there"
+        raise ConfigError([Problem("MASTER_ADDR", message, where)]) from None
+    member_store = dist.PrefixStore(_token(found), store)
+    try:
+        about = {"machine": socket.gethostname(), "local_rank": found.local_rank}
+        machines = meet(
+            member_store,
+            member=found.rank,
+            members=found.world_size,
+            about=about,
+            timeout_s=JOIN_S,
+            announce=lambda text: print(f"rank {text}", file=sys.stderr),
+        )
+    except TimeoutError as missing:
+        message = f"ranks {missing} did not come within {JOIN_S:g} s"
+        raise ConfigError([Problem("WORLD_SIZE", message, found.world_size)]) from None
+    return found, member_store, machines
+
+
+def _token(found: Surroundings) -> str:
+    return f"axonlaunch/{found.run_id}"
+
+
+def _counted(found: Surroundings, members: list[dict[str, Any]] | None) -> Surroundings:
+    """Complete the surroundings by how many ranks each machine has.
+
+    Raises:
+        ConfigError: Not all have as many.
+    """
+    assert members is not None
+    machines = sum(member["local_rank"] == 0 for member in members)
+    if machines == 0 or found.world_size % machines:
+        names = [member["machine"] for member in members]
+        counts = ", ".join(f"{names.count(name)} on {name}" for name in dict.fromkeys(names))
+        message = f"the ranks are {counts}; start as many on each machine"
+        raise ConfigError([Problem("WORLD_SIZE", message, found.world_size)])
+    return dataclasses.replace(found, local_world_size=found.world_size // machines)
+
+
+def _frozen(peers: Peers) -> RunConfig | None:
+    """Take the configuration that rank 0 froze; None where it refused."""
+    try:
+        told = peers.ask("frozen", timeout_s=JOIN_S)
+    except TimeoutError:
+        message = f"rank 0 told no configuration within {JOIN_S:g} s"
+        raise ConfigError([Problem("", message)]) from None
+    if "refused" in told:
+        peers.watch()
+        peers.farewell()
+        return None
+    config = configuration.parsed(told["config"])
+    run_folder.keep(config)
+    return config
+
+
+def _run(
+    config: RunConfig, found: Surroundings, peers: Peers, *, started: float, as_json: bool
+) -> tuple[int, dict[str, Any] | None]:
+    assert found.local_rank is not None
+    assert config.launch.nproc != "auto"
+    assert found.master_addr is not None
+    assert found.master_port is not None
+    output, errors = os.dup(1), os.dup(2)
+    log = log_of(config, found.rank)
+    ranks.redirect(log)
+    stream = os.fdopen(errors if as_json else output, "w", buffering=1)
+    console = RunConsole(stream=stream, is_plain=True)
+    record = Record(started, console, Prediction(None, config))
+    place = Place(
+        rank=found.rank,
+        world_size=found.world_size,
+        local_rank=found.local_rank,
+        local_world_size=config.launch.nproc,
+        master_addr=found.master_addr,
+        port=found.master_port,
+        token=f"{_token(found)}/ranks",
+        listener=None,
+        log=log,
+        pulse=Pulse.of(config.launch.nproc),
+        threads=max(1, len(os.sched_getaffinity(0)) // _sharing(config)),
+        cores=None,  # who started this process placed it
+    )
+    asked = _Asked()
+    peers.watch()
+    told_errors = os.fdopen(errors, "w", buffering=1) if not as_json else stream
+    watch = _Watch(config, place, peers, record, console, told_errors)
+    watch.start()
+    try:
+        ranks.claim_cores(place)
+        finished = ranks.work(
+            config, place, report=record if found.rank == 0 else _unshown, stop=asked.is_set
+        )
+    except BaseException as error:
+        peers.post(ranks.report_of(error, place))
+        traceback.print_exception(error)
+        threading.Event().wait()  # the watching thread ends the process
+        raise AssertionError("unreachable") from error
+    everyone = peers.finish([finished])
+    if isinstance(everyone, Crash):
+        threading.Event().wait()
+    watch.end()
+    sys.stdout, sys.stderr = stream, told_errors
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    status = 130 if finished.interrupted else 0
+    if found.rank:
+        return status, None
+    assert not isinstance(everyone, Crash)
+    from axonlaunch.events import of_all_ranks
+
+    return conclude(config, Outcome(finished=of_all_ranks(everyone)), record, console)
+
+
+def _sharing(config: RunConfig) -> int:
+    """Return how many ranks share the cores that this process may use."""
+    assert config.launch.nproc != "auto"
+    allowed, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    return config.launch.nproc if allowed == all_cores else 1
+
+
+def _unshown(event: object) -> None:
+    del event
+
+
+class _Asked:
+    """Whether this rank was asked to stop; asked again a second later, it ends at once.
+
+    A launcher may pass on what the terminal sent already.
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def is_set(self) -> bool:
+        return self._first is not None
+
+    def _note(self, number: int, frame: object) -> None:
+        del number, frame
+        now = time.monotonic()
+        if self._first is not None and now - self._first > 1.0:
+            os._exit(130)
+        self._first = self._first or now
+
+
+class _Watch(threading.Thread):
+    """Follows this rank and the others beside training, and ends the process when one fails."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        place: Place,
+        peers: Peers,
+        record: Record,
+        console: RunConsole,
+        errors: TextIO,
+    ) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._config = config
+        self._place = place
+        self._peers = peers
+        self._record = record
+        self._console = console
+        self._errors = errors
+        self._over = threading.Event()
+        self._tail = Tail(place.log, console) if place.rank == 0 else None
+
+    def end(self) -> None:
+        """Watch no more: every rank has ended well."""
+        self._over.set()
+        self.join()
+        if self._tail:
+            self._tail()
+
+    def run(self) -> None:
+        while not self._over.wait(_TICK_S):
+            if self._tail:
+                self._tail()
+            if self._peers.failure():
+                self._fail([])
+            elif (report := self._hang()) is not None:
+                self._fail([report])
+
+    def _hang(self) -> Report | None:
+        place, beat = self._place, self._place.pulse.read(self._place.local_rank)
+        waited = self._config.launch.timeout_s
+        if beat.phase == "done" or time.monotonic() - beat.at < waited:
+            return None
+        me = {place.local_rank: os.getpid()}
+        where = stacks.ask(me, {place.local_rank: place.log})[place.local_rank]
+        reason = f"no progress for {waited:g} s: it {where.words}"
+        return Report(
+            rank=place.rank,
+            kind="waiting" if where.is_waiting else "hang",
+            reason=where.words if where.is_waiting else reason,
+            traceback=where.stack,
+            machine=socket.gethostname(),
+            log=str(place.log),
+            step=beat.step,
+            doing=beat.phase,
+        )
+
+    def _fail(self, reports: list[Report]) -> NoReturn:
+        """Agree on who was first, tell it on rank 0, and end this process."""
+        crash = self._peers.verdict(reports)
+        if self._place.rank == 0:
+            self._console.stop()
+            sys.stderr = self._errors
+            conclude(self._config, Outcome(crash=crash), self._record, self._console)
+        elif not self._peers.is_judged:
+            sys.stderr = self._errors  # rank 0 is gone and tells nothing
+            tell_crash(self._config, crash)
+        sys.stderr.flush()
+        os._exit(1)

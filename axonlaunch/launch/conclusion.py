@@ -1,0 +1,160 @@
+"""What is left of a run when it has ended: ``summary.json``, ``crash.json``, figures, a card.
+
+It tells how the run went; nothing here ends it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from axonlaunch import checkpoint
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import layout, world_size
+from axonlaunch.events import Event, Stepped, finite
+from axonlaunch.launch import hints, run_folder
+from axonlaunch.launch.console import RunConsole, gibibytes, quantity, shortened, show_crash
+from axonlaunch.launch.prediction import Prediction
+from axonlaunch.launch.reports import Crash
+from axonlaunch.launch.supervisor import Outcome
+
+CRASH = "crash.json"
+
+
+class Record:
+    """Passes events on and keeps what the summary of a run that fails can still say."""
+
+    def __init__(
+        self, started: float, listener: Callable[[Event], None], prediction: Prediction
+    ) -> None:
+        self._started = started
+        self._listener = listener
+        self.prediction = prediction
+        self.first_step_s: float | None = None
+        self.last: Stepped | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Take an event."""
+        if isinstance(event, Stepped):
+            self.last = event
+            if self.first_step_s is None:
+                self.first_step_s = time.time() - self._started
+            self.prediction.begin()
+        self._listener(event)
+
+
+class Tail:
+    """Prints what is added to a log: the main rank's words reach the console."""
+
+    def __init__(self, log: Path, console: RunConsole) -> None:
+        self._log = log
+        self._console = console
+        self._read = log.stat().st_size if log.exists() else 0
+
+    def __call__(self) -> None:
+        """Print whole lines that are new."""
+        if not self._log.exists() or self._log.stat().st_size <= self._read:
+            return
+        with self._log.open("rb") as stream:
+            stream.seek(self._read)
+            whole, newline, _ = stream.read().rpartition(b"\n")
+        self._read += len(whole) + len(newline)
+        if newline:
+            self._console.log(whole.decode(errors="replace"))
+
+
+def log_of(config: RunConfig, rank: int) -> Path:
+    """Return the file that takes what a rank prints."""
+    return Path(config.run_dir) / "logs" / f"rank_{rank}.log"
+
+
+def conclude(
+    config: RunConfig,
+    outcome: Outcome,
+    record: Record,
+    console: RunConsole,
+    *,
+    hint: str = "",
+) -> tuple[int, dict[str, Any]]:
+    """Write ``summary.json``, print the run's figures, and return the exit status."""
+    finished = outcome.finished
+    told = finished or record.last  # a run that failed is told by its last logged step
+    folder = Path(config.run_dir)
+    checkpoint.sweep_partial(folder)
+    interrupted = outcome.killed or (finished is not None and finished.interrupted)
+    status = "interrupted" if interrupted else "failed" if outcome.crash else "done"
+    summary: dict[str, Any] = {
+        "status": status,
+        "steps": told.step if told else 0,
+        "loss": told.loss if told else None,
+        "eval_loss": finished.eval_loss if finished else None,
+        "tokens_per_s": told.tokens_per_s if told else None,
+        "first_step_s": record.first_step_s,
+        "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
+        "run_dir": config.run_dir,
+    }
+    prediction = record.prediction
+    if prediction.peak_bytes is not None:
+        summary["predicted_peak_bytes"] = prediction.peak_bytes
+    else:
+        with log_of(config, 0).open("a") as log:
+            log.write(f"summary.json has no predicted_peak_bytes: {prediction.reason}\n")
+    if outcome.crash is not None:
+        first = outcome.crash.first
+        summary["failed_rank"], summary["reason"] = first.rank, first.reason
+        tell_crash(config, outcome.crash, hint=hint)
+    summary = finite(summary)
+    run_folder.write_json(folder / "summary.json", summary)
+    if finished is not None:
+        console.summary(_rows(config, summary))
+    if interrupted:
+        return 130, summary
+    return (1 if outcome.crash else 0), summary
+
+
+def tell_crash(config: RunConfig, crash: Crash, *, hint: str = "") -> None:
+    """Print the card of a run that failed, and write ``crash.json``."""
+    ranks = world_size(config)
+    coords = coordinates(config, crash.first.rank)
+    hint = hint or hints.hint(crash.first, config)
+    show_crash(crash, coords=coords, world_size=ranks, hint=hint)
+    content = {
+        **dataclasses.asdict(crash.first),
+        "coords": coords,
+        "world_size": ranks,
+        "hint": hint or None,
+        "followers": [{"rank": rank, "reason": reason} for rank, reason in crash.followers],
+    }
+    run_folder.write_json(Path(config.run_dir) / CRASH, content)
+
+
+def coordinates(config: RunConfig, rank: int) -> dict[str, int]:
+    """Return a rank's place on the mesh axes that have more than one rank, the last fastest."""
+    axes = layout(config, world_size=world_size(config)).axes
+    found: dict[str, int] = {}
+    for axis, size in reversed(axes.items()):
+        if size > 1:
+            found[axis] = rank % size
+        rank //= size
+    return dict(reversed(found.items()))
+
+
+def _rows(config: RunConfig, summary: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("status", f"{summary['status']} after step {summary['steps']}")]
+    if summary["loss"] is not None:
+        rows.append(("loss", f"{summary['loss']:.4f}"))
+    if summary["eval_loss"] is not None:
+        rows.append(("evaluation loss", f"{summary['eval_loss']:.4f}"))
+    if summary["tokens_per_s"]:
+        rows.append(("tokens/s", quantity(summary["tokens_per_s"])))
+    if summary["first_step_s"]:
+        rows.append(("first step after", f"{summary['first_step_s']:.1f} s"))
+    peak, foretold = summary["measured_peak_bytes"], summary.get("predicted_peak_bytes")
+    if peak is not None:
+        words = "" if foretold is None else f", {gibibytes(foretold)} foretold"
+        rows.append(("peak memory", f"{gibibytes(peak)} a rank{words}"))
+    rows.append(("run folder", shortened(config.run_dir)))
+    return rows

@@ -1,0 +1,294 @@
+"""What the processes of a run on several machines tell each other, over torch's store.
+
+Each beats, so that silence is noticed; failures are gathered by member 0, which alone judges who
+was first. Nothing is unpickled: what travels is JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from axonlaunch.events import Finished
+from axonlaunch.launch.reports import Crash, Report, is_conclusive, judge
+
+_BEAT_S = 0.3
+_FAREWELL_S = 2.0
+_SETTLE_S = 1.5
+"""How long member 0 waits for other machines' words after the first failure."""
+
+
+class Peers:
+    """This process among the members of a run.
+
+    Attributes:
+        store: Where they meet, under what is the run's alone.
+        member: Which one this is; 0 leads.
+        members: How many there are.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        member: int,
+        members: int,
+        first_ranks: list[int],
+        lost_s: float,
+        are_machines: bool,
+    ) -> None:
+        """Join; nothing is watched before ``watch``.
+
+        Args:
+            store: Where the members meet; used by nobody else while this lives.
+            member: Which one this is.
+            members: How many there are.
+            first_ranks: The first rank of each.
+            lost_s: Seconds of silence after which a member is lost.
+            are_machines: Whether each supervises a machine's ranks and does nothing else, so that
+                its silence fails the run. One that is a rank may be silent while it works; its
+                silence only explains another's failure.
+        """
+        self.store = store
+        self.member = member
+        self.members = members
+        self._first_ranks = first_ranks
+        self._lost_s = lost_s
+        self._are_machines = are_machines
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._outbox: list[tuple[str, str]] = []
+        self._reports: list[Report] = []
+        self._read = 0
+        self._heard: dict[int, bytes] = {}
+        self._heard_at: dict[int, float] = {}
+        self._verdict: Crash | None = None
+        self._finished: list[list[dict[str, Any]]] = []
+        self._contact = time.monotonic()
+        self._is_done = self._is_over = self._all_left = self._gone = False
+        if self.is_lead:
+            store.set("reports", "\n")
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is member 0."""
+        return self.member == 0
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether member 0 has said who failed first."""
+        return self._verdict is not None
+
+    def tell(self, key: str, value: Any) -> None:
+        """Write a value that others wait for."""
+        self.store.set(key, json.dumps(value))
+
+    def ask(self, key: str, *, timeout_s: float) -> Any:
+        """Wait for a value.
+
+        Raises:
+            TimeoutError: Nobody told it in time.
+        """
+        try:
+            self.store.wait([key], timedelta(seconds=timeout_s))
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            raise TimeoutError(str(error)) from error
+        return json.loads(self.store.get(key))
+
+    def watch(self) -> None:
+        """Begin to beat and to listen.
+
+        From now on a thread alone uses the store: where the network is gone an operation may never
+        return, and whoever waits for one could not end the ranks.
+        """
+        self._contact = time.monotonic()
+        threading.Thread(target=self._listen, name="peers", daemon=True).start()
+
+    def failure(self) -> bool:
+        """Return whether a member has failed, or is lost."""
+        if not self.is_lead:
+            return self._verdict is not None or self._lead_is_lost()
+        with self._lock:
+            return bool(self._reports) or (self._are_machines and bool(self._lost()))
+
+    def post(self, report: Report) -> None:
+        """Tell of a failure without waiting for a judgement."""
+        if self.is_lead:
+            with self._lock:
+                self._reports.append(report)
+        else:
+            self._send("reports", report.to_json() + "\n")
+
+    def verdict(self, reports: list[Report]) -> Crash:
+        """Agree with the others on who failed first; ``reports`` are this member's failures."""
+        for report in reports:
+            self.post(report)
+        return self._judged() if self.is_lead else self._told(reports)
+
+    def finish(self, finished: list[Finished]) -> list[Finished] | Crash:
+        """Wait until all members have ended; return what all ranks told, in their order."""
+        told = [dataclasses.asdict(one) for one in finished]
+        self._send(f"done/{self.member}", json.dumps(told))
+        self._is_done = True
+        while not self._is_over:
+            if self.failure():
+                return self._judged() if self.is_lead else self._told([])
+            time.sleep(0.02)
+        self.farewell()
+        return [Finished(**one) for found in self._finished for one in found] or finished
+
+    def _judged(self) -> Crash:
+        """Wait for what explains a failure, judge, and tell the others."""
+        begun = time.monotonic()
+        while True:
+            with self._lock:
+                found, lost = [*self._reports], self._lost()
+            waited = time.monotonic() - begun
+            explained = lost or (is_conclusive(found) and waited > _SETTLE_S)
+            if explained or waited > self._lost_s + 1:
+                break
+            time.sleep(0.02)
+        crash = judge([*found, *(self._silence(member) for member in lost)])
+        self._send("verdict", crash.to_json())
+        self.farewell()
+        return crash
+
+    def _told(self, reports: list[Report]) -> Crash:
+        """Wait for member 0's verdict; where it never comes, member 0 is to blame."""
+        deadline = time.monotonic() + 2 * self._lost_s + _SETTLE_S
+        while self._verdict is None and time.monotonic() < deadline and not self._lead_is_lost():
+            time.sleep(0.02)
+        if self._verdict is None:
+            return judge([*reports, self._silence(0)])
+        self.farewell()
+        return self._verdict
+
+    def farewell(self) -> None:
+        """Leave, and on member 0 wait until the others have read the end: the store ends with it.
+
+        Not long: one that is lost never reads it.
+        """
+        self._send(f"left/{self.member}", "1")
+        deadline = time.monotonic() + _FAREWELL_S
+        while not self._all_left and not self._gone and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _send(self, key: str, value: str) -> None:
+        """Let the thread set a key; ``reports`` grows."""
+        with self._lock:
+            self._outbox.append((key, value))
+        self._wake.set()
+
+    def _silence(self, member: int) -> Report:
+        rank = self._first_ranks[member]
+        which = "machine" if self._are_machines else "process"
+        reason = f"its {which} is not heard from: killed, switched off, or off the network"
+        return Report(rank=rank, kind="lost", reason=reason)
+
+    def _lead_is_lost(self) -> bool:
+        return self._gone or time.monotonic() - self._contact > self._lost_s
+
+    def _lost(self) -> list[int]:
+        now = time.monotonic()
+        return [member for member, since in self._heard_at.items() if now - since > self._lost_s]
+
+    def _listen(self) -> None:
+        """Beat, send and listen until the process ends."""
+        count = 0
+        try:
+            while not self._all_left:
+                count += 1
+                self.store.set(f"beat/{self.member}", "done" if self._is_done else str(count))
+                self._wake.clear()
+                self._flush()
+                if self.is_lead:
+                    self._hear()
+                else:
+                    self._obey()
+                self._contact = time.monotonic()
+                self._wake.wait(_BEAT_S)
+        except Exception:
+            # Whatever it was, there is no store any more.
+            self._gone = True
+
+    def _flush(self) -> None:
+        with self._lock:
+            sent, self._outbox = self._outbox, []
+        for key, value in sent:
+            if key == "reports":
+                self.store.append(key, value)  # type: ignore[attr-defined]  # torch's stub
+            else:
+                self.store.set(key, value)
+            if key == f"left/{self.member}" and not self.is_lead:
+                self._all_left = True
+
+    def _obey(self) -> None:
+        """Take what member 0 says."""
+        if self.store.check(["verdict"]):
+            self._verdict = Crash.from_json(self.store.get("verdict").decode())
+        elif self._is_done and self.store.check(["over"]):
+            self._is_over = True
+
+    def _hear(self) -> None:
+        """Take the others' beats and reports, and their ends."""
+        lines = self.store.get("reports").decode().splitlines()[1:]
+        others = range(1, self.members)
+        beats = self.store.multi_get([f"beat/{member}" for member in others]) if others else []
+        now = time.monotonic()
+        with self._lock:
+            self._reports += [Report.from_json(line) for line in lines[self._read :]]
+            self._read = len(lines)
+            for member, beat in zip(others, beats, strict=True):
+                if beat == b"done":
+                    self._heard_at.pop(member, None)
+                elif self._heard.get(member) != beat:
+                    self._heard[member] = beat
+                    self._heard_at[member] = now
+        everyone = range(self.members)
+        if self._is_done and not self._is_over:
+            names = [f"done/{member}" for member in everyone]
+            if self.store.check(names):
+                self._finished = [json.loads(told) for told in self.store.multi_get(names)]
+                self.store.set("over", "1")
+                self._is_over = True
+        with self._lock:
+            names = [f"left/{member}" for member in everyone if member not in self._lost()]
+        self._all_left = self.store.check(names)
+
+
+def meet(
+    store: dist.Store,
+    *,
+    member: int,
+    members: int,
+    about: Any,
+    timeout_s: float,
+    announce: Callable[[str], None],
+) -> list[Any] | None:
+    """Wait until every member has joined; return what each said of itself, on member 0 alone.
+
+    Raises:
+        TimeoutError: Some did not come; the message says which.
+    """
+    store.set(f"joined/{member}", json.dumps(about))
+    store.set(f"beat/{member}", "0")
+    if member:
+        return None
+    names = [f"joined/{other}" for other in range(members)]
+    deadline, told = time.monotonic() + timeout_s, time.monotonic() + 2.0
+    while not store.check(names):
+        missing = [other for other, name in enumerate(names) if not store.check([name])]
+        if time.monotonic() > deadline:
+            raise TimeoutError(", ".join(map(str, missing)))
+        if time.monotonic() > told and missing:
+            announce(f"waiting for {len(missing)} of {members}: {', '.join(map(str, missing))}")
+            told = deadline
+        time.sleep(0.05)
+    return [json.loads(found) for found in store.multi_get(names)]

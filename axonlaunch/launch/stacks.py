@@ -1,0 +1,142 @@
+"""Where the Python code of a rank is that makes no progress, asked from outside.
+
+A rank's ``faulthandler`` writes its threads' stacks to its log when it gets ``SIGNAL``, even while
+it waits in C code. A process that is stopped says nothing; the system says so in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SIGNAL = signal.SIGUSR1
+_ANSWER_S = 2.0
+_FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
+_RANK = re.compile(r"axonlaunch[/\\]launch[/\\](rank|alone)\.py")
+_WAITING = re.compile(r"[/\\]torch[/\\]distributed[/\\]|[/\\]axonlaunch[/\\]comm[/\\]")
+_BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py")
+_WRAPPERS = ("wrapper", "_call_with_frames_removed", "inner")
+_SHOWN = 12
+"""Frames of a stack that people are shown, the innermost."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call: what, and where in the source."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        parts = Path(self.file).parts
+        return f"{self.name} ({'/'.join(parts[-2:])}:{self.line})"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a rank is.
+
+    Attributes:
+        is_waiting: For other ranks.
+        words: What it does, in half a sentence.
+        stack: Its main thread's frames for people, the innermost last.
+    """
+
+    is_waiting: bool
+    words: str
+    stack: str
+
+
+def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
+    """Ask ranks where they are.
+
+    Args:
+        pids: Process of each rank.
+        logs: Log of each rank.
+    """
+    sizes = {rank: _size(logs[rank]) for rank in pids}
+    for pid in pids.values():
+        try:
+            os.kill(pid, SIGNAL)
+        except ProcessLookupError:
+            continue
+    found: dict[int, Whereabouts] = {}
+    deadline = time.monotonic() + _ANSWER_S
+    while len(found) < len(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        for rank, pid in pids.items():
+            if rank in found:
+                continue
+            frames = main_stack(_since(logs[rank], sizes[rank]))
+            if frames:
+                found[rank] = locate(frames, is_asleep=_state(pid) == "S")
+    for rank, pid in pids.items():
+        if rank not in found:
+            found[rank] = _silent(_state(pid))
+    return found
+
+
+def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:
+    """Say from a rank's frames, the innermost first, whether it waits for others, and in what."""
+    told = "\n".join(f"  {frame}" for frame in reversed(frames[:_SHOWN]))
+    waits = bool(_WAITING.search(frames[0].file))
+    if waits:
+        inside = []
+        for frame in frames:
+            if not _WAITING.search(frame.file):
+                break
+            inside.append(frame)
+        named = [frame.name for frame in inside if frame.name not in _WRAPPERS]
+        name = named[-1] if named else inside[-1].name
+        caller = frames[len(inside)] if len(inside) < len(frames) else inside[-1]
+        return Whereabouts(True, f"waits in {name}, called by {caller}", told)
+    if _BACKWARD.search(frames[0].file) and is_asleep:
+        return Whereabouts(True, "waits in a collective of backward", told)
+    return Whereabouts(False, f"is in {frames[0]}", told)
+
+
+def main_stack(text: str) -> list[Frame]:
+    """Return the frames of the thread that trains, the innermost first, of ``faulthandler``'s."""
+    for block in text.split("most recent call first):\n")[1:]:
+        frames = []
+        for line in block.splitlines():
+            match = _FRAME.fullmatch(line)
+            if match is None:
+                break
+            frames.append(Frame(match["file"], int(match["line"]), match["name"]))
+        if any(_RANK.search(frame.file) and frame.name == "main" for frame in frames):
+            return frames
+    return []
+
+
+def _silent(state: str) -> Whereabouts:
+    if state in ("T", "t"):
+        return Whereabouts(False, "is stopped by a signal (SIGSTOP or SIGTSTP)", "")
+    if state == "D":
+        return Whereabouts(False, "waits for a disk or a device and can't be interrupted", "")
+    return Whereabouts(False, "does not answer: it may be inside C code that never returns", "")
+
+
+def _state(pid: int) -> str:
+    """Return the letter by which Linux tells what a process does; empty where it tells nothing."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0
+
+
+def _since(log: Path, size: int) -> str:
+    if not log.exists():
+        return ""
+    with log.open("rb") as stream:
+        stream.seek(size)
+        return stream.read().decode(errors="replace")
