@@ -21,6 +21,7 @@ EXAMPLES = """Examples:
   axonlaunch train strategy=ddp model=llama_debug launch.nproc=4
   axonlaunch train data=text 'data.files=["notes/*.md"]' name=notes
   axonlaunch train strategy=fsdp hardware=a100_80gb --dry-run
+  axonlaunch train launch=slurm launch.nnodes=4 launch.nproc=8 launch.partition=gpu --render
   axonlaunch train -m optimizer.lr=1e-3,3e-3 model.num_hidden_layers=2,4
 """
 
@@ -34,6 +35,9 @@ def command(
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and estimate alone; start nothing.")
+    ] = False,
+    render: Annotated[
+        bool, typer.Option("--render", help="Print the script of a SLURM job; start nothing.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -60,6 +64,7 @@ def command(
             multirun=multirun,
             started=STARTED,
             as_json=as_json,
+            render=render,
         )
     if as_json:
         if multirun:

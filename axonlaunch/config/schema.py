@@ -217,6 +217,18 @@ class LaunchConfig:
     """
     max_restarts: int = field(default=0, metadata={"min": 0})
     """how often a run that fails is started again, from its last checkpoint"""
+    partition: str | None = None
+    """of a SLURM job (launch=slurm)"""
+    account: str | None = None
+    """of a SLURM job"""
+    time_limit: str | None = None
+    """of a SLURM job, as sbatch takes it: 30 (minutes), 8:00:00, 2-0; saved and queued again 2
+    minutes before
+    """
+    sbatch: list[str] = field(default_factory=list)
+    """more options of a SLURM job: ["--qos=high","--constraint=h100"]"""
+    setup: list[str] = field(default_factory=list)
+    """lines of a SLURM job's script before it starts: ["module load cuda"]"""
     pin_cores: bool = True
     """give each rank its own share of this machine's cores"""
 

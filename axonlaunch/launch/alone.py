@@ -24,6 +24,7 @@ import torch.distributed as dist
 from axonlaunch import config as configuration
 from axonlaunch.comm.rendezvous import meet_at
 from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config.problem import plain
 from axonlaunch.launch import rank as ranks
 from axonlaunch.launch import run_folder, stacks
 from axonlaunch.launch.conclusion import Record, Tail, conclude, log_of, tell_crash
@@ -144,13 +145,15 @@ def _counted(found: Surroundings, members: list[dict[str, Any]] | None) -> Surro
         ConfigError: Not all have as many.
     """
     assert members is not None
-    machines = sum(member["local_rank"] == 0 for member in members)
-    if machines == 0 or found.world_size % machines:
-        names = [member["machine"] for member in members]
-        counts = ", ".join(f"{names.count(name)} on {name}" for name in dict.fromkeys(names))
-        message = f"the ranks are {counts}; start as many on each machine"
+    given = [member["local_rank"] for member in members]
+    nproc = max(given) + 1
+    if given != list(range(nproc)) * (found.world_size // nproc):
+        message = (
+            f"ranks 0 to {found.world_size - 1} have the local ranks {plain(given)}; start as many "
+            "on each machine, those of one machine in a row (srun --distribution=block)"
+        )
         raise ConfigError([Problem("WORLD_SIZE", message, found.world_size)])
-    return dataclasses.replace(found, local_world_size=found.world_size // machines)
+    return dataclasses.replace(found, local_world_size=nproc)
 
 
 def _frozen(peers: Peers) -> RunConfig | None:
@@ -215,9 +218,8 @@ def _run(
     if isinstance(everyone, Crash):
         threading.Event().wait()
     watch.end()
-    sys.stdout, sys.stderr = stream, told_errors
-    os.dup2(output, 1)
-    os.dup2(errors, 2)
+    for ours, theirs in ((output, 1), (errors, 2)):
+        os.dup2(ours, theirs)  # what is still to be said is for who started this process
     status = 130 if finished.interrupted else 0
     if found.rank:
         return status, None

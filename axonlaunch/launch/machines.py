@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config.layout import world_size
 from axonlaunch.config.problem import plain
 from axonlaunch.launch import run_folder
 from axonlaunch.launch.conclusion import Record, conclude, tell_crash
@@ -115,10 +116,11 @@ def train(
         prediction = Prediction(context, config)
         record = Record(started, console, prediction)
         if machine:
-            first = machine * _count(config)
+            count, first = _count(config), machine * _count(config)
+            which = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
             console.line(
-                f"machine {machine} of {launch.nnodes}: ranks {first} to "
-                f"{first + _count(config) - 1}; machine 0 at {launch.master_addr} tells how it goes"
+                f"machine {machine} of {launch.nnodes}: {which} of {world_size(config)}; "
+                f"machine 0 at {launch.master_addr} tells how it goes"
             )
         try:
             outcome = attempt(config, context, meeting, record, console)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ def start(
     multirun: bool,
     started: float,
     as_json: bool,
+    render: bool = False,
 ) -> tuple[int, list[dict[str, Any]]]:
     """Run what a command line asks for, as that for which this process was started.
 
@@ -44,6 +46,7 @@ def start(
         multirun: Whether the words are a sweep.
         started: ``time.time()`` when the command began.
         as_json: Keep standard output free.
+        render: Print the script of a SLURM job, and start nothing.
 
     Returns:
         The first exit status that is not 0, and the summary of each run that this process leads.
@@ -71,6 +74,8 @@ def start(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         load = partial(_load, where=where, compose=compose, server=server)
         configs = loaded(overrides, load=load, config_dirs=config_dirs, multirun=multirun)
+        if render or any(config.launch.name == "slurm" for _, config in configs):
+            return _submit(server(), [config for _, config in configs], render, as_json)
         return _run(server(), configs, started=started, as_json=as_json)
 
 
@@ -105,6 +110,33 @@ def _run(
             break
         started = time.time()
     return status, summaries
+
+
+def _submit(
+    context: ForkServerContext, configs: list[RunConfig], render: bool, as_json: bool
+) -> tuple[int, list[dict[str, Any]]]:
+    """Submit jobs, or print their scripts."""
+    from axonlaunch.launch import slurm
+
+    output, told = (sys.stderr if as_json else sys.stdout), []
+    for config in configs:
+        if config.launch.name != "slurm":
+            message = "the script of a SLURM job is asked for; use slurm"
+            raise ConfigError([Problem("launch.name", message, config.launch.name)])
+        if problems := slurm.problems(config):
+            raise ConfigError(problems)
+    resolve = partial(forkserver.call, context, "axonlaunch.preflight:resolve_anywhere")
+    configs = [resolve(config) for config in configs]
+    status = 0
+    for config in configs:
+        if render:
+            print(slurm.render(slurm.named(config)), end="")
+            continue
+        status, summary = slurm.submit(config, announce=lambda text: print(text, file=output))
+        told.append(summary)
+        if status:
+            break
+    return status, told
 
 
 def _as_rank(

@@ -7,8 +7,11 @@ they mean for a run is ``settle``'s. Nothing here is torch's or starts anything.
 from __future__ import annotations
 
 import re
+import socket
+import subprocess
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,10 +228,10 @@ def _scheduler(reader: _Reader, names: Names) -> Surroundings | None:
         nnodes = reader.number(names.nnodes, least=1)
         here = _tasks_here(environment)
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-        address = address or (first_host(nodes) if nnodes != 1 else "127.0.0.1")
+        address = address or (_address(first_host(nodes)) if nnodes != 1 else "127.0.0.1")
     else:
         here = reader.number(names.local_world_size, least=1)
-        if here == world_size:
+        if here is not None and here == world_size:
             address = address or "127.0.0.1"
     if not address:
         message = (
@@ -266,6 +269,24 @@ def first_host(nodes: str) -> str:
     match = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
     assert match is not None
     return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _address(node: str) -> str:
+    """Return where a node is reached: its name is a host's, unless its administrator chose not to.
+
+    Raises:
+        ConfigError: Neither the name is a host's, nor does SLURM tell the address.
+    """
+    with suppress(OSError):
+        socket.getaddrinfo(node, None)
+        return node
+    with suppress(OSError, subprocess.SubprocessError):
+        words = ["scontrol", "show", "node", node, "--oneliner"]
+        told = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
+        if match := re.search(r"\bNodeAddr=(\S+)", told):
+            return match[1]
+    message = f"srun's first node {node} is no host's name; set the variable to its address"
+    raise ConfigError([Problem("MASTER_ADDR", message)])
 
 
 def port_of(run_id: str) -> int:

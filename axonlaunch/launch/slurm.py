@@ -1,0 +1,180 @@
+"""A run as a SLURM job: its script, its submission, its log.
+
+The job starts one process on each node, which takes everything else from SLURM's variables. SLURM
+does the rest: it queues, signals, kills and queues again; the run goes on in the same folder.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config import ConfigError, Problem, RunConfig, replaced
+from axonlaunch.launch import run_folder
+
+SCRIPT = "job.sbatch"
+JOB = "job.yaml"
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
+_POLL_S = 1.0
+
+
+def render(config: RunConfig, *, python: str = sys.executable) -> str:
+    """Write the batch script of a run whose ``name``, ``run_dir`` and ranks are resolved.
+
+    Near the end of its time the job is told, saves a checkpoint and is queued again; a job that is
+    pre-empted gets SIGTERM from SLURM itself, and is queued again by it.
+    """
+    launch, folder = config.launch, config.run_dir
+    options = [
+        f"--job-name={Path(config.name).name}",
+        f"--nodes={launch.nnodes}",
+        "--ntasks-per-node=1",
+        f"--output={folder}/slurm-%j.out",
+        "--open-mode=append",
+        "--requeue",
+        "--signal=B:USR1@120",
+    ]
+    if launch.backend != "gloo":
+        options.append(f"--gpus-per-node={launch.nproc}")
+    if launch.partition:
+        options.append(f"--partition={launch.partition}")
+    if launch.account:
+        options.append(f"--account={launch.account}")
+    if launch.time_limit:
+        options.append(f"--time={launch.time_limit}")
+    words = [
+        *(python, "-m", "axonlaunch", "train", "--config-dir", folder),
+        *("--config-name", Path(JOB).stem, "launch.name=auto"),
+    ]
+    saved = shlex.quote(f"{folder}/checkpoints/step_*")
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in (*options, *launch.sbatch)),
+        "",
+        f"cd {shlex.quote(str(Path.cwd()))}",
+        *launch.setup,
+        "# Queued again, it goes on from its own checkpoints, whatever it began from.",
+        "resume=()",
+        f'if [ -n "$SLURM_RESTART_COUNT" ] && compgen -G {saved} >/dev/null; then',
+        "    resume=(checkpoint.resume=auto)",
+        "fi",
+        "# Shortly before the time is up: save, and be queued again.",
+        "again=",
+        "trap 'again=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
+        f'srun --kill-on-bad-exit=1 {shlex.join(words)} "${{resume[@]}}" &',
+        "while true; do",
+        "    wait $!",
+        "    status=$?",
+        "    kill -0 $! 2>/dev/null || break",
+        "done",
+        'if [ -n "$again" ] && [ $status -ne 0 ]; then',
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        "exit $status",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
+    """Submit a run, and follow its log until it ends.
+
+    Ctrl-C ends the following, not the job.
+
+    Args:
+        config: Checked, its ranks resolved.
+        announce: Takes lines for the user.
+
+    Returns:
+        The exit status, and the job's number, folder and last state.
+
+    Raises:
+        ConfigError: There is no ``sbatch`` here, or it refuses.
+    """
+    if shutil.which("sbatch") is None:
+        message = "there is no sbatch here; submit from a machine of the cluster"
+        raise ConfigError([Problem("launch.name", message, "slurm")])
+    with run_folder.create(config) as config:
+        folder = Path(config.run_dir)
+        script = _write(config, folder)
+    words = ["sbatch", "--parsable", str(script)]
+    told = subprocess.run(words, capture_output=True, text=True, check=False)
+    if told.returncode:
+        reason = " ".join(told.stderr.replace("sbatch: error:", "").split())
+        raise ConfigError([Problem("launch", f"sbatch refuses: {reason}")])
+    job = told.stdout.strip().partition(";")[0]
+    announce(f"job {job} submitted; scancel {job} ends it, Ctrl-C here only stops following it")
+    content: dict[str, Any] = {"job_id": int(job), "run_dir": config.run_dir}
+    try:
+        content["state"] = _follow(job, folder / f"slurm-{job}.out", announce)
+    except KeyboardInterrupt:
+        announce(f"job {job} goes on; its log is {folder / f'slurm-{job}.out'}")
+        return 130, {**content, "state": _state(job)}
+    announce(f"job {job}: {content['state'].lower()}")
+    return (0 if content["state"] == "COMPLETED" else 1), content
+
+
+def _write(config: RunConfig, folder: Path) -> Path:
+    (folder / run_folder.CONFIG).replace(folder / JOB)  # the run is yet to begin
+    run_folder.write(folder / SCRIPT, render(config))
+    return folder / SCRIPT
+
+
+def named(config: RunConfig) -> RunConfig:
+    """Return a run with a name and a folder, for a script that is only shown."""
+    if config.name == config.run_dir == "auto":
+        name = run_folder.free_name(run_folder.default_name(config))
+        return replaced(config, {"name": name, "run_dir": str(Path("runs", name).absolute())})
+    folder = Path("runs", config.name) if config.run_dir == "auto" else Path(config.run_dir)
+    name = folder.name if config.name == "auto" else config.name
+    return replaced(config, {"name": name, "run_dir": str(folder.absolute())})
+
+
+def problems(config: RunConfig) -> list[Problem]:
+    """Return what a job must know, and nothing of this machine can tell."""
+    found = []
+    if config.launch.nproc == "auto":
+        message = "a job has to say how many ranks a node has; write its number of devices"
+        found.append(Problem("launch.nproc", message, "auto"))
+    if config.launch.backend == "mock":
+        message = "its ranks are threads of one process; use auto, gloo or nccl"
+        found.append(Problem("launch.backend", message, "mock"))
+    return found
+
+
+def _follow(job: str, log: Path, announce: Callable[[str], None]) -> str:
+    """Print a job's log until it has ended; return its last state."""
+    read, state = 0, ""
+    while True:
+        now = _state(job)
+        if now != state and now == "PENDING":
+            announce(f"job {job} waits in the queue")
+        state = now
+        if log.exists():
+            with log.open("rb") as stream:
+                stream.seek(read)
+                content = stream.read()
+            read += len(content)
+            sys.stderr.write(content.decode(errors="replace"))
+            sys.stderr.flush()
+        if state.startswith(_ENDED):
+            return state
+        time.sleep(_POLL_S)
+
+
+def _state(job: str) -> str:
+    """Return a job's state; one that the controller has forgotten ended as its accounting says."""
+    words = ["scontrol", "show", "job", job, "--oneliner"]
+    told = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    match = re.search(r"\bJobState=(\w+)", told)
+    if match:
+        return match[1]
+    words = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=State", "-j", job]
+    told = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    return (told.split() or ["COMPLETED"])[0]

@@ -1,0 +1,223 @@
+"""Whoever starts the ranks, they train as the local launcher's do, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import TINY, Command, wait_for
+from launchers import BIN, By, ended, logged, needs, slurm
+
+RUN = ["train", *TINY, "strategy=fsdp"]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the local launcher's ranks."""
+    command = Command(tmp_path_factory.mktemp("local"))
+    command(*RUN, "launch.nproc=2", "name=run")
+    return command.losses("run")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with slurm(tmp_path_factory.mktemp("slurm")) as variables:
+        yield variables
+
+
+def torchrun(folder: Path, nproc: int, *options: str) -> By:
+    prefix = [str(BIN / "torchrun"), f"--nproc-per-node={nproc}", "--no-python", *options]
+    return By(folder, prefix)
+
+
+def mpirun(folder: Path, nproc: int) -> By:
+    needs("mpirun", root=False)
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return By(folder, ["mpirun", "--oversubscribe", "-np", str(nproc)], as_root)
+
+
+def test_under_torchrun(axonlaunch: Command, expected: list[float]) -> None:
+    torchrun(axonlaunch.folder, 2)(*RUN, "name=run")
+    assert axonlaunch.losses("run") == expected
+    logs = sorted(path.name for path in (axonlaunch.folder / "runs/run/logs").iterdir())
+    assert logs == ["rank_0.log", "rank_1.log"]
+
+
+def test_under_mpirun(axonlaunch: Command, expected: list[float]) -> None:
+    told = mpirun(axonlaunch.folder, 2)(*RUN, "name=run", "--json")
+    assert json.loads(told.stdout)["status"] == "done"
+    assert axonlaunch.losses("run") == expected
+
+
+def test_under_srun_on_two_nodes(
+    axonlaunch: Command, cluster: dict[str, str], expected: list[float]
+) -> None:
+    By(axonlaunch.folder, ["srun", "-N2", "--ntasks-per-node=1"], cluster)(*RUN, "name=run")
+    assert axonlaunch.losses("run") == expected
+
+
+@pytest.mark.parametrize("kind", ["torchrun", "mpirun", "srun", "srun of machines", "sbatch"])
+@pytest.mark.slow
+def test_four_ranks_of_any_launcher_agree_with_the_local_one_to_the_bit(
+    axonlaunch: Command, cluster: dict[str, str], kind: str
+) -> None:
+    folder, words = axonlaunch.folder, ["train", *TINY, "strategy=hsdp", "strategy.tensor.degree=2"]
+    if kind == "torchrun":
+        command = torchrun(folder, 4)
+    elif kind == "mpirun":
+        command = mpirun(folder, 4)
+    elif kind == "sbatch":
+        command = By(folder, [], cluster)
+        words += ["launch=slurm", "launch.nnodes=2", "launch.nproc=2", "launch.backend=gloo"]
+    elif kind == "srun of machines":
+        command = By(folder, ["srun", "-N2", "--ntasks-per-node=1"], cluster)
+        words.append("launch.nproc=2")
+    else:
+        command = By(folder, ["srun", "-N2", "--ntasks-per-node=2"], cluster)
+    words.append("strategy.fsdp.replicate=2")
+    command(*words, "name=run")
+    there = [word for word in words if not word.startswith("launch")]
+    axonlaunch(*there, "name=local", "launch.nproc=4")
+    assert axonlaunch.losses("run") == axonlaunch.losses("local")
+
+
+@pytest.mark.slow
+def test_ranks_that_a_person_starts_one_by_one(axonlaunch: Command, expected: list[float]) -> None:
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "WORLD_SIZE": "2"}
+    ranks = [
+        By(axonlaunch.folder, [], {**world, "RANK": rank, "LOCAL_RANK": rank}).start(
+            *RUN, "name=run"
+        )
+        for rank in "01"
+    ]
+    assert [status for status, _, _ in ended(ranks)] == [0, 0]
+    assert axonlaunch.losses("run") == expected
+
+
+def test_a_rank_that_fails_under_torchrun_is_on_one_card(
+    axonlaunch: Command, faulty: list[str]
+) -> None:
+    words = [word for word in faulty if not word.startswith("launch.")]
+    fault = "model.arguments={fault:exception,rank:1,step:3}"
+    ran = torchrun(axonlaunch.folder, 2)("train", *words, "name=run", fault, status=1)
+    assert ran.stderr.count("rank 1 of 2 failed first: ValueError: the fault of a test") == 1
+    crash = json.loads((axonlaunch.folder / "runs/run/crash.json").read_text())
+    assert (crash["rank"], crash["step"], crash["kind"]) == (1, 2, "error")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_dies_or_stops_under_mpirun_leaves_nothing(
+    axonlaunch: Command, faulty: list[str], fault: str
+) -> None:
+    words = [word for word in faulty if not word.startswith("launch.")]
+    arguments = f"model.arguments={{fault:{fault},rank:1,step:3}}"
+    process = mpirun(axonlaunch.folder, 2).start(
+        "train", *words, "name=run", "launch.timeout_s=4", arguments
+    )
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    axonlaunch.wait_until_gone(seconds=10)
+
+
+@pytest.mark.slow
+def test_a_wrong_word_under_torchrun_is_told_once(axonlaunch: Command) -> None:
+    ran = torchrun(axonlaunch.folder, 2)("train", "train.stepz=3", status=1)
+    told = "error: train.stepz=3: there is no such key; did you mean train.steps?"
+    assert ran.stderr.count(told) == 1
+    assert not (axonlaunch.folder / "runs").exists()
+
+
+def test_launch_env_without_a_world_is_refused(served: Command) -> None:
+    ran = served.train("launch=env", status=2)
+    assert ran.stderr == (
+        "error: launch.name=env: the environment names no world; "
+        "set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT\n"
+    )
+
+
+def test_launch_local_starts_ranks_whatever_the_environment_says(served: Command) -> None:
+    class Half(type(served)):  # type: ignore[misc]
+        def environment(self) -> dict[str, str]:
+            return {**super().environment(), "RANK": "3", "MASTER_ADDR": "nowhere"}
+
+    half: Any = Half(served.folder, served.server)  # type: ignore[attr-defined]
+    ran = half.train("name=run", status=2)
+    assert ran.stderr.splitlines() == [
+        "error: WORLD_SIZE: is not set, but RANK, MASTER_ADDR are; set it, or write launch=local",
+        "error: MASTER_PORT: is not set, but RANK, MASTER_ADDR are; set it, or write launch=local",
+    ]
+    half.train("name=run", "launch=local", "launch.nproc=2")
+    assert served.summary("run")["status"] == "done"
+
+
+def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
+    words = ["launch=slurm", "launch.nnodes=4", "launch.nproc=8", "launch.partition=gpu"]
+    words += [
+        "name=big",
+        "strategy=fsdp",
+        "train.global_batch_size=32",
+        "launch.time_limit=8:00:00",
+    ]
+    words += ["launch.sbatch=['--qos=high']", "launch.setup=['module load cuda']"]
+    words = [word for word in TINY if not word.startswith("train.global")] + words
+    script = served("train", *words, "--render").stdout
+    folder = f"{served.folder}/runs/big"
+    options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
+    assert options == [
+        "--job-name=big",
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        f"--output={folder}/slurm-%j.out",
+        "--open-mode=append",
+        "--requeue",
+        "--signal=B:USR1@120",
+        "--gpus-per-node=8",
+        "--partition=gpu",
+        "--time=8:00:00",
+        "--qos=high",
+    ]
+    assert "\nmodule load cuda\n" in script
+    assert f"--config-dir {folder} --config-name job launch.name=auto" in script
+    assert not (served.folder / "runs").exists()
+
+
+def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(served: Command) -> None:
+    ran = served.train("launch=slurm", status=2)
+    told = "error: launch.nproc=auto: a job has to say how many ranks a node has; "
+    assert ran.stderr == told + "write its number of devices\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_job_that_is_queued_again_saves_and_goes_on_in_its_folder(
+    axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
+) -> None:
+    words = ["train", *faulty, "checkpoint.every=100", "train.steps=30", "strategy=fsdp"]
+    axonlaunch(*words, "name=whole")
+    job = [*words[:1], *(word for word in words[1:] if not word.startswith("launch."))]
+    job += ["launch=slurm", "launch.nnodes=2", "launch.nproc=1", "launch.backend=gloo"]
+    process = By(axonlaunch.folder, [], cluster).start(
+        *job, "name=job", "model.arguments={pause:0.2}"
+    )
+    logged(axonlaunch.folder / "runs/job/metrics.jsonl", 5)
+    slurm_environment = {**os.environ, **cluster}
+    listed = subprocess.run(
+        ["squeue", "-h", "-o", "%i"], env=slurm_environment, capture_output=True, text=True
+    )
+    number = listed.stdout.split()[0]
+    subprocess.run(["scontrol", "requeue", number], env=slurm_environment, check=True)
+    summary = axonlaunch.folder / "runs/job/summary.json"
+    wait_for(lambda: summary.exists() and axonlaunch.summary("job")["status"] == "interrupted")
+    time.sleep(3)
+    now = ["scontrol", "update", f"JobId={number}", "StartTime=now"]  # it would wait 2 minutes
+    subprocess.run(now, env=slurm_environment, check=True)
+    process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert axonlaunch.losses("job") == axonlaunch.losses("whole")

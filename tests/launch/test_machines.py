@@ -1,0 +1,193 @@
+"""Machines on one wire train as one, and none outlives the run when one is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command import TINY, Command
+from launchers import Machines, ended, logged, machines, since
+
+
+@pytest.fixture
+def two(axonlaunch: Command) -> Iterator[Machines]:
+    with machines(axonlaunch.folder, 2) as made:
+        yield made
+
+
+def without_launch(words: list[str]) -> list[str]:
+    return [word for word in words if not word.startswith("launch.")]
+
+
+def test_two_machines_train_as_one_and_listen_on_their_wire_alone(
+    two: Machines, axonlaunch: Command, served: Command, faulty: list[str]
+) -> None:
+    words = [*without_launch(faulty), "strategy=fsdp", "train.steps=12"]
+    processes = two.start(*words, "name=run", "model.arguments={pause:0.2}", nproc=1)
+    logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2)
+    for machine, address in enumerate(two.addresses):
+        hosts = {where.rpartition(":")[0].strip("[]") for where in two.listening(machine)}
+        assert hosts == {address}
+    told = ended(processes)
+    assert [status for status, _, _ in told] == [0, 0], told
+    assert "machine 1 of 2: rank 1 of 2; machine 0 at 10.77.0.1 tells how it goes" in told[1][1]
+    served("train", *words, "name=local", "launch.nproc=2")
+    assert axonlaunch.losses("run") == served.losses("local")
+
+
+def test_a_pulled_cable_ends_the_run_on_both_machines(
+    two: Machines, axonlaunch: Command, faulty: list[str]
+) -> None:
+    words = [*without_launch(faulty), "train.steps=1000", "checkpoint.every=2"]
+    processes = two.start(*words, "name=run", "model.arguments={pause:0.1}", nproc=1)
+    logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)
+    two.pull(1)
+    begun = time.monotonic()
+    told = ended(processes, timeout=20)
+    assert since(begun) < 10
+    assert [status for status, _, _ in told] == [1, 1]
+    assert "rank 1 of 2 is lost: its machine is not heard from" in told[0][2]
+    assert "rank 0 of 2 is lost: its machine is not heard from" in told[1][2]
+    axonlaunch.wait_until_gone(seconds=1)
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_put_back_soon_was_never_missed(
+    two: Machines, axonlaunch: Command, served: Command, faulty: list[str]
+) -> None:
+    words = [*without_launch(faulty), "train.steps=20"]
+    processes = two.start(*words, "name=run", "model.arguments={pause:0.2}", nproc=1)
+    logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)
+    two.pull(1)
+    time.sleep(2)
+    two.plug(1)
+    assert [status for status, _, _ in ended(processes)] == [0, 0]
+    served("train", *words, "name=local", "launch.nproc=2")
+    assert axonlaunch.losses("run") == served.losses("local")
+
+
+@pytest.mark.slow
+def test_a_hybrid_layout_trains_across_machines_to_the_bit(
+    two: Machines, axonlaunch: Command, served: Command
+) -> None:
+    words = [*TINY, "strategy=hybrid"]
+    told = ended(two.start(*words, "name=run", nproc=4), timeout=100)
+    assert [status for status, _, _ in told] == [0, 0], told
+    served("train", *words, "name=local", "launch.nproc=8")
+    assert axonlaunch.losses("run") == served.losses("local")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "rank"), [("SIGKILL", 3), ("exception", 2), ("exit", 0)])
+def test_the_rank_that_failed_first_is_named_on_every_machine(
+    two: Machines, axonlaunch: Command, faulty: list[str], fault: str, rank: int
+) -> None:
+    arguments = f"model.arguments={{fault:{fault},rank:{rank},step:3}}"
+    words = [*without_launch(faulty), "name=run", arguments]
+    told = ended(two.start(*words, nproc=2))
+    assert [status for status, _, _ in told] == [1, 1]
+    assert all(f"rank {rank} of 4 failed first" in errors for _, _, errors in told)
+    crash = json.loads((axonlaunch.folder / "runs/run/crash.json").read_text())
+    assert (crash["rank"], crash["coords"]) == (rank, {"dp_replicate": rank})
+    axonlaunch.wait_until_gone(seconds=3)
+
+
+@pytest.mark.slow
+def test_a_machine_whose_launcher_is_killed_is_lost_and_leaves_no_rank(
+    two: Machines, axonlaunch: Command, faulty: list[str]
+) -> None:
+    words = [*without_launch(faulty), "train.steps=1000", "model.arguments={pause:0.1}"]
+    for victim in (1, 0):
+        name = f"run{victim}"
+        processes = two.start(*words, f"name={name}", nproc=2)
+        logged(axonlaunch.folder / "runs" / name / "metrics.jsonl", 2)
+        begun = time.monotonic()
+        processes[victim].kill()
+        status, _, errors = processes[1 - victim].communicate(timeout=20), None, None
+        told = status[1]
+        assert processes[1 - victim].returncode == 1
+        assert since(begun) < 10
+        assert "run failed" in told
+        processes[victim].communicate(timeout=5)
+        axonlaunch.wait_until_gone(seconds=5)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_on_another_machine_is_on_the_hang_card(
+    two: Machines, axonlaunch: Command, faulty: list[str]
+) -> None:
+    words = [*without_launch(faulty), "name=run", "launch.timeout_s=4"]
+    fault = "model.arguments={fault:SIGSTOP,rank:2,step:3}"
+    told = ended(two.start(*words, fault, nproc=2))
+    assert [status for status, _, _ in told] == [1, 1]
+    assert "rank 2 of 4 hangs: no progress for 4 s: it is stopped by a signal" in told[0][2]
+    assert "waits in a collective of backward" in told[0][2]
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_one_machine_saves_and_ends_all(
+    two: Machines, axonlaunch: Command, faulty: list[str]
+) -> None:
+    words = [*without_launch(faulty), "train.steps=1000", "checkpoint.every=500", "name=run"]
+    processes = two.start(*words, "model.arguments={pause:0.2}", nproc=1)
+    logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2)
+    processes[1].send_signal(signal.SIGINT)
+    assert [status for status, _, _ in ended(processes, timeout=30)] == [130, 130]
+    assert axonlaunch.summary("run")["status"] == "interrupted"
+    assert list((axonlaunch.folder / "runs/run/checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_machines_that_were_started_with_different_words_are_refused(
+    two: Machines, axonlaunch: Command
+) -> None:
+    world = ["launch.nnodes=2", "launch.nproc=1", f"launch.master_addr={two.addresses[0]}"]
+    processes = [
+        two.command(machine).start(
+            "train", *TINY, *world, f"launch.node_rank={machine}", f"optimizer.lr={rate}"
+        )
+        for machine, rate in enumerate((1e-3, 2e-3))
+    ]
+    told = ended(processes)
+    assert [status for status, _, _ in told] == [2, 2]
+    for _, _, errors in told:
+        assert "error: optimizer.lr=0.001: machine 1 (" in errors
+        assert "has 0.002; start every machine with the same words" in errors
+    assert not (axonlaunch.folder / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_machine_with_another_secret_never_joins(
+    two: Machines, axonlaunch: Command, tmp_path: Path
+) -> None:
+    for machine in range(2):
+        (tmp_path / f"token{machine}").write_text(f"secret {machine}\n")
+    world = ["launch.nnodes=2", "launch.nproc=1", f"launch.master_addr={two.addresses[0]}"]
+    processes = [
+        two.command(machine).start(
+            "train",
+            *TINY,
+            *world,
+            f"launch.node_rank={machine}",
+            f"launch.token_file=token{machine}",
+            "launch.timeout_s=4",
+        )
+        for machine in range(2)
+    ]
+    told = ended(processes)
+    assert [status for status, _, _ in told] == [2, 2]
+    assert "machines 1 did not come within launch.timeout_s=4" in told[0][2]
+    assert "is launch.token_file the same?" in told[1][2]
+
+
+def test_what_a_machine_must_know_of_the_others_is_asked_for(served: Command) -> None:
+    ran = served.train("launch.nnodes=2", "launch.nproc=1", status=2)
+    assert ran.stderr.splitlines() == [
+        "error: launch.node_rank=auto: which of the 2 machines is this? write 0 on the first",
+        "error: launch.master_addr=auto: where is machine 0? "
+        "write an address by which the others reach it",
+    ]

@@ -1,0 +1,218 @@
+"""What launchers say of a process is read whole or refused whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from axonlaunch.config import ConfigError
+from axonlaunch.launch.surroundings import Surroundings, find, first_host, settle
+
+BY_HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prte-7@1",
+}
+SLURM = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "localhost,gpu[07-08]",
+}
+
+
+def found(variables: dict[str, str]) -> Surroundings:
+    surroundings = find(variables)
+    assert surroundings is not None
+    return surroundings
+
+
+def test_an_environment_without_a_launcher_says_nothing() -> None:
+    assert find({"PATH": "/bin"}) is None
+
+
+def test_without_local_rank_a_process_starts_its_machines_ranks() -> None:
+    one = found(BY_HAND)
+    assert (one.rank, one.world_size, one.local_rank) == (4, 8, None)
+    assert (one.master_addr, one.master_port) == ("10.0.0.1", 29500)
+
+
+def test_with_local_rank_a_process_is_one_rank() -> None:
+    one = found({**BY_HAND, "LOCAL_RANK": "0"})
+    assert (one.rank, one.local_rank, one.launcher) == (4, 0, "the environment")
+
+
+def test_torchruns_attempts_have_keys_of_their_own() -> None:
+    torchrun = {
+        **BY_HAND,
+        "LOCAL_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    one = found(torchrun)
+    assert (one.launcher, one.run_id, one.agent_hosts_store) == ("torchrun", "job/2", True)
+
+
+def test_mpirun_on_one_machine_needs_no_address() -> None:
+    one = found(OPEN_MPI)
+    assert (one.rank, one.local_rank, one.local_world_size) == (3, 3, 4)
+    assert one.master_addr == "127.0.0.1"
+    again = found({**OPEN_MPI, "PMIX_NAMESPACE": "prte-8@1"})
+    assert again.master_port != one.master_port  # two jobs do not meet
+
+
+def test_mpirun_over_machines_is_told_where_rank_0_is() -> None:
+    over = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR"):
+        find(over)
+    assert found({**over, "MASTER_ADDR": "node1"}).master_addr == "node1"
+
+
+def test_srun_says_everything() -> None:
+    one = found(SLURM)
+    assert (one.rank, one.local_rank, one.local_world_size) == (3, 1, 2)
+    assert (one.nnodes, one.node_rank, one.master_addr) == (2, 1, "localhost")
+    assert one.run_id == "41.0"
+
+
+def test_a_batch_script_is_no_step_and_a_step_of_one_task_no_world() -> None:
+    batch = {name: value for name, value in SLURM.items() if "STEP" not in name}
+    assert find(batch) is None
+    assert find({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+
+
+def test_variables_set_by_hand_inside_a_slurm_step_come_first() -> None:
+    assert found({**SLURM, **BY_HAND, "LOCAL_RANK": "0"}).launcher == "the environment"
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            [
+                "MASTER_ADDR: is not set, but RANK, WORLD_SIZE are; set it, or write launch=local",
+                "MASTER_PORT: is not set, but RANK, WORLD_SIZE are; set it, or write launch=local",
+            ],
+        ),
+        (
+            {"MASTER_ADDR": "10.0.0.1"},
+            [
+                "RANK: is not set, but MASTER_ADDR is; set it, or write launch=local",
+                "WORLD_SIZE: is not set, but MASTER_ADDR is; set it, or write launch=local",
+                "MASTER_PORT: is not set, but MASTER_ADDR is; set it, or write launch=local",
+            ],
+        ),
+        ({**BY_HAND, "RANK": "8"}, ["RANK=8: expected a number below 8"]),
+        (
+            {**BY_HAND, "RANK": "-1", "MASTER_PORT": "port", "WORLD_SIZE": "0"},
+            [
+                "WORLD_SIZE=0: expected a whole number from 1",
+                "RANK=-1: expected a whole number from 0",
+                "MASTER_PORT=port: expected a whole number from 1",
+            ],
+        ),
+        (
+            {**BY_HAND, "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"},
+            ["LOCAL_RANK=4: expected a number below 4"],
+        ),
+        ({**BY_HAND, "LOCAL_WORLD_SIZE": "9"}, ["LOCAL_WORLD_SIZE=9: is more than WORLD_SIZE=8"]),
+        (
+            {"PMI_RANK": "1"},
+            [
+                "PMI_SIZE: is not set, but PMI_RANK is",
+                "MPI_LOCALRANKID: is not set, but PMI_RANK is",
+                "MASTER_ADDR: is not set, and mpirun does not say where rank 0 is; "
+                "pass it, as in mpirun -x MASTER_ADDR=10.0.0.1",
+            ],
+        ),
+    ],
+)
+def test_a_world_described_by_half_is_told_whole(
+    variables: dict[str, str], told: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        find(variables)
+    assert [str(problem) for problem in raised.value.problems] == told
+
+
+def settled(
+    variables: dict[str, str], accelerators: int = 0, **launch: Any
+) -> tuple[dict[str, Any], list[str]]:
+    tree: dict[str, Any] = {"launch": launch}
+    problems = settle(tree, found(variables), accelerators=lambda: accelerators)
+    return tree["launch"], [str(problem) for problem in problems]
+
+
+def test_the_second_of_two_machines_is_found_by_its_first_rank() -> None:
+    launch, problems = settled(BY_HAND, nproc=4)
+    assert not problems
+    assert (launch["nnodes"], launch["node_rank"], launch["nproc"]) == (2, 1, 4)
+
+
+@pytest.mark.parametrize("known", [{"nnodes": 2}, {"nproc": 4}])
+def test_machines_or_ranks_on_each_are_enough(known: dict[str, int]) -> None:
+    launch, problems = settled(BY_HAND, **known)
+    assert not problems
+    assert (launch["nnodes"], launch["nproc"]) == (2, 4)
+
+
+def test_accelerators_say_how_many_ranks_a_machine_has() -> None:
+    launch, problems = settled(BY_HAND, accelerators=4)
+    assert not problems
+    assert launch["nproc"] == 4
+
+
+def test_what_nothing_says_is_asked_for() -> None:
+    _, problems = settled(BY_HAND)
+    assert problems == [
+        "launch.nproc=auto: the run has WORLD_SIZE=8 ranks, and nothing says how many of them are "
+        "this machine's; write the number, or launch.nnodes"
+    ]
+
+
+def test_numbers_that_contradict_each_other_are_all_told() -> None:
+    _, problems = settled(BY_HAND, nproc=4, nnodes=3, node_rank=0, master_addr="10.0.0.9")
+    leave = "leave it out, or start without these variables"
+    assert problems == [
+        f"launch.nnodes=3: the environment says 2; {leave}",
+        f"launch.node_rank=0: the environment says 1; {leave}",
+        f"launch.master_addr=10.0.0.9: the environment says 10.0.0.1; {leave}",
+    ]
+
+
+def test_a_world_that_is_no_multiple_of_a_machines_ranks_is_refused() -> None:
+    _, problems = settled(BY_HAND, nproc=3)
+    assert problems == [
+        "launch.nproc=3: WORLD_SIZE=8 ranks are not a multiple of 3 ranks on each machine; "
+        "use 1, 2, 4 or 8"
+    ]
+
+
+def test_a_first_rank_inside_another_machine_is_refused() -> None:
+    _, problems = settled({**BY_HAND, "RANK": "2"}, nproc=4)
+    assert problems == ["launch.nproc=4: RANK=2 is no machine's first rank where each has 4"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu[07-08]", "gpu07"),
+        ("gpu[3,5-9],login", "gpu3"),
+        ("a[1-2]-ib,b3", "a1-ib"),
+        ("x,y", "x"),
+    ],
+)
+def test_the_first_of_slurms_nodes_is_where_rank_0_is(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first

@@ -1,0 +1,214 @@
+"""What others start a run with: torchrun, mpirun, srun; and machines, as network namespaces."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Command, wait_for
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+BIN = Path(sys.executable).parent
+
+
+def needs(*programs: str, root: bool = True) -> None:
+    """Skip a test where this machine lacks what it needs, and say what."""
+    missing = [program for program in programs if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed (scripts/system-packages)")
+    if root and os.geteuid() != 0:
+        pytest.skip("needs root")
+
+
+@dataclass
+class By(Command):
+    """The command, started by a launcher.
+
+    Attributes:
+        prefix: The launcher's words.
+        variables: Added to the environment.
+    """
+
+    prefix: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def start(self, *words: str) -> Any:
+        """Start it without waiting."""
+        outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
+        process = subprocess.Popen(
+            [*self.prefix, sys.executable, "-m", "axonlaunch", *words],
+            cwd=self.folder,
+            stdout=outputs[0],
+            stderr=outputs[1],
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**self.environment(), **self.variables},
+        )
+        return _Process(process, outputs)
+
+
+class _Process:
+    """A process whose children may keep its output open after its end."""
+
+    def __init__(self, process: subprocess.Popen[str], outputs: list[Any]) -> None:
+        self._process = process
+        self._outputs = outputs
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise AssertionError(f"still running after {timeout} s\n{self._read()}") from None
+        return self._read()
+
+    def _read(self) -> tuple[str, str]:
+        texts = []
+        for output in self._outputs:
+            output.seek(0)
+            texts.append(output.read())
+            output.close()
+        return texts[0], texts[1]
+
+
+@dataclass
+class Machines:
+    """Machines on one wire, each a network namespace with an address of its own.
+
+    Attributes:
+        folder: Where their commands run.
+        names: Of the namespaces.
+        addresses: Of the machines.
+    """
+
+    folder: Path
+    names: list[str]
+    addresses: list[str]
+
+    def command(self, machine: int, **variables: str) -> By:
+        """Return the command on a machine."""
+        prefix = ["ip", "netns", "exec", self.names[machine]]
+        return By(self.folder, prefix, variables)
+
+    def start(self, *words: str, nproc: int) -> list[Any]:
+        """Start a run on all machines by environment variables."""
+        world = {
+            "MASTER_ADDR": self.addresses[0],
+            "MASTER_PORT": "29500",
+            "WORLD_SIZE": str(nproc * len(self.names)),
+        }
+        return [
+            self.command(machine, **world, RANK=str(nproc * machine)).start(
+                "train", *words, f"launch.nproc={nproc}"
+            )
+            for machine in range(len(self.names))
+        ]
+
+    def pull(self, machine: int) -> None:
+        """Pull a machine's cable."""
+        _ip("link", "set", _cable(self.names[machine]), "down")
+
+    def plug(self, machine: int) -> None:
+        """Put it back."""
+        _ip("link", "set", _cable(self.names[machine]), "up")
+
+    def listening(self, machine: int) -> list[str]:
+        """Return the addresses on which something listens on a machine."""
+        words = ["ip", "netns", "exec", self.names[machine], "ss", "-Htln"]
+        told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        return [line.split()[3] for line in told.splitlines()]
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _cable(name: str) -> str:
+    return f"v{name}"
+
+
+@contextmanager
+def machines(folder: Path, count: int) -> Iterator[Machines]:
+    """Make machines, and take them away with whatever runs on them."""
+    needs("ip", "ss")
+    tag = f"ax{os.getpid()}"
+    names = [f"{tag}{chr(ord('a') + machine)}" for machine in range(count)]
+    addresses = [f"10.77.0.{machine + 1}" for machine in range(count)]
+    bridge = f"b{tag}"
+    try:
+        try:
+            _ip("link", "add", bridge, "type", "bridge")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        _ip("link", "set", bridge, "up")
+        for name, address in zip(names, addresses, strict=True):
+            _ip("netns", "add", name)
+            _ip("link", "add", _cable(name), "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("link", "set", _cable(name), "master", bridge, "up")
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        yield Machines(folder, names, addresses)
+    finally:
+        for name in names:
+            with suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", name)
+            with suppress(subprocess.CalledProcessError):
+                _ip("link", "del", _cable(name))
+        with suppress(subprocess.CalledProcessError):
+            _ip("link", "del", bridge)
+
+
+@contextmanager
+def slurm(folder: Path) -> Iterator[dict[str, str]]:
+    """Run a cluster of two node daemons; yield the environment that reaches it."""
+    needs("slurmctld", "slurmd", "munged", "srun", "sbatch")
+    subprocess.run([SCRIPTS / "slurm-up", folder], check=True, capture_output=True, timeout=60)
+    try:
+        yield {"SLURM_CONF": str(folder / "slurm.conf")}
+    finally:
+        subprocess.run([SCRIPTS / "slurm-up", "--down", folder], check=True, timeout=60)
+
+
+def ended(processes: list[Any], *, timeout: float = 60) -> list[tuple[int, str, str]]:
+    """Wait for processes; return status, output and errors of each."""
+    told = []
+    for process in processes:
+        output, errors = process.communicate(timeout=timeout)
+        told.append((process.returncode, output, errors))
+    return told
+
+
+def logged(path: Path, lines: int, *, seconds: float = 60) -> None:
+    """Wait until a run has logged so many steps."""
+    wait_for(lambda: path.exists() and path.read_text().count("\n") >= lines, seconds=seconds)
+
+
+def since(begun: float) -> float:
+    """Return the seconds since a moment of ``time.monotonic()``."""
+    return time.monotonic() - begun
