@@ -17,7 +17,7 @@ from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.config.rules import broken_world_rules
+from axonlaunch.config.rules import broken_sizes
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.disk import free_bytes
 from axonlaunch.division import context_problems, pipeline_problems, tensor_problems
@@ -67,7 +67,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[Problem]:
     """
     ranks = world_size(config)
     shares = layout(config, world_size=ranks)
-    problems = broken_world_rules(config, world_size=ranks)
+    problems = broken_sizes(config)
     if here:
         problems += _backend(config)
     dataset, found = _dataset(config)

@@ -174,6 +174,18 @@ def meet_at(host: str, port: int, *, listens: bool, timeout: timedelta) -> dist.
     )
 
 
+def is_own(host: str) -> bool:
+    """Say whether a host is this machine, by trying to be it."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Listen on one of this machine's addresses.
 

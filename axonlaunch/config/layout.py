@@ -118,9 +118,21 @@ def layout(config: RunConfig, *, world_size: int) -> Layout:
 
 
 def world_size(config: RunConfig) -> int:
-    """Return the ranks of a run whose ``launch.nproc`` is resolved."""
+    """Return the ranks of a run whose ``launch.nproc`` is resolved, on as many machines as it may.
+
+    ``launch.nnodes`` is a number or two.
+    """
     assert config.launch.nproc != "auto"
-    return config.launch.nproc * config.launch.nnodes
+    return config.launch.nproc * nodes(config)[1]
+
+
+def nodes(config: RunConfig) -> tuple[int, int]:
+    """Return the fewest and the most machines of a run."""
+    given = config.launch.nnodes
+    if isinstance(given, int):
+        return given, given
+    least, _, most = given.partition(":")
+    return int(least), int(most)
 
 
 def of_ranks(world_size: int) -> dict[str, int]:
@@ -149,7 +161,7 @@ def replicas(config: RunConfig, *, world_size: int) -> int:
     if config.strategy.data_parallel != "fsdp" or fsdp.sharding == "no_shard":
         return ranks
     if fsdp.sharding != "hybrid_shard" or fsdp.replicate == "auto":
-        return config.launch.nnodes
+        return nodes(config)[1]
     return fsdp.replicate
 
 
@@ -168,11 +180,12 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
             nproc = accelerators or 2
         else:
             nproc = degrees * (2 if strategy.data_parallel else 1)
-    nnodes = config.launch.nnodes
-    kind = strategy.data_parallel or _leftover(nproc * nnodes // model_ranks(strategy))
+    least, most = nodes(config)
+    kind = strategy.data_parallel or _leftover(nproc * most // model_ranks(strategy))
     settings = {"launch.nproc": nproc, "strategy.data_parallel": kind}
-    if strategy.fsdp.sharding == "hybrid_shard" and strategy.fsdp.replicate == "auto":
-        settings["strategy.fsdp.replicate"] = nnodes
+    fsdp = strategy.fsdp
+    if fsdp.sharding == "hybrid_shard" and fsdp.replicate == "auto" and least == most:
+        settings["strategy.fsdp.replicate"] = most
     return replaced(config, settings)
 
 

@@ -7,11 +7,12 @@ by ``preflight``.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from axonlaunch.config.layout import model_ranks, replicas, world_size
+from axonlaunch.config.layout import model_ranks, nodes, replicas, world_size
 from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.parallel_rules import (
     broken_degrees,
@@ -21,10 +22,16 @@ from axonlaunch.config.parallel_rules import (
 )
 from axonlaunch.config.problem import Problem, divisor_of, one_of
 from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
+from axonlaunch.config.tree import replaced
+
+_NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 
 
 def broken_rules(config: RunConfig) -> list[Problem]:
     """Return the problems of a typed tree, in the order of its keys."""
+    if not _NODES.fullmatch(str(config.launch.nnodes)) or nodes(config)[0] > nodes(config)[1]:
+        message = "expected a number of machines, or the fewest and the most, as in 2:4"
+        return [Problem("launch.nnodes", message, config.launch.nnodes)]
     problems = [
         *_name(config),
         *_unused(config),
@@ -37,8 +44,24 @@ def broken_rules(config: RunConfig) -> list[Problem]:
         *_machines(config),
     ]
     if config.launch.nproc != "auto":
-        problems += broken_world_rules(config, world_size=world_size(config))
+        problems += broken_sizes(config)
     return problems
+
+
+def broken_sizes(config: RunConfig) -> list[Problem]:
+    """Return the problems of every world that the run may have."""
+    assert config.launch.nproc != "auto"
+    least, most = nodes(config)
+    if least == most:
+        return broken_world_rules(config, world_size=world_size(config))
+    found: list[Problem] = []
+    for machines in range(least, most + 1):
+        size = config.launch.nproc * machines
+        one = replaced(config, {"launch.nnodes": machines})
+        problems = broken_world_rules(one, world_size=size)
+        where = f"with {machines} machine{'s' if machines > 1 else ''}: "
+        found += [dataclasses.replace(p, message=where + p.message) for p in problems]
+    return found
 
 
 def broken_world_rules(config: RunConfig, *, world_size: int) -> list[Problem]:
@@ -162,9 +185,13 @@ def _saving(config: RunConfig) -> Iterator[Problem]:
 
 
 def _machines(config: RunConfig) -> Iterator[Problem]:
-    if config.launch.name == "local" and config.launch.nnodes > 1:
+    most = nodes(config)[1]
+    if config.launch.name == "local" and most > 1:
         message = "launch.name=local is this machine alone; use 1, or launch=auto"
         yield Problem("launch.nnodes", message, config.launch.nnodes)
+    if config.launch.max_restarts and not config.checkpoint.every:
+        message = "nothing is saved that a restart could go on from; use 0, or checkpoint.every"
+        yield Problem("launch.max_restarts", message, config.launch.max_restarts)
 
 
 def _resume(config: RunConfig) -> Iterator[Problem]:

@@ -199,8 +199,8 @@ class LaunchConfig:
     """ranks on this machine; auto: one an accelerator; where there is none 2, or what the degrees
     of the strategy need
     """
-    nnodes: int = field(default=1, metadata={"min": 1})
-    """machines, with nproc ranks on each"""
+    nnodes: int | str = field(default=1, metadata={"min": 1})
+    """machines, with nproc ranks on each; 2:4: from 2 to 4, as many as come and stay"""
     node_rank: int | Literal["auto"] = field(default="auto", metadata={"min": 0})
     """which of the machines this one is, from 0; auto: what the surroundings say"""
     master_addr: str = "auto"
@@ -216,7 +216,9 @@ class LaunchConfig:
     after which the run fails and says where each rank is
     """
     max_restarts: int = field(default=0, metadata={"min": 0})
-    """how often a run that fails is started again, from its last checkpoint"""
+    """how often a run that fails is started again, from its last checkpoint, on the machines that
+    are left
+    """
     partition: str | None = None
     """of a SLURM job (launch=slurm)"""
     account: str | None = None

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from axonlaunch import config as configuration
 from axonlaunch.comm.rendezvous import meet_at
 from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config.layout import nodes
 from axonlaunch.config.problem import plain
 from axonlaunch.launch import rank as ranks
 from axonlaunch.launch import run_folder, stacks
@@ -190,6 +191,7 @@ def _run(
         world_size=found.world_size,
         local_rank=found.local_rank,
         local_world_size=config.launch.nproc,
+        nnodes=nodes(config)[1],
         master_addr=found.master_addr,
         port=found.master_port,
         token=f"{_token(found)}/ranks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import nodes
 from axonlaunch.disk import free_bytes
 from axonlaunch.launch.reports import Report
 
@@ -29,7 +30,7 @@ def hint(report: Report, config: RunConfig) -> str:
         )
     if cause == "refused":
         launch = config.launch
-        if launch.nnodes == 1:
+        if nodes(config)[1] == 1:
             return "nothing listens there; is a service that the model or the data needs running?"
         return (
             f"nothing listens at {launch.master_addr}:{launch.master_port}; is that machine 0's "

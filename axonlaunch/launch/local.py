@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import world_size
+from axonlaunch.config.layout import nodes, world_size
 from axonlaunch.launch import forkserver, run_folder
 from axonlaunch.launch.conclusion import Record, Tail, conclude, log_of, tell_crash
 from axonlaunch.launch.console import RunConsole
@@ -135,6 +135,7 @@ def _spawn(
             world_size=world_size(config),
             local_rank=index,
             local_world_size=processes,
+            nnodes=nodes(config)[1],
             master_addr=meeting.address,
             port=meeting.port,
             token=meeting.token,

@@ -9,24 +9,28 @@ from __future__ import annotations
 import hashlib
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch.distributed as dist
 
 from axonlaunch import config as configuration
+from axonlaunch.comm.rendezvous import is_own, meet_at
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import world_size
+from axonlaunch.config.layout import nodes, world_size
 from axonlaunch.config.problem import plain
 from axonlaunch.launch import run_folder
 from axonlaunch.launch.conclusion import Record, conclude, tell_crash
 from axonlaunch.launch.console import RunConsole
 from axonlaunch.launch.local import Meeting, attempt
+from axonlaunch.launch.peers import Peers, meet
 from axonlaunch.launch.prediction import Prediction
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from axonlaunch.launch.rounds import Round, Rounds
+from axonlaunch.launch.supervisor import Outcome
 
 LOST_S = 5.0
 """Seconds of silence after which a machine is lost: its processes have to be gone in ten."""
@@ -42,7 +46,7 @@ def train(
     started: float,
     as_json: bool = False,
 ) -> tuple[int, dict[str, Any] | None]:
-    """Run this machine's ranks beside those of the others.
+    """Run this machine's ranks beside those of the others, again where that may help.
 
     Args:
         config: With ``launch`` settled; checked, and resolved unless there are problems.
@@ -57,93 +61,235 @@ def train(
     Raises:
         ConfigError: The machines can't meet, or differ; no rank was started.
     """
-    problems = [*problems, *_unsaid(config)]
-    if _unsaid(config):
-        raise ConfigError(problems)
-    launch, machine = config.launch, config.launch.node_rank
-    assert machine != "auto"
+    if unsaid := _unsaid(config):
+        raise ConfigError([*problems, *unsaid])
     console = RunConsole(stream=sys.stderr if as_json else sys.stdout)
-    store = _open(config, console)
-    from axonlaunch.launch.peers import Peers, meet
-
-    about = {
-        "machine": socket.gethostname(),
-        "config": configuration.leaves(configuration.to_tree(config)),
-        "problems": [str(problem) for problem in problems],
-    }
-    try:
-        met = meet(
-            store,
-            member=machine,
-            members=launch.nnodes,
-            about=about,
-            timeout_s=launch.timeout_s,
-            announce=lambda text: console.line(f"machine {machine}: {text}"),
-        )
-    except TimeoutError as missing:
-        message = f"machines {missing} did not come within launch.timeout_s={launch.timeout_s:g}"
-        raise ConfigError([Problem("launch.nnodes", message, launch.nnodes)]) from None
-    assert launch.nproc != "auto" or problems
-    peers = Peers(
-        store,
-        member=machine,
-        members=launch.nnodes,
-        first_ranks=[other * _count(config) for other in range(launch.nnodes)],
-        lost_s=LOST_S,
-        are_machines=True,
-    )
+    me = _Machine(config, problems, console, *_open(config, console))
+    prediction = Prediction(context, config)
+    record = Record(started, console, prediction)
     with ExitStack() as folder:
-        if met is not None:
-            try:
-                _agreed(met)
-                config = folder.enter_context(run_folder.create(config))
-            except ConfigError as error:
-                peers.tell("frozen", {"problems": [str(one) for one in error.problems]})
-                peers.watch()
-                peers.farewell()
-                raise
-            peers.tell("frozen", {"config": configuration.to_yaml(config)})
-        else:
-            config = _frozen(peers, config)
-        peers.watch()
-        meeting = Meeting(
-            address=launch.master_addr,
-            port=_port(config),
-            token=f"{_token(config)}/ranks",
-            node_rank=machine,
-            others=peers,
-        )
-        prediction = Prediction(context, config)
-        record = Record(started, console, prediction)
-        if machine:
-            count, first = _count(config), machine * _count(config)
-            which = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
-            console.line(
-                f"machine {machine} of {launch.nnodes}: {which} of {world_size(config)}; "
-                f"machine 0 at {launch.master_addr} tells how it goes"
-            )
         try:
-            outcome = attempt(config, context, meeting, record, console)
+            while True:
+                config, meeting = me.agree(folder)
+                outcome = attempt(
+                    config, context, meeting, record, console, restarted=me.restarts > 0
+                )
+                if not me.goes_on(outcome):
+                    break
+                assert outcome.crash is not None
+                console.stop()
+                if meeting.node_rank == 0:
+                    tell_crash(config, outcome.crash)
+                me.restarts += 1
+                console.line(
+                    f"restart {me.restarts} of {config.launch.max_restarts}: waiting for machines"
+                )
         finally:
             console.stop()
             prediction.end()
-        if machine == 0:
+        me.leave()
+        if meeting.node_rank == 0:
             return conclude(config, outcome, record, console)
     if outcome.crash is not None:
         tell_crash(config, outcome.crash)
-        return 1, None
-    interrupted = outcome.killed or (outcome.finished is not None and outcome.finished.interrupted)
-    return (130 if interrupted else 0), None
+    if was_interrupted(outcome):
+        return 130, None
+    return (1 if outcome.crash is not None else 0), None
+
+
+class _Machine:
+    """This machine, over all attempts at a run.
+
+    Attributes:
+        restarts: Attempts that failed.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        problems: list[Problem],
+        console: RunConsole,
+        connect: Callable[[], dist.Store],
+        hosts: bool,
+    ) -> None:
+        """Prepare to meet the others.
+
+        Args:
+            config: As given to this machine.
+            problems: What it can't run it for.
+            console: Takes lines for the user.
+            connect: Opens one more connection to where the machines meet.
+            hosts: Whether that is here.
+        """
+        self._given = config
+        self._problems = problems
+        self._console = console
+        self._connect = connect
+        self._hosts = hosts
+        self._rounds: Rounds | None = None
+        self._frozen: RunConfig | None = None
+        self._peers: Peers | None = None
+        self.restarts = 0
+
+    def agree(self, folder: ExitStack) -> tuple[RunConfig, Meeting]:
+        """Meet the others for an attempt; return what all run, and where the ranks meet.
+
+        Raises:
+            ConfigError: The machines can't meet, or differ.
+        """
+        launch, token = self._given.launch, _token(self._given)
+        now, store = self._round(), self._connect()
+        own = dist.PrefixStore(f"{token}/{now.name}", store)
+        try:
+            met = meet(
+                own,
+                member=now.member,
+                members=now.members,
+                about=self._about(),
+                timeout_s=launch.timeout_s,
+                announce=lambda text: self._console.line(f"machine {now.member}: {text}"),
+            )
+        except TimeoutError as missing:
+            message = (
+                f"machines {missing} did not come within launch.timeout_s={launch.timeout_s:g}"
+            )
+            raise ConfigError([Problem("launch.nnodes", message, launch.nnodes)]) from None
+        self._peers = peers = Peers(
+            own,
+            member=now.member,
+            members=now.members,
+            first_ranks=[machine * _count(self._given) for machine in range(now.members)],
+            lost_s=LOST_S,
+            are_machines=True,
+        )
+        if met is not None:
+            self._freeze(peers, met, folder)
+        else:
+            self._take(peers)
+        assert self._frozen is not None
+        config = configuration.replaced(self._frozen, {"launch.nnodes": now.members})
+        peers.watch()
+        self._say(config, now.member)
+        meeting = Meeting(
+            address=launch.master_addr,
+            port=_port(config),
+            token=f"{token}/{now.name}/ranks",
+            node_rank=now.member,
+            others=peers,
+        )
+        return config, meeting
+
+    def goes_on(self, outcome: Outcome) -> bool:
+        """Whether an attempt that ended so is followed by another."""
+        if outcome.crash is None or was_interrupted(outcome):
+            return False
+        assert self._peers is not None
+        return self.restarts < self._given.launch.max_restarts and not self._peers.is_headless
+
+    def leave(self) -> None:
+        """Tell machines that come later that the run has ended."""
+        if self._rounds is not None and self._hosts:
+            self._rounds.leave()
+
+    def _round(self) -> Round:
+        """Return the machines of the next attempt.
+
+        Raises:
+            ConfigError: Too few came.
+        """
+        launch = self._given.launch
+        least, most = nodes(self._given)
+        order = 0 if launch.node_rank == "auto" else launch.node_rank
+        if least == most and self.restarts == 0:
+            return Round(-1, order, most)
+        if self._rounds is None:
+            store = dist.PrefixStore(f"{_token(self._given)}/rounds", self._connect())
+            self._rounds = Rounds(
+                store,
+                first=self._hosts,
+                least=least,
+                most=most,
+                order=order,
+                timeout_s=launch.timeout_s,
+            )
+        try:
+            return self._rounds.next()
+        except TimeoutError:
+            message = f"fewer than {least} machines came within launch.timeout_s="
+            problem = Problem("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
+            raise ConfigError([problem]) from None
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "machine": socket.gethostname(),
+            "config": configuration.leaves(configuration.to_tree(self._given)),
+            "problems": [str(problem) for problem in self._problems],
+        }
+
+    def _freeze(self, peers: Peers, met: list[dict[str, Any]], folder: ExitStack) -> None:
+        """Fix the configuration for all machines; this one leads."""
+        try:
+            _agreed(met)
+            if self._frozen is None:
+                given = configuration.replaced(self._given, {"launch.node_rank": "auto"})
+                self._frozen = folder.enter_context(run_folder.create(given))
+        except ConfigError as error:
+            peers.tell("frozen", {"problems": [str(one) for one in error.problems]})
+            peers.watch()
+            peers.farewell()
+            raise
+        told = {"config": configuration.to_yaml(self._frozen), "restarts": self.restarts}
+        peers.tell("frozen", told)
+
+    def _take(self, peers: Peers) -> None:
+        """Take the configuration that machine 0 froze, and keep it here too.
+
+        Raises:
+            ConfigError: There is none, for the reasons that machine 0 tells.
+        """
+        launch = self._given.launch
+        try:
+            told = peers.ask("frozen", timeout_s=launch.timeout_s)
+        except TimeoutError:
+            message = "machine 0 answers, but never began this run; is launch.token_file the same?"
+            raise ConfigError(
+                [Problem("launch.master_addr", message, launch.master_addr)]
+            ) from None
+        if "problems" in told:
+            peers.watch()
+            peers.farewell()
+            raise ConfigError([Problem("", problem) for problem in told["problems"]])
+        self.restarts = told["restarts"]
+        self._frozen = configuration.parsed(told["config"])
+        run_folder.keep(self._frozen)
+
+    def _say(self, config: RunConfig, member: int) -> None:
+        if member == 0:
+            return
+        count, first = _count(config), member * _count(config)
+        which = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+        self._console.line(
+            f"machine {member} of {nodes(config)[1]}: {which} of {world_size(config)}; "
+            f"machine 0 at {config.launch.master_addr} tells how it goes"
+        )
+
+
+def was_interrupted(outcome: Outcome) -> bool:
+    """Whether a person or a scheduler ended a run."""
+    if outcome.crash is not None:
+        return outcome.crash.first.kind == "interrupted"
+    return outcome.killed or (outcome.finished is not None and outcome.finished.interrupted)
 
 
 def _unsaid(config: RunConfig) -> list[Problem]:
     """Return what a machine must know of the others, and nobody said."""
     launch, found = config.launch, []
-    if launch.node_rank == "auto":
+    least, most = nodes(config)
+    if launch.node_rank == "auto" and least == most:
         message = f"which of the {launch.nnodes} machines is this? write 0 on the first"
         found.append(Problem("launch.node_rank", message, "auto"))
-    elif launch.node_rank >= launch.nnodes:
-        message = f"the machines are 0 to {launch.nnodes - 1} with launch.nnodes={launch.nnodes}"
+    elif launch.node_rank != "auto" and launch.node_rank >= most:
+        message = f"the machines are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
         found.append(Problem("launch.node_rank", message, launch.node_rank))
     if launch.master_addr == "auto":
         message = "where is machine 0? write an address by which the others reach it"
@@ -181,27 +327,21 @@ def _token(config: RunConfig) -> str:
     return hashlib.sha256(secret).hexdigest()
 
 
-def _open(config: RunConfig, console: RunConsole) -> dist.Store:
-    """Listen on machine 0, or reach it.
+def _open(config: RunConfig, console: RunConsole) -> tuple[Callable[[], dist.Store], bool]:
+    """Listen on machine 0, or reach it; return how to connect once more, and whether it is here.
 
     Raises:
         ConfigError: The address is not machine 0's, its port is taken, or nobody answers.
     """
-    launch, port, token = config.launch, _port(config), _token(config)
-    import torch.distributed as dist
-
-    from axonlaunch.comm.rendezvous import meet_at
-
-    lead = launch.node_rank == 0
-    if not lead:
-        console.line(f"machine {launch.node_rank}: joining {launch.master_addr}:{port}")
+    launch, port = config.launch, _port(config)
+    hosts = launch.node_rank == 0 or (launch.node_rank == "auto" and is_own(launch.master_addr))
+    timeout = timedelta(seconds=launch.timeout_s)
+    if not hosts:
+        which = "" if launch.node_rank == "auto" else f" {launch.node_rank}"
+        console.line(f"machine{which}: joining {launch.master_addr}:{port}")
     try:
-        store = meet_at(
-            launch.master_addr,
-            port,
-            listens=lead,
-            timeout=timedelta(seconds=launch.timeout_s),
-        )
+        # It listens for as long as this is held, by the connections made from it.
+        held = meet_at(launch.master_addr, port, listens=hosts, timeout=timeout)
     except ValueError as error:
         raise ConfigError([Problem("launch.master_addr", str(error), launch.master_addr)]) from None
     except (dist.DistNetworkError, dist.DistStoreError):
@@ -210,7 +350,12 @@ def _open(config: RunConfig, console: RunConsole) -> dist.Store:
             "see that no firewall is between"
         )
         raise ConfigError([Problem("launch.master_addr", message, launch.master_addr)]) from None
-    return dist.PrefixStore(token, store)
+
+    def connect() -> dist.Store:
+        assert held is not None
+        return meet_at(launch.master_addr, port, listens=False, timeout=timeout)
+
+    return connect, hosts
 
 
 def _agreed(met: list[dict[str, Any]]) -> None:
@@ -232,26 +377,3 @@ def _agreed(met: list[dict[str, Any]]) -> None:
                 problems.append(Problem(key, message, here))
     if problems:
         raise ConfigError(problems)
-
-
-def _frozen(peers: Any, config: RunConfig) -> RunConfig:
-    """Take the configuration that machine 0 froze, and keep it here too.
-
-    Raises:
-        ConfigError: There is none, for the reasons that machine 0 tells.
-    """
-    try:
-        told = peers.ask("frozen", timeout_s=config.launch.timeout_s)
-    except TimeoutError:
-        message = "machine 0 answers, but never began this run; is launch.token_file the same?"
-        raise ConfigError(
-            [Problem("launch.master_addr", message, config.launch.master_addr)]
-        ) from None
-    if "problems" in told:
-        peers.watch()
-        peers.farewell()
-        raise ConfigError([Problem("", problem) for problem in told["problems"]])
-    frozen = configuration.parsed(told["config"])
-    run_folder.keep(frozen)
-    own = {"launch.node_rank": config.launch.node_rank}
-    return configuration.replaced(frozen, own)

@@ -86,6 +86,11 @@ class Peers:
         """Whether member 0 has said who failed first."""
         return self._verdict is not None
 
+    @property
+    def is_headless(self) -> bool:
+        """Whether member 0, and with it the store, is lost."""
+        return not self.is_lead and self._lead_is_lost()
+
     def tell(self, key: str, value: Any) -> None:
         """Write a value that others wait for."""
         self.store.set(key, json.dumps(value))

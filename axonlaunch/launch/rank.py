@@ -50,6 +50,7 @@ def main(run_dir: Path, place: Place, connection: Connection) -> None:
     status = 1
     try:
         config = configuration.read(run_dir)
+        config = configuration.replaced(config, {"launch.nnodes": place.nnodes})
         if place.restarted and checkpoint.resolve(run_dir) is not None:
             config = configuration.replaced(config, {"checkpoint.resume": "auto"})
         claim_cores(place)

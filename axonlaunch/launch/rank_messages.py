@@ -22,6 +22,7 @@ class Place:
         world_size: Ranks of the run.
         local_rank: Among ``local_world_size``.
         local_world_size: Ranks on this machine.
+        nnodes: Machines that take part, of as many as the configuration allows.
         master_addr: Where the ranks meet.
         port: Of the rendezvous there.
         token: What the run's keys begin with, so that no other run's are taken for them.
@@ -38,6 +39,7 @@ class Place:
     world_size: int
     local_rank: int
     local_world_size: int
+    nnodes: int
     master_addr: str
     port: int
     token: str

@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-Kind = Literal["signal", "error", "hang", "lost", "connection", "waiting"]
+Kind = Literal["interrupted", "signal", "error", "hang", "lost", "connection", "waiting"]
 _SUSPICION: dict[Kind, int] = {
-    "signal": 0,
-    "error": 1,
-    "hang": 2,
-    "lost": 3,
-    "connection": 4,
-    "waiting": 5,
+    "interrupted": 0,
+    "signal": 1,
+    "error": 2,
+    "hang": 3,
+    "lost": 4,
+    "connection": 5,
+    "waiting": 6,
 }
 """Whom to blame first. A process that died without a word pulls its peers' connections down; an
 error of a rank's own is not about a connection; one that only says that another rank was gone, or

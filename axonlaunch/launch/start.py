@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
+from axonlaunch.config.layout import nodes
 from axonlaunch.launch import forkserver, local, run_folder, surroundings
 from axonlaunch.launch.surroundings import Surroundings
 
@@ -86,7 +87,7 @@ def _run(
     started: float,
     as_json: bool,
 ) -> tuple[int, list[dict[str, Any]]]:
-    if any(config.launch.nnodes > 1 for _, config in loaded):
+    if any(nodes(config)[1] > 1 for _, config in loaded):
         from axonlaunch.launch import machines
 
         if len(loaded) > 1:

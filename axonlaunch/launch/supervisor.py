@@ -156,7 +156,7 @@ class Supervisor:
     def _ended_at_once(self) -> Outcome:
         if self.others is not None:
             reason = f"interrupted twice on {socket.gethostname()}"
-            self.others.verdict([self._report(self.ranks[0], "signal", reason)])
+            self.others.verdict([self._report(self.ranks[0], "interrupted", reason)])
         return Outcome(killed=True)
 
     def _listen(self, *, timeout: float) -> None:
