@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -52,6 +53,23 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.accelerator.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_bytes(sharing: int) -> int:
+    """Return what other programs leave of a device's memory to one rank, its own included.
+
+    Args:
+        sharing: Ranks that share the host's memory, where there is no device of their own.
+    """
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved()
+    table = Path("/proc/meminfo")
+    if not table.exists():
+        return host_memory_bytes() // sharing
+    free_kib = table.read_text().split("MemAvailable:")[1].split()[0]
+    own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(free_kib) * 1024 // sharing + own
 
 
 def host_memory_bytes() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,15 @@ from axonlaunch import checkpoint
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout, world_size
 from axonlaunch.events import Event, Stepped, finite
-from axonlaunch.launch import hints, run_folder
-from axonlaunch.launch.console import RunConsole, gibibytes, quantity, shortened, show_crash
+from axonlaunch.launch import run_folder
+from axonlaunch.launch.console import (
+    RunConsole,
+    gibibytes,
+    quantity,
+    shortened,
+    show_crash,
+    show_hint,
+)
 from axonlaunch.launch.prediction import Prediction
 from axonlaunch.launch.reports import Crash
 from axonlaunch.launch.supervisor import Outcome
@@ -77,9 +85,12 @@ def conclude(
     record: Record,
     console: RunConsole,
     *,
-    hint: str = "",
+    context: ForkServerContext | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Write ``summary.json``, print the run's figures, and return the exit status."""
+    """Write ``summary.json``, print the run's figures, and return the exit status.
+
+    With a context of the fork server, what a run that ran out of memory needs is estimated.
+    """
     finished = outcome.finished
     told = finished or record.last  # a run that failed is told by its last logged step
     folder = Path(config.run_dir)
@@ -105,7 +116,7 @@ def conclude(
     if outcome.crash is not None:
         first = outcome.crash.first
         summary["failed_rank"], summary["reason"] = first.rank, first.reason
-        tell_crash(config, outcome.crash, hint=hint)
+        tell_crash(config, outcome.crash, context)
     summary = finite(summary)
     run_folder.write_json(folder / "summary.json", summary)
     if finished is not None:
@@ -115,12 +126,17 @@ def conclude(
     return (1 if outcome.crash else 0), summary
 
 
-def tell_crash(config: RunConfig, crash: Crash, *, hint: str = "") -> None:
+def tell_crash(config: RunConfig, crash: Crash, context: ForkServerContext | None = None) -> None:
     """Print the card of a run that failed, and write ``crash.json``."""
+    from axonlaunch.launch import hints  # what it needs to estimate is imported for nothing else
+
     ranks = world_size(config)
     coords = coordinates(config, crash.first.rank)
-    hint = hint or hints.hint(crash.first, config)
-    show_crash(crash, coords=coords, world_size=ranks, hint=hint)
+    console = show_crash(crash, coords=coords, world_size=ranks)
+    # An estimate takes seconds, which nobody is to wait for the card.
+    hint = hints.hint(crash.first, config, context)
+    if hint:
+        show_hint(console, hint)
     content = {
         **dataclasses.asdict(crash.first),
         "coords": coords,

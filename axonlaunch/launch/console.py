@@ -150,8 +150,13 @@ class RunConsole:
         self.line(f"step {event.step}  evaluation loss [bold]{event.eval_loss:.3f}[/bold]{versus}")
 
 
-def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int, hint: str) -> None:
-    """Print who failed first and why, on standard error."""
+def show_hint(console: Console, hint: str) -> None:
+    """Print what to do about a failure."""
+    console.print(Text("hint: ", style="bold yellow") + Text(hint, style="default"))
+
+
+def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Console:
+    """Print who failed first and why, on standard error; return what prints there."""
     console = Console(stderr=True, highlight=False)
     first = crash.first
     verb = {"hang": "hangs", "waiting": "hangs", "lost": "is lost"}.get(first.kind, "failed first")
@@ -160,15 +165,13 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int, hint: s
     body.append("\n" + _whereabouts(first, coords), style="dim")
     if first.traceback:
         body.append("\n\n" + _own_frames(first.traceback.rstrip()), style="default")
-    if hint:
-        body.append("\n\nhint: ", style="bold yellow")
-        body.append(hint)
     for ranks, reason in _folded(crash.followers):
         body.append(f"\n{ranks}: {reason}", style="dim")
     console.print(Panel(body, title="run failed", title_align="left", border_style="red"))
     if first.log:
         # Outside the panel, which would break a long path in two.
         console.print(f"log: {escape(shortened(first.log))}", soft_wrap=True)
+    return console
 
 
 def _whereabouts(report: Report, coords: dict[str, int]) -> str:

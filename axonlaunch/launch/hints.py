@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
-from axonlaunch.config import RunConfig
+from axonlaunch.config import ConfigError, RunConfig, replaced
+from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.disk import free_bytes
+from axonlaunch.launch.estimate import forecast, foretold
 from axonlaunch.launch.reports import Report
+from axonlaunch.planning.report import size
 
 GIB = 1024**3
 
 
-def hint(report: Report, config: RunConfig) -> str:
-    """Return what to do about a failure; empty where it is not known."""
-    cause, _, rest = report.cause.partition(" ")
-    if cause == "disk":
-        from pathlib import Path
+def hint(report: Report, config: RunConfig, context: ForkServerContext | None = None) -> str:
+    """Return what to do about a failure; empty where it is not known.
 
+    Args:
+        report: Of the rank that failed first.
+        config: The run's.
+        context: Of the warm fork server, by which memory is estimated.
+    """
+    cause, _, rest = report.cause.partition(" ")
+    if cause == "memory":
+        return _memory(report, config, context)
+    if cause == "disk":
         folder, free = free_bytes(Path(config.run_dir))
         return (
             f"the disk of {folder} has {free / GIB:.2f} GiB free; make room, or use another "
@@ -37,3 +49,29 @@ def hint(report: Report, config: RunConfig) -> str:
             "address, and does a firewall let its port through?"
         )
     return ""
+
+
+def _memory(report: Report, config: RunConfig, context: ForkServerContext | None) -> str:
+    """Say what the highest rank needs beside what it had, and the smallest changes that fit."""
+    had = report.memory_bytes
+    there = "" if had is None else f"; there were {size(had)} for it"
+    if context is None:
+        return f"axonlaunch estimate tells what each rank needs{there}"
+    hardware = config.hardware or HardwareConfig(name="device")
+    if config.launch.backend != "nccl":  # on no GPU no allocator has a cache, nor CUDA a context
+        hardware = HardwareConfig(name="cpu")
+    config = dataclasses.replace(config, hardware=hardware)
+    try:
+        found = foretold(context, config)
+        fits = had is not None and found.process_bytes < had
+        # Where the estimate says that it fits, less is still what is asked for.
+        memory = int(0.9 * found.process_bytes) if fits or had is None else had
+        asked = replaced(hardware, {"memory_gib": memory / GIB})
+        told = forecast(context, dataclasses.replace(config, hardware=asked)).remedies
+    except (ConfigError, RuntimeError) as error:
+        return f"axonlaunch estimate tells what each rank needs{there} ({error})"
+    highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
+    parts = ", ".join(f"{name} {size(part)}" for name, part in highest.breakdown.items() if part)
+    ways = "".join(f"\n  {' '.join(one.overrides)}" for one in told[:3])
+    less = f"\nsmallest changes that need less:{ways}" if ways else ""
+    return f"the highest rank needs {size(found.process_bytes)} ({parts}){there}{less}"

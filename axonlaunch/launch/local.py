@@ -77,7 +77,7 @@ def train(
             outcome = attempt(config, context, meeting, record, console)
             while outcome.crash is not None and restarts < config.launch.max_restarts:
                 restarts += 1
-                tell_crash(config, outcome.crash)
+                tell_crash(config, outcome.crash, context)
                 console.stop()
                 console.line(f"restart {restarts} of {config.launch.max_restarts}")
                 with _meeting(config) as again:
@@ -85,7 +85,7 @@ def train(
         finally:
             console.stop()
             prediction.end()
-        return conclude(config, outcome, record, console)
+        return conclude(config, outcome, record, console, context=context)
 
 
 def attempt(

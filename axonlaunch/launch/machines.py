@@ -89,7 +89,7 @@ def train(
             prediction.end()
         me.leave()
         if meeting.node_rank == 0:
-            return conclude(config, outcome, record, console)
+            return conclude(config, outcome, record, console, context=context)
     if outcome.crash is not None:
         tell_crash(config, outcome.crash)
     if was_interrupted(outcome):

@@ -33,6 +33,7 @@ from axonlaunch.events import Event, Finished, of_all_ranks
 from axonlaunch.launch import forkserver, stacks
 from axonlaunch.launch.rank_messages import Done, Place
 from axonlaunch.launch.reports import Kind, Report
+from axonlaunch.memory import available_bytes
 
 _GRACE_S = 60.0
 """How much longer than ``launch.timeout_s`` torch waits: who watches the ranks is to find a hang
@@ -152,13 +153,19 @@ def report_of(error: BaseException, place: Place) -> Report:
         step=beat.step,
         doing=beat.phase,
         cause=_cause(error),
+        memory_bytes=available_bytes(place.local_world_size) if _is_memory(error) else None,
     )
+
+
+def _is_memory(error: BaseException) -> bool:
+    told = "can't allocate memory" in str(error).lower()
+    return told or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def _cause(error: BaseException) -> str:
     """Name what is known to be done about an error, for whoever tells the user."""
     text = str(error).lower()
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+    if _is_memory(error):
         return "memory"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk"

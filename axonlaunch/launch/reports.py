@@ -44,6 +44,7 @@ class Report:
         doing: What it did then.
         cause: What is known to help against it: ``memory``, ``disk``, ``module NAME``, ``refused``
             or nothing.
+        memory_bytes: What its device had for this run, where memory ran out.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Report:
     step: int | None = None
     doing: str = ""
     cause: str = ""
+    memory_bytes: int | None = None
 
     def to_json(self) -> str:
         """Write the report in one line."""

@@ -1,0 +1,282 @@
+"""However a rank fails, and wherever, the right one is named, none is left, and the run resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import TINY, Command, wait_for
+from launchers import logged, since
+
+RUN = ["train", *TINY, "plugins=[fault]", "checkpoint.every=2"]
+STRATEGIES = {
+    "fsdp": ["strategy=fsdp", "launch.nproc=2"],
+    "tensor": ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"],
+    "pipeline": ["strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"],
+}
+FAULTS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "exception", "exit", "memory")
+PHASES = ("rendezvous", "first", "middle", "saving", "end")
+PLUGIN = """
+import os, signal
+import torch
+from axonlaunch import trainer, worker
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.comm import World
+from axonlaunch.engines.mesh_engine import MeshEngine
+
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FAULT, RANK, PHASE = (HERE / "fault.txt").read_text().split(":")
+
+def fail():
+    if os.environ.get("RANK") != RANK:
+        return
+    if FAULT == "exception":
+        raise ValueError("the fault of a test")
+    if FAULT == "memory":
+        raise torch.OutOfMemoryError("the fault of a test")
+    if FAULT == "exit":
+        os._exit(0)
+    os.kill(os.getpid(), getattr(signal, FAULT))
+
+def before(owner, name, phase, when=lambda self: True):
+    real = getattr(owner, name)
+    def wrapped(self, *args, **kwargs):
+        if PHASE == phase and when(self):
+            fail()
+        return real(self, *args, **kwargs)
+    setattr(owner, name, wrapped)
+
+if FAULT != "none":
+    before(World, "__init__", "rendezvous")
+    before(MeshEngine, "train_step", "first")
+    before(MeshEngine, "train_step", "middle", lambda engine: engine.step == 3)
+    before(Saver, "save", "saving")
+    real = worker.fit
+    def fit(*args, **kwargs):
+        done = real(*args, **kwargs)
+        if PHASE == "end":
+            fail()
+        return done
+    worker.fit = fit
+"""
+
+
+class Faulty:
+    """The command with a fault in its ranks."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        (command.folder / "fault.py").write_text(PLUGIN)
+
+    def __call__(self, fault: str, *words: str, status: int = 0) -> str:
+        """Train with a fault; return what it said on standard error."""
+        (self.command.folder / "fault.txt").write_text(fault)
+        return self.command(*words, status=status).stderr
+
+
+@pytest.fixture
+def faulted(served: Command) -> Faulty:
+    return Faulty(served)
+
+
+def reason(fault: str) -> str:
+    return {
+        "exception": "failed first: ValueError: the fault of a test",
+        "memory": "failed first: OutOfMemoryError: the fault of a test",
+        "exit": "failed first: exited with status 0 before the end of training",
+        "SIGSTOP": "hangs: no progress for 3 s: it is stopped by a signal",
+    }.get(fault, f"failed first: killed by {fault}")
+
+
+def check(faulted: Faulty, strategy: str, fault: str, rank: int, phase: str) -> None:
+    command, words = faulted.command, [*RUN, *STRATEGIES[strategy]]
+    begun = time.monotonic()
+    told = faulted(f"{fault}:{rank}:{phase}", *words, "name=run", "launch.timeout_s=3", status=1)
+    assert since(begun) < 30
+    assert f"rank {rank} of 2 {reason(fault)}" in told.replace("\n", " ")
+    crash = json.loads((command.folder / "runs/run/crash.json").read_text())
+    assert crash["rank"] == rank
+    command.wait_until_gone(seconds=3)
+    partial = list((command.folder / "runs/run").glob("checkpoints/*.partial"))
+    assert not partial
+
+
+CASES = list(product(STRATEGIES, FAULTS, (0, 1), PHASES))
+DEFAULT = [("fsdp", "SIGSTOP", 1, "middle"), ("pipeline", "exception", 0, "first")]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(one, id="-".join(map(str, one))) for one in DEFAULT]
+    + [
+        pytest.param(one, id="-".join(map(str, one)), marks=pytest.mark.slow)
+        for one in CASES
+        if one not in DEFAULT
+    ],
+)
+def test_the_rank_at_fault_is_named_and_the_run_goes_on_from_there(
+    faulted: Faulty, case: tuple[str, str, int, str]
+) -> None:
+    check(faulted, *case)
+    strategy = case[0]
+    words = [*RUN, *STRATEGIES[strategy]]
+    faulted("none:0:none", *words, "name=run")
+    assert len(faulted.command.losses("run")) == 6
+    assert faulted.command.summary("run")["status"] == "done"
+
+
+def test_who_waits_in_what_and_who_never_came_are_on_the_hang_card(
+    served: Command, faulty: list[str]
+) -> None:
+    arguments = "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"  # all of them sleep
+    ran = served("train", *faulty, "launch.timeout_s=3", arguments, status=1)
+    assert "rank 0 of 2 hangs: no progress for 3 s: it is in forward (" in ran.stderr
+    assert "faulty_plugin.py:" in ran.stderr
+
+
+@pytest.mark.slow
+def test_memory_that_ran_out_is_told_beside_the_estimate_and_what_needs_less(
+    faulted: Faulty,
+) -> None:
+    words = ["plugins=[fault]", "strategy=ddp", "launch.nproc=2", "name=run"]
+    told = faulted("memory:1:middle", "train", *words, status=1)
+    told = " ".join(told.split())
+    assert "hint: the highest rank needs" in told
+    assert "parameters" in told
+    assert "smallest changes that need less: " in told
+    crash = json.loads((faulted.command.folder / "runs/run/crash.json").read_text())
+    assert crash["memory_bytes"] > 2**20
+
+
+@pytest.mark.parametrize(
+    ("raised", "hint"),
+    [
+        ("OSError(28, 'No space left on device')", "GiB free; make room, or use another run_dir"),
+        ("ModuleNotFoundError('no tokenizers', name='tokenizers')", "tokenizers is not installed"),
+    ],
+)
+def test_what_is_known_to_help_is_said(
+    served: Command, faulty: list[str], raised: str, hint: str
+) -> None:
+    plugin = served.folder / "faulty_plugin.py"
+    plugin.write_text(plugin.read_text().replace("ValueError('the fault of a test')", raised))
+    plugin.write_text(plugin.read_text().replace('ValueError("the fault of a test")', raised))
+    ran = served("train", *faulty, "model.arguments={fault:exception}", status=1)
+    assert hint in " ".join(ran.stderr.replace("│", " ").split())
+
+
+def test_a_run_that_fails_once_is_started_again_and_ends_as_if_it_had_not(
+    faulted: Faulty,
+) -> None:
+    command = faulted.command
+    plugin = command.folder / "fault.py"
+    once = """if os.environ.get("RANK") != RANK or (HERE / "failed").exists():
+        return
+    (HERE / "failed").touch()
+    if False:"""
+    plugin.write_text(PLUGIN.replace('if os.environ.get("RANK") != RANK:', once))
+    words = [*RUN, *STRATEGIES["fsdp"], "launch.max_restarts=2"]
+    told = faulted("SIGKILL:1:middle", *words, "name=run")
+    assert "rank 1 of 2 failed first: killed by SIGKILL" in told
+    command(*words, "name=whole")
+    assert command.losses("run") == command.losses("whole")
+
+
+@pytest.mark.slow
+def test_closing_the_terminal_saves_and_leaves_nothing(served: Command, faulty: list[str]) -> None:
+    words = [*faulty, "checkpoint.every=500", "train.steps=1000", "name=run"]
+    process = served.start("train", *words, "model.arguments={pause:0.2}")
+    logged(served.folder / "runs/run/metrics.jsonl", 2)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert served.summary("run")["status"] == "interrupted"
+    assert list((served.folder / "runs/run/checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_noise_on_the_rendezvous_port_does_the_run_no_harm(
+    served: Command, faulty: list[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [*faulty, "strategy=fsdp", "train.steps=30", "name=run"]
+    process = served.start(
+        "train", *words, f"launch.master_port={port}", "model.arguments={pause:0.2}"
+    )
+    logged(served.folder / "runs/run/metrics.jsonl", 2)
+    noise, held = random.Random(0), []
+    for count in range(10_000):
+        connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+        if count % 3 == 0:
+            connection.sendall(noise.randbytes(noise.randint(1, 300)))
+        elif count % 3 == 1:  # what torch's store expects first, then noise
+            connection.sendall(struct.pack("<BI", 0, 0x3C85F7CE) + noise.randbytes(64))
+        elif len(held) < 200:
+            held.append(connection)
+            continue
+        connection.close()
+    process.communicate(timeout=60)
+    for connection in held:
+        connection.close()
+    assert process.returncode == 0
+    served("train", *words, "name=quiet")
+    assert served.losses("run") == served.losses("quiet")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_hundred_kills_change_no_bit(served: Command, faulty: list[str]) -> None:
+    words = [word for word in faulty if not word.startswith(("launch.nproc", "train.steps"))]
+    words += ["strategy=fsdp", "launch.nproc=4", "train.steps=300", "checkpoint.every=3"]
+    served("train", *words, "name=whole", "checkpoint.every=0")
+    chance, kills = random.Random(5), 0
+    metrics = served.folder / "runs/run/metrics.jsonl"
+    while kills < 100:
+        process = served.start("train", *words, "name=run", "model.arguments={pause:0.01}")
+        _wait_for_lines(metrics, _lines(metrics) + chance.randint(1, 4), process)
+        time.sleep(chance.random() * 0.1)
+        victims = [pid for pid in served.processes() if pid != process.pid]
+        try:
+            os.kill(chance.choice(victims), signal.SIGKILL)
+        except (IndexError, ProcessLookupError):
+            continue
+        process.communicate(timeout=60)
+        kills += 1
+        served.wait_until_gone(seconds=10)
+        if process.returncode == 0:
+            break
+    served("train", *words, "name=run")
+    assert kills > 50
+    assert served.losses("run") == served.losses("whole")
+
+
+def _wait_for_lines(path: Path, lines: int, process: Any) -> None:
+    wait_for(lambda: _lines(path) >= lines or process.returncode is not None)
+
+
+def _lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_64_ranks_start_and_take_their_first_step(axonlaunch: Command) -> None:
+    words = [word for word in TINY if "global_batch" not in word and "steps" not in word]
+    process = axonlaunch.start(
+        "train", *words, "train.global_batch_size=64", "train.steps=1", "launch.nproc=64"
+    )
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
