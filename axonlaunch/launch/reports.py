@@ -97,7 +97,7 @@ def judge(reports: Sequence[Report]) -> Crash:
     """Blame signals first, then errors that are not about connections, then the earliest."""
     first = min(reports, key=lambda report: _SUSPICION[report.kind])
     if first.kind == "waiting":
-        reason = f"every rank waits for others: it {first.reason}"
+        reason = f"every rank waits for others, this one {first.reason}"
         first = dataclasses.replace(first, reason=reason)
     others = {r.rank: r.reason for r in reversed(reports) if r.rank != first.rank}
     return Crash(first, tuple(sorted(others.items())))

@@ -19,8 +19,9 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.
 _RANK = re.compile(r"axonlaunch[/\\]launch[/\\](rank|alone)\.py")
 _WAITING = re.compile(r"[/\\]torch[/\\]distributed[/\\]|[/\\]axonlaunch[/\\]comm[/\\]")
 _BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py")
+_TORCH = re.compile(r"[/\\]site-packages[/\\]torch[/\\]")
 _WRAPPERS = ("wrapper", "_call_with_frames_removed", "inner")
-_SHOWN = 12
+_SHOWN = 7
 """Frames of a stack that people are shown, the innermost."""
 
 
@@ -83,7 +84,8 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
 
 def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:
     """Say from a rank's frames, the innermost first, whether it waits for others, and in what."""
-    told = "\n".join(f"  {frame}" for frame in reversed(frames[:_SHOWN]))
+    own = [frames[0], *(frame for frame in frames[1:] if not _TORCH.search(frame.file))]
+    told = "\n".join(f"  {frame}" for frame in reversed(own[:_SHOWN]))
     waits = bool(_WAITING.search(frames[0].file))
     if waits:
         inside = []
@@ -94,9 +96,9 @@ def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:
         named = [frame.name for frame in inside if frame.name not in _WRAPPERS]
         name = named[-1] if named else inside[-1].name
         caller = frames[len(inside)] if len(inside) < len(frames) else inside[-1]
-        return Whereabouts(True, f"waits in {name}, called by {caller}", told)
+        return Whereabouts(True, f"waiting in {name}, called by {caller}", told)
     if _BACKWARD.search(frames[0].file) and is_asleep:
-        return Whereabouts(True, "waits in a collective of backward", told)
+        return Whereabouts(True, "waiting in a collective of backward", told)
     return Whereabouts(False, f"is in {frames[0]}", told)
 
 

@@ -477,7 +477,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "launch=slurmm",
         [
-            "launch=slurmm: there is no such option; known: auto, env, local, slurm",
+            "launch=slurmm: there is no such option; did you mean slurm? known: auto, env, local, slurm",
         ],
     ),
     (

@@ -45,10 +45,8 @@ def test_the_rank_that_failed_first_is_named(
     served.wait_until_gone(seconds=3)
 
 
-def test_a_rank_that_fails_on_the_mock_backend_is_named(
-    axonlaunch: Command, faulty: list[str]
-) -> None:
-    (axonlaunch.folder / "faulty_plugin.py").write_text(
+def test_a_rank_that_fails_on_the_mock_backend_is_named(served: Command, faulty: list[str]) -> None:
+    (served.folder / "faulty_plugin.py").write_text(
         "import torch.distributed as dist\n"
         "from torch import nn\n"
         "from axonlaunch import register_model\n"
@@ -61,7 +59,7 @@ def test_a_rank_that_fails_on_the_mock_backend_is_named(
         "def build():\n"
         "    return Faulty(256, 256)\n"
     )
-    ran = axonlaunch("train", *faulty, "launch.backend=mock", status=1)
+    ran = served("train", *faulty, "launch.backend=mock", status=1)
     assert "rank 1 of 2 failed first: ValueError: the fault of a test" in ran.stderr
 
 

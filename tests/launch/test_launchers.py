@@ -42,6 +42,7 @@ def mpirun(folder: Path, nproc: int) -> By:
     return By(folder, ["mpirun", "--oversubscribe", "-np", str(nproc)], as_root)
 
 
+@pytest.mark.slow
 def test_under_torchrun(axonlaunch: Command, expected: list[float]) -> None:
     torchrun(axonlaunch.folder, 2)(*RUN, "name=run")
     assert axonlaunch.losses("run") == expected

@@ -17,8 +17,6 @@ CASES: dict[int, list[str]] = {
         "strategy=zero2",
         "strategy=fsdp train.precision=bf16",
         "strategy=fsdp strategy.fsdp.cpu_offload=full",
-        f"{PIPELINE}=gpipe",
-        f"{PIPELINE}=1f1b",
         f"{PIPELINE}=interleaved_1f1b",
         "strategy=tensor strategy.tensor.sequence_parallel=true",
     ],
@@ -30,6 +28,8 @@ CASES: dict[int, list[str]] = {
 SLOW_CASES: dict[int, list[str]] = {
     2: [
         "strategy=ddp",
+        f"{PIPELINE}=gpipe",
+        f"{PIPELINE}=1f1b",
         "strategy=ddp strategy.ddp.sync=synchronous",
         "strategy=zero1 train.micro_batch_size=2",
         "strategy=fsdp",
