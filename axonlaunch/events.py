@@ -28,6 +28,27 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Slowest:
+    """The rank that the others wait for.
+
+    Attributes:
+        rank: Which.
+        machine: Its host name.
+        data: Share of its time in which it waited for data.
+        compute: In which it computed.
+        wait: In which it waited for others.
+        cost: By how much of the time it worked longer than the median of the others.
+    """
+
+    rank: int
+    machine: str
+    data: float
+    compute: float
+    wait: float
+    cost: float
+
+
+@dataclass(frozen=True)
 class Stepped:
     """A step that was logged; the fields are those of a line of ``metrics.jsonl``."""
 
@@ -39,6 +60,7 @@ class Stepped:
     tokens_per_s: float
     step_s: float
     peak_memory_bytes: int
+    slowest: Slowest | None = None
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class TensorBoard:
         """Write an event's numbers, and close with the last one."""
         if isinstance(event, Stepped | Evaluated):
             for name, value in asdict(event).items():
-                if name != "step" and value is not None:
+                if name != "step" and isinstance(value, int | float):
                     self._writer.add_scalar(name, value, event.step)
         elif isinstance(event, Finished):
             self._writer.close()

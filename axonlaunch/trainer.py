@@ -19,8 +19,19 @@ from axonlaunch.comm import World
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.loader import Loader
 from axonlaunch.engines.base import Engine, StepResult
-from axonlaunch.events import Advanced, Beat, Evaluated, Event, Finished, Saved, Stepped, unheard
+from axonlaunch.events import (
+    Advanced,
+    Beat,
+    Evaluated,
+    Event,
+    Finished,
+    Saved,
+    Slowest,
+    Stepped,
+    unheard,
+)
 from axonlaunch.memory import DevicePeak, Watch, peak_memory_bytes
+from axonlaunch.stragglers import Stragglers
 
 Report = Callable[[Event], None]
 
@@ -68,28 +79,34 @@ def fit(
     watch = watch or DevicePeak(world.device)
     progress = _Progress()
     interrupted = False
-    with closing(data.iterate(engine.step)) as batches:
+    with closing(data.iterate(engine.step)) as batches, closing(Stragglers(world)) as stragglers:
+
+        def doing(phase: str) -> None:
+            beat(phase, step=engine.step)
+            stragglers.note(phase)
+
         while engine.step < config.steps and not interrupted:
             vote = _Vote(world, stop())
             rate = engine.learning_rate()
-            beat("reading", step=engine.step)
+            doing("reading")
             batch = next(batches)
-            beat("stepping", step=engine.step)
+            doing("stepping")
             with watch.step(engine):
                 result = engine.train_step(batch)
             step, progress.steps_since = engine.step, progress.steps_since + 1
             last = step == config.steps
             if _due(step, config.log_every, last=last) or not progress.started:
-                report(_measured(progress, result, step, rate, world))
+                slowest = stragglers.slowest()
+                report(_measured(progress, result, step, rate, world, slowest))
             else:
                 report(Advanced(step))
             interrupted = vote.anyone()
             if _due(step, config.eval_every, last=last) and config.eval_batches:
-                beat("evaluating", step=step)
+                doing("evaluating")
                 report(_evaluate(engine, data, config, progress, world))
             if saver is not None:
                 started = time.perf_counter()
-                beat("saving", step=step)
+                doing("saving")
                 if interrupted or _due(step, save_every, last=last):
                     _save(saver, engine, config, progress, report)
                 _tell(saver.close() if interrupted or last else saver.finished(), report)
@@ -109,7 +126,12 @@ def fit(
 
 
 def _measured(
-    progress: _Progress, result: StepResult, step: int, rate: float, world: World
+    progress: _Progress,
+    result: StepResult,
+    step: int,
+    rate: float,
+    world: World,
+    slowest: Slowest | None,
 ) -> Stepped:
     """Read the step's numbers; this waits for the device, which unlogged steps never do."""
     loss, tokens = float(result.loss), int(result.tokens)
@@ -130,6 +152,7 @@ def _measured(
         tokens_per_s=tokens / seconds,
         step_s=seconds,
         peak_memory_bytes=peak_memory_bytes(world.device),
+        slowest=slowest,
     )
 
 

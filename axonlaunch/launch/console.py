@@ -30,11 +30,14 @@ from axonlaunch.events import (
     Finished,
     Sampled,
     Saved,
+    Slowest,
     Started,
     Stepped,
 )
 from axonlaunch.launch.reports import Crash, Report
 
+SLOW = 0.1
+"""Share of the time that a slow rank costs the others, from which it is told."""
 _SHOWN = 16
 """Lines of a traceback that are shown, the last: the whole is in the log."""
 _TORCH = re.compile(r"[/\\\\]site-packages[/\\\\]torch[/\\\\]")
@@ -58,6 +61,8 @@ class RunConsole:
             force_terminal=False if is_plain else None,
         )
         self._progress: Progress | None = None
+        self._suspect: int | None = None
+        self._told: int | None = None
         self._task: TaskID | None = None
 
     def __call__(self, event: Event) -> None:
@@ -138,6 +143,21 @@ class RunConsole:
             self._progress.update(self._task, completed=event.step, numbers=numbers)
         elif not self._console.is_terminal:
             self.line(f"step {event.step}  loss {event.loss:.4f}  {speed}  {memory}")
+        self._straggler(event.slowest)
+
+    def _straggler(self, slowest: Slowest | None) -> None:
+        """Tell who is slow, once it was so twice in a row, and not again until it is another."""
+        if slowest is None:
+            return
+        slow = slowest.rank if slowest.cost > SLOW else None
+        if slow is not None and slow == self._suspect and slow != self._told:
+            self._told = slow
+            self.line(
+                f"[yellow]note[/yellow] the others wait {slowest.cost:.0%} of the time for rank "
+                f"{slow} on {escape(slowest.machine)}: data {slowest.data:.0%}, compute "
+                f"{slowest.compute:.0%}, waiting itself {slowest.wait:.0%}"
+            )
+        self._suspect = slow
 
     def _advance(self, step: int) -> None:
         if self._progress is not None and self._task is not None:

@@ -11,13 +11,15 @@ import re
 import signal
 import time
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+
+from axonlaunch.whereabouts import state, waits
 
 SIGNAL = signal.SIGUSR1
 _ANSWER_S = 2.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _RANK = re.compile(r"axonlaunch[/\\]launch[/\\](rank|alone)\.py")
-_WAITING = re.compile(r"[/\\]torch[/\\]distributed[/\\]|[/\\]axonlaunch[/\\]comm[/\\]")
 _BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py")
 _TORCH = re.compile(r"[/\\]site-packages[/\\]torch[/\\]")
 _WRAPPERS = ("wrapper", "_call_with_frames_removed", "inner")
@@ -75,10 +77,10 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
                 continue
             frames = main_stack(_since(logs[rank], sizes[rank]))
             if frames:
-                found[rank] = locate(frames, is_asleep=_state(pid) == "S")
+                found[rank] = locate(frames, is_asleep=state(pid) == "S")
     for rank, pid in pids.items():
         if rank not in found:
-            found[rank] = _silent(_state(pid))
+            found[rank] = _silent(state(pid))
     return found
 
 
@@ -86,20 +88,15 @@ def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:
     """Say from a rank's frames, the innermost first, whether it waits for others, and in what."""
     own = [frames[0], *(frame for frame in frames[1:] if not _TORCH.search(frame.file))]
     told = "\n".join(f"  {frame}" for frame in reversed(own[:_SHOWN]))
-    waits = bool(_WAITING.search(frames[0].file))
-    if waits:
-        inside = []
-        for frame in frames:
-            if not _WAITING.search(frame.file):
-                break
-            inside.append(frame)
-        named = [frame.name for frame in inside if frame.name not in _WRAPPERS]
-        name = named[-1] if named else inside[-1].name
-        caller = frames[len(inside)] if len(inside) < len(frames) else inside[-1]
-        return Whereabouts(True, f"waiting in {name}, called by {caller}", told)
-    if _BACKWARD.search(frames[0].file) and is_asleep:
+    if not waits((frame.file for frame in frames), is_asleep=is_asleep):
+        return Whereabouts(False, f"is in {frames[0]}", told)
+    if _BACKWARD.search(frames[0].file):
         return Whereabouts(True, "waiting in a collective of backward", told)
-    return Whereabouts(False, f"is in {frames[0]}", told)
+    inside = [*takewhile(lambda frame: _TORCH.search(frame.file), frames)]
+    named = [frame.name for frame in inside if frame.name not in _WRAPPERS]
+    if not named or len(inside) == len(frames):
+        return Whereabouts(True, f"waiting in {frames[0]}", told)
+    return Whereabouts(True, f"waiting in {named[-1]}, called by {frames[len(inside)]}", told)
 
 
 def main_stack(text: str) -> list[Frame]:
@@ -116,20 +113,12 @@ def main_stack(text: str) -> list[Frame]:
     return []
 
 
-def _silent(state: str) -> Whereabouts:
-    if state in ("T", "t"):
+def _silent(letter: str) -> Whereabouts:
+    if letter in ("T", "t"):
         return Whereabouts(False, "is stopped by a signal (SIGSTOP or SIGTSTP)", "")
-    if state == "D":
+    if letter == "D":
         return Whereabouts(False, "waits for a disk or a device and can't be interrupted", "")
     return Whereabouts(False, "does not answer: it may be inside C code that never returns", "")
-
-
-def _state(pid: int) -> str:
-    """Return the letter by which Linux tells what a process does; empty where it tells nothing."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def _size(log: Path) -> int:

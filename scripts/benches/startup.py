@@ -6,7 +6,7 @@ import statistics
 from contest import CONTESTANTS, Work
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32])
+parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64])
 parser.add_argument("--repeats", type=int, default=3)
 args = parser.parse_args()
 

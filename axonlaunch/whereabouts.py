@@ -1,0 +1,44 @@
+"""Whether a thread waits for other ranks, judged by where its Python code is and whether it sleeps.
+
+On a CPU only: what a stream of a GPU waits for is not seen from the host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+_WAITING = re.compile(
+    r"[/\\]torch[/\\](distributed[/\\]|autograd[/\\]graph\.py)"
+    r"|[/\\]axonlaunch[/\\](comm[/\\]|engines[/\\]|trainer\.py)"
+)
+_PASSED_THROUGH = re.compile(r"[/\\]torch[/\\]_ops\.py")
+
+
+def waits(files: Iterable[str], *, is_asleep: bool) -> bool:
+    """Return whether a thread waits for other ranks.
+
+    It sleeps in the code that communicates: torch's, autograd's engine (whose hooks reduce
+    gradients), or ours. A sleep in a user's own code is the rank's own.
+
+    Args:
+        files: Of the thread's frames, the innermost first.
+        is_asleep: Whether the system says so.
+    """
+    innermost = next((file for file in files if not _PASSED_THROUGH.search(file)), "")
+    return is_asleep and bool(_WAITING.search(innermost))
+
+
+def state(pid: int, thread: int | None = None) -> str:
+    """Return the letter by which Linux tells what a thread does; empty where it tells nothing.
+
+    Args:
+        pid: A process.
+        thread: One of its threads; None is the first.
+    """
+    try:
+        content = Path(f"/proc/{pid}/task/{thread or pid}/stat").read_text()
+        return content.rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

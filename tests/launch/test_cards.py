@@ -1,0 +1,100 @@
+"""Who is blamed, and what of what was said is shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from axonlaunch.launch.console import _folded, _own_frames, _ranks
+from axonlaunch.launch.reports import Crash, Report, exit_reason, judge
+from axonlaunch.launch.stacks import locate, main_stack
+
+
+def report(rank: int, kind: str, reason: str = "") -> Report:
+    return Report(rank=rank, kind=kind, reason=reason)  # type: ignore[arg-type]
+
+
+def test_an_echo_is_not_blamed_though_it_came_first() -> None:
+    crash = judge([report(0, "connection"), report(2, "error"), report(1, "signal")])
+    assert crash.first.rank == 1
+    assert [rank for rank, _ in crash.followers] == [0, 2]
+
+
+def test_of_equal_failures_the_earliest_is_blamed() -> None:
+    assert judge([report(3, "error", "first"), report(1, "error", "second")]).first.rank == 3
+
+
+def test_where_every_rank_waits_it_is_said() -> None:
+    first = judge([report(1, "waiting", "waiting in barrier"), report(0, "waiting")]).first
+    assert first.reason == "every rank waits for others, this one waiting in barrier"
+
+
+def test_what_travels_between_machines_is_read_back() -> None:
+    crash = judge([report(0, "connection", "gone"), report(1, "signal", exit_reason(-9))])
+    assert Crash.from_json(crash.to_json()) == crash
+
+
+def test_a_report_of_a_later_version_is_read_by_this_one() -> None:
+    text = report(1, "error", "x").to_json()[:-1] + ', "later": 1}'
+    assert Report.from_json(text) == report(1, "error", "x")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([5, 0, 1, 7, 6], "ranks 0-1, 5-7")],
+)
+def test_ranks_are_told_in_runs(numbers: list[int], told: str) -> None:
+    assert _ranks(numbers) == told
+
+
+def test_what_a_lost_peer_caused_is_folded_and_the_rest_is_not() -> None:
+    told = _folded(
+        (
+            (0, "RuntimeError: [x.cc:1] Connection closed by peer [::1]:7"),
+            (1, "RuntimeError: [y.cc:2] Read error: Connection reset by peer"),
+            (2, "ValueError: bad"),
+        )
+    )
+    assert told == [
+        ("ranks 0-1", "lost the connection to a rank that had ended"),
+        ("rank 2", "ValueError: bad"),
+    ]
+
+
+def test_torchs_own_frames_are_left_out_but_for_the_innermost() -> None:
+    torch = '  File "/v/site-packages/torch/nn/modules/module.py", line 1, in _call_impl\n    f()\n'
+    own = '  File "/home/me/model.py", line 2, in forward\n    g()\n    ^^^\n'
+    head, tail = "Traceback (most recent call last):\n", "ValueError: bad"
+    assert _own_frames(head + torch + own + torch + tail) == (
+        head + '  File "/home/me/model.py", line 2, in forward\n    g()\n' + torch + tail
+    )
+
+
+STACKS = """
+Thread 0x00007f0a (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007f0b (most recent call first):
+  File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2806 in all_reduce
+  File "/v/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/w/axonlaunch/trainer.py", line 90 in fit
+  File "/w/axonlaunch/launch/rank.py", line 55 in main
+"""
+
+
+def test_who_sleeps_in_a_collective_waits_in_it() -> None:
+    frames = main_stack(STACKS)
+    assert [frame.name for frame in frames] == ["all_reduce", "wrapper", "fit", "main"]
+    where = locate(frames, is_asleep=True)
+    assert where.is_waiting
+    assert where.words == "waiting in all_reduce, called by fit (axonlaunch/trainer.py:90)"
+
+
+def test_who_is_in_code_of_its_own_does_not_wait() -> None:
+    own = STACKS.replace("torch/distributed/distributed_c10d.py", "me/model.py")
+    where = locate(main_stack(own), is_asleep=True)
+    assert not where.is_waiting
+    assert where.words == "is in all_reduce (me/model.py:2806)"
+
+
+def test_a_stack_of_no_rank_is_none() -> None:
+    assert main_stack("Fatal Python error\n") == []

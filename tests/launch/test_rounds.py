@@ -1,0 +1,52 @@
+"""torch's rendezvous, as far as we lean on it.
+
+Where one of these fails after an update of torch, ``launch/rounds.py`` is the one place to change:
+look at ``torch.distributed.elastic.rendezvous.dynamic_rendezvous`` for what has moved.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from axonlaunch.launch.rounds import Round, Rounds
+
+
+@pytest.fixture
+def port() -> int:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    request_port: int = store.port
+    _HELD.append(store)
+    return request_port
+
+
+_HELD: list[dist.Store] = []
+
+
+def rounds(port: int, order: int, *, first: bool, most: int = 2, timeout_s: float = 20) -> Rounds:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    return Rounds(store, first=first, least=2, most=most, order=order, timeout_s=timeout_s)
+
+
+def test_machines_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    second, first = rounds(port, 1, first=False), rounds(port, 0, first=True)
+    with ThreadPoolExecutor() as threads:
+        for number in (0, 1):
+            told = [*threads.map(Rounds.next, (second, first))]
+            assert told == [Round(number, 1, 2), Round(number, 0, 2)]
+    assert len({one.name for one in (Round(0, 0, 2), Round(1, 0, 2))}) == 2
+    first.leave()
+    assert threading.active_count() < 50
+
+
+def test_too_few_machines_are_told(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    with pytest.raises(TimeoutError):
+        rounds(port, 0, first=True, timeout_s=1).next()
