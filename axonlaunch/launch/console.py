@@ -220,8 +220,8 @@ def _own_frames(text: str) -> str:
             else:
                 frames.append([line])
     calls = [frame for frame in frames if frame[0].startswith("  File ")]
-    hidden = [frame for frame in calls[:-1] if _TORCH.search(frame[0])]
-    first, *rest = (frame for frame in frames if frame not in hidden)
+    hidden = {id(frame) for frame in calls[:-1] if _TORCH.search(frame[0])}
+    first, *rest = (frame for frame in frames if id(frame) not in hidden)
     cut = [["  ..."]] if sum(map(len, rest)) > _SHOWN else []
     while sum(map(len, rest)) > _SHOWN and len(rest) > 2:
         rest.pop(0)

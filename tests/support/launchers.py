@@ -23,7 +23,8 @@ BIN = Path(sys.executable).parent
 
 def needs(*programs: str, root: bool = True) -> None:
     """Skip a test where this machine lacks what it needs, and say what."""
-    missing = [program for program in programs if shutil.which(program) is None]
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where daemons are
+    missing = [program for program in programs if shutil.which(program, path=path) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed (scripts/system-packages)")
     if root and os.geteuid() != 0:
