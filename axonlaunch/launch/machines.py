@@ -1,41 +1,22 @@
-"""One of several machines of a run, which starts its own ranks once all have agreed.
+"""One of several machines of a run, which starts its own ranks beside the others'.
 
-They meet at machine 0. Torch's store carries what they tell each other; every machine composes and
-checks the same words itself, and a difference is told before a rank starts.
+What fails is started again where that may help, with the machines that are left.
 """
 
 from __future__ import annotations
 
-import hashlib
-import socket
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from axonlaunch import config as configuration
-from axonlaunch.comm.rendezvous import is_own, meet_at
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import nodes, world_size
-from axonlaunch.config.problem import plain
-from axonlaunch.launch import run_folder
 from axonlaunch.launch.conclusion import Record, conclude, tell_crash
 from axonlaunch.launch.console import RunConsole
-from axonlaunch.launch.local import Meeting, attempt
-from axonlaunch.launch.peers import Peers, meet
+from axonlaunch.launch.local import attempt
+from axonlaunch.launch.membership import Membership, unsaid
 from axonlaunch.launch.prediction import Prediction
-from axonlaunch.launch.rounds import Round, Rounds
-from axonlaunch.launch.supervisor import Outcome
-
-LOST_S = 5.0
-"""Seconds of silence after which a machine is lost: its processes have to be gone in ten."""
-_OWN = ("launch.node_rank", "name", "run_dir")
-"""What may differ between machines: each says the first itself, machine 0 decides the others."""
+from axonlaunch.launch.supervisor import was_interrupted
 
 
 def train(
@@ -61,10 +42,10 @@ def train(
     Raises:
         ConfigError: The machines can't meet, or differ; no rank was started.
     """
-    if unsaid := _unsaid(config):
-        raise ConfigError([*problems, *unsaid])
+    if missing := unsaid(config):
+        raise ConfigError([*problems, *missing])
     console = RunConsole(stream=sys.stderr if as_json else sys.stdout)
-    me = _Machine(config, problems, console, *_open(config, console))
+    me = Membership(config, problems, console)
     prediction = Prediction(context, config)
     record = Record(started, console, prediction)
     with ExitStack() as folder:
@@ -95,285 +76,3 @@ def train(
     if was_interrupted(outcome):
         return 130, None
     return (1 if outcome.crash is not None else 0), None
-
-
-class _Machine:
-    """This machine, over all attempts at a run.
-
-    Attributes:
-        restarts: Attempts that failed.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        problems: list[Problem],
-        console: RunConsole,
-        connect: Callable[[], dist.Store],
-        hosts: bool,
-    ) -> None:
-        """Prepare to meet the others.
-
-        Args:
-            config: As given to this machine.
-            problems: What it can't run it for.
-            console: Takes lines for the user.
-            connect: Opens one more connection to where the machines meet.
-            hosts: Whether that is here.
-        """
-        self._given = config
-        self._problems = problems
-        self._console = console
-        self._connect = connect
-        self._hosts = hosts
-        self._rounds: Rounds | None = None
-        self._frozen: RunConfig | None = None
-        self._peers: Peers | None = None
-        self.restarts = 0
-
-    def agree(self, folder: ExitStack) -> tuple[RunConfig, Meeting]:
-        """Meet the others for an attempt; return what all run, and where the ranks meet.
-
-        Raises:
-            ConfigError: The machines can't meet, or differ.
-        """
-        launch, token = self._given.launch, _token(self._given)
-        now, store = self._round(), self._connect()
-        own = dist.PrefixStore(f"{token}/{now.name}", store)
-        try:
-            met = meet(
-                own,
-                member=now.member,
-                members=now.members,
-                about=self._about(),
-                timeout_s=launch.timeout_s,
-                announce=lambda text: self._console.line(f"machine {now.member}: {text}"),
-            )
-        except TimeoutError as missing:
-            message = (
-                f"machines {missing} did not come within launch.timeout_s={launch.timeout_s:g}"
-            )
-            raise ConfigError([Problem("launch.nnodes", message, launch.nnodes)]) from None
-        self._peers = peers = Peers(
-            own,
-            member=now.member,
-            members=now.members,
-            first_ranks=[machine * _count(self._given) for machine in range(now.members)],
-            lost_s=LOST_S,
-            are_machines=True,
-        )
-        if met is not None:
-            self._freeze(peers, met, folder)
-        else:
-            self._take(peers)
-        assert self._frozen is not None
-        config = configuration.replaced(self._frozen, {"launch.nnodes": now.members})
-        peers.watch()
-        self._say(config, now.member)
-        meeting = Meeting(
-            address=launch.master_addr,
-            port=_port(config),
-            token=f"{token}/{now.name}/ranks",
-            node_rank=now.member,
-            others=peers,
-        )
-        return config, meeting
-
-    def goes_on(self, outcome: Outcome) -> bool:
-        """Whether an attempt that ended so is followed by another."""
-        if outcome.crash is None or was_interrupted(outcome):
-            return False
-        assert self._peers is not None
-        return self.restarts < self._given.launch.max_restarts and not self._peers.is_headless
-
-    def leave(self) -> None:
-        """Tell machines that come later that the run has ended."""
-        if self._rounds is not None and self._hosts:
-            self._rounds.leave()
-
-    def _round(self) -> Round:
-        """Return the machines of the next attempt.
-
-        Raises:
-            ConfigError: Too few came.
-        """
-        launch = self._given.launch
-        least, most = nodes(self._given)
-        order = 0 if launch.node_rank == "auto" else launch.node_rank
-        if least == most and self.restarts == 0:
-            return Round(-1, order, most)
-        if self._rounds is None:
-            store = dist.PrefixStore(f"{_token(self._given)}/rounds", self._connect())
-            self._rounds = Rounds(
-                store,
-                first=self._hosts,
-                least=least,
-                most=most,
-                order=order,
-                timeout_s=launch.timeout_s,
-            )
-        try:
-            return self._rounds.next()
-        except TimeoutError:
-            message = f"fewer than {least} machines came within launch.timeout_s="
-            problem = Problem("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
-            raise ConfigError([problem]) from None
-
-    def _about(self) -> dict[str, Any]:
-        return {
-            "machine": socket.gethostname(),
-            "config": configuration.leaves(configuration.to_tree(self._given)),
-            "problems": [str(problem) for problem in self._problems],
-        }
-
-    def _freeze(self, peers: Peers, met: list[dict[str, Any]], folder: ExitStack) -> None:
-        """Fix the configuration for all machines; this one leads."""
-        try:
-            _agreed(met)
-            if self._frozen is None:
-                given = configuration.replaced(self._given, {"launch.node_rank": "auto"})
-                self._frozen = folder.enter_context(run_folder.create(given))
-        except ConfigError as error:
-            peers.tell("frozen", {"problems": [str(one) for one in error.problems]})
-            peers.watch()
-            peers.farewell()
-            raise
-        told = {"config": configuration.to_yaml(self._frozen), "restarts": self.restarts}
-        peers.tell("frozen", told)
-
-    def _take(self, peers: Peers) -> None:
-        """Take the configuration that machine 0 froze, and keep it here too.
-
-        Raises:
-            ConfigError: There is none, for the reasons that machine 0 tells.
-        """
-        launch = self._given.launch
-        try:
-            told = peers.ask("frozen", timeout_s=launch.timeout_s)
-        except TimeoutError:
-            message = "machine 0 answers, but never began this run; is launch.token_file the same?"
-            raise ConfigError(
-                [Problem("launch.master_addr", message, launch.master_addr)]
-            ) from None
-        if "problems" in told:
-            peers.watch()
-            peers.farewell()
-            raise ConfigError([Problem("", problem) for problem in told["problems"]])
-        self.restarts = told["restarts"]
-        self._frozen = configuration.parsed(told["config"])
-        run_folder.keep(self._frozen)
-
-    def _say(self, config: RunConfig, member: int) -> None:
-        if member == 0:
-            return
-        count, first = _count(config), member * _count(config)
-        which = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
-        self._console.line(
-            f"machine {member} of {nodes(config)[1]}: {which} of {world_size(config)}; "
-            f"machine 0 at {config.launch.master_addr} tells how it goes"
-        )
-
-
-def was_interrupted(outcome: Outcome) -> bool:
-    """Whether a person or a scheduler ended a run."""
-    if outcome.crash is not None:
-        return outcome.crash.first.kind == "interrupted"
-    return outcome.killed or (outcome.finished is not None and outcome.finished.interrupted)
-
-
-def _unsaid(config: RunConfig) -> list[Problem]:
-    """Return what a machine must know of the others, and nobody said."""
-    launch, found = config.launch, []
-    least, most = nodes(config)
-    if launch.node_rank == "auto" and least == most:
-        message = f"which of the {launch.nnodes} machines is this? write 0 on the first"
-        found.append(Problem("launch.node_rank", message, "auto"))
-    elif launch.node_rank != "auto" and launch.node_rank >= most:
-        message = f"the machines are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
-        found.append(Problem("launch.node_rank", message, launch.node_rank))
-    if launch.master_addr == "auto":
-        message = "where is machine 0? write an address by which the others reach it"
-        found.append(Problem("launch.master_addr", message, "auto"))
-    if launch.backend == "mock":
-        message = "its ranks are threads of one process; use auto, or launch.nnodes=1"
-        found.append(Problem("launch.backend", message, "mock"))
-    return found
-
-
-def _count(config: RunConfig) -> int:
-    return 1 if config.launch.nproc == "auto" else config.launch.nproc
-
-
-def _port(config: RunConfig) -> int:
-    return 29500 if config.launch.master_port == "auto" else config.launch.master_port
-
-
-def _token(config: RunConfig) -> str:
-    """Return what this run's keys begin with.
-
-    Raises:
-        ConfigError: The file of the secret can't be read.
-    """
-    file = config.launch.token_file
-    if file is None:
-        return "axonlaunch"
-    try:
-        secret = Path(file).expanduser().read_bytes().strip()
-    except OSError as error:
-        message = f"can't read it ({error.strerror})"
-        raise ConfigError([Problem("launch.token_file", message, file)]) from None
-    if not secret:
-        raise ConfigError([Problem("launch.token_file", "it is empty", file)])
-    return hashlib.sha256(secret).hexdigest()
-
-
-def _open(config: RunConfig, console: RunConsole) -> tuple[Callable[[], dist.Store], bool]:
-    """Listen on machine 0, or reach it; return how to connect once more, and whether it is here.
-
-    Raises:
-        ConfigError: The address is not machine 0's, its port is taken, or nobody answers.
-    """
-    launch, port = config.launch, _port(config)
-    hosts = launch.node_rank == 0 or (launch.node_rank == "auto" and is_own(launch.master_addr))
-    timeout = timedelta(seconds=launch.timeout_s)
-    if not hosts:
-        which = "" if launch.node_rank == "auto" else f" {launch.node_rank}"
-        console.line(f"machine{which}: joining {launch.master_addr}:{port}")
-    try:
-        # It listens for as long as this is held, by the connections made from it.
-        held = meet_at(launch.master_addr, port, listens=hosts, timeout=timeout)
-    except ValueError as error:
-        raise ConfigError([Problem("launch.master_addr", str(error), launch.master_addr)]) from None
-    except (dist.DistNetworkError, dist.DistStoreError):
-        message = (
-            f"nobody listens at port {port} there for {launch.timeout_s:g} s; start machine 0, and "
-            "see that no firewall is between"
-        )
-        raise ConfigError([Problem("launch.master_addr", message, launch.master_addr)]) from None
-
-    def connect() -> dist.Store:
-        assert held is not None
-        return meet_at(launch.master_addr, port, listens=False, timeout=timeout)
-
-    return connect, hosts
-
-
-def _agreed(met: list[dict[str, Any]]) -> None:
-    """Hold that every machine can run, and that all run the same.
-
-    Raises:
-        ConfigError: Every problem of every machine.
-    """
-    first, problems = met[0]["config"], []
-    for machine, about in enumerate(met):
-        where = f"machine {machine} ({about['machine']})"
-        problems += [Problem("", f"{where}: {problem}") for problem in about["problems"]]
-        if about["problems"] or met[0]["problems"]:
-            continue
-        for key in sorted({*first, *about["config"]} - {*_OWN}):
-            here, there = first.get(key), about["config"].get(key)
-            if here != there:
-                message = f"{where} has {plain(there)}; start every machine with the same words"
-                problems.append(Problem(key, message, here))
-    if problems:
-        raise ConfigError(problems)

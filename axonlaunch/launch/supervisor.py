@@ -55,6 +55,13 @@ class Outcome:
     killed: bool = False
 
 
+def was_interrupted(outcome: Outcome) -> bool:
+    """Whether a person or a scheduler ended a run."""
+    if outcome.crash is not None:
+        return outcome.crash.first.kind == "interrupted"
+    return outcome.killed or (outcome.finished is not None and outcome.finished.interrupted)
+
+
 class Others(Protocol):
     """The other machines of a run."""
 
