@@ -32,7 +32,10 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it of its inputs
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    "mode",
+    [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "full")), "selective"],
+)
 def test_blocks_that_recompute_are_compiled_in_one_piece(mode: Mode) -> None:
     torch._dynamo.reset()
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
