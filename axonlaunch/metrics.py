@@ -30,6 +30,8 @@ class MetricsFile:
         """Append an event that has numbers."""
         if isinstance(event, Stepped):
             line = asdict(event)
+            if event.slowest is None:
+                del line["slowest"]  # only where ranks were seen to wait for each other
         elif isinstance(event, Evaluated):
             line = {"step": event.step, "eval_loss": event.eval_loss}
         else:

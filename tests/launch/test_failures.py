@@ -19,13 +19,11 @@ REASONS = {
     ("fault", "rank"),
     [
         ("SIGKILL", 0),
-        ("exit", 0),
         ("exception", 1),
-        ("SIGSEGV", 1),
         # Each fault and each rank is there already.
         *(
             pytest.param(*both, marks=pytest.mark.slow)
-            for both in (("exception", 0), ("SIGSEGV", 0), ("SIGKILL", 1), ("exit", 1))
+            for both in (("exception", 0), ("SIGSEGV", 0), ("SIGKILL", 1), ("exit", 1), ("exit", 0))
         ),
     ],
 )

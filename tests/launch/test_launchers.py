@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import TINY, Command, wait_for
+from command import TINY, Command, Served, wait_for
 from launchers import BIN, By, ended, logged, needs, slurm
+from served import Server
 
 RUN = ["train", *TINY, "strategy=fsdp"]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def expected(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[float]:
     """The losses of the local launcher's ranks."""
-    command = Command(tmp_path_factory.mktemp("local"))
+    command = Served(tmp_path_factory.mktemp("local"), server)
     command(*RUN, "launch.nproc=2", "name=run")
     return command.losses("run")
 

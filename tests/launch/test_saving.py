@@ -37,8 +37,6 @@ def test_saves_change_nothing_that_is_learned(
 @pytest.mark.parametrize(
     ("background", "kills"),
     [
-        pytest.param("false", 1, marks=pytest.mark.slow),
-        ("true", 1),
         pytest.param("false", 25, marks=pytest.mark.slow),
         pytest.param("true", 25, marks=pytest.mark.slow),
     ],

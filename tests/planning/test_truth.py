@@ -14,9 +14,7 @@ CASES: dict[int, list[str]] = {
     2: [
         "strategy=ddp train.micro_batch_size=2",
         "strategy=zero1",
-        "strategy=zero2",
         "strategy=fsdp train.precision=bf16",
-        "strategy=fsdp strategy.fsdp.cpu_offload=full",
         f"{PIPELINE}=interleaved_1f1b",
         "strategy=tensor strategy.tensor.sequence_parallel=true",
     ],
@@ -28,6 +26,8 @@ CASES: dict[int, list[str]] = {
 SLOW_CASES: dict[int, list[str]] = {
     2: [
         "strategy=ddp",
+        "strategy=zero2",
+        "strategy=fsdp strategy.fsdp.cpu_offload=full",
         f"{PIPELINE}=gpipe",
         f"{PIPELINE}=1f1b",
         "strategy=ddp strategy.ddp.sync=synchronous",
