@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import served
 from command import Served
 from served import Server
 
@@ -33,19 +34,23 @@ def shortened(command: str) -> list[str]:
     A run does a fifth of the steps that the page asks for, so that one goes on from another's.
     """
     words = shlex.split(command)
+    narrow = ["model.hidden_size=32", "model.num_attention_heads=2", "data.sequence_length=64"]
     if words[1] == "verify":
-        return [*words, "--steps=1"]
+        return [*words, *narrow, "--steps=1"]
     small = ["model.num_hidden_layers=2", "data.sequence_length=64"]
     if words[1] == "estimate":
         return [*words, *small]
     if words[1] == "plan":
         one = ["data_parallel=ddp", "tensor.degree=8", "pipeline.degree=1"]
-        return [*words, *small, *(f"strategy.{key}" for key in one), "train.micro_batch_size=1"]
+        rest = ["train.micro_batch_size=1", "train.activation_checkpointing=full"]
+        return [*words, *small, *(f"strategy.{key}" for key in one), *rest]
     if words[1] != "train":
         return words
     given = dict(word.split("=", 1) for word in words if word.startswith("train.steps="))
     steps = int(given.get("train.steps", 20)) // 5
     words = [word for word in words if not word.startswith("train.steps=")]
+    if not any(word.startswith("model=") for word in words):
+        words += narrow
     return [*words, f"train.steps={steps}", "train.eval_batches=1", "train.sample_tokens=4"]
 
 
@@ -63,7 +68,7 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(400)
 def test_every_command_runs_in_the_order_of_the_page(tmp_path: Path, server: Server) -> None:
-    served = Served(tmp_path, server)
+    axonlaunch = Served(tmp_path, server)
     (tmp_path / "README.md").write_text(README)
     for block in blocks("python"):
         if named := re.match(r"# (\w+\.py)\n", block):
@@ -74,15 +79,17 @@ def test_every_command_runs_in_the_order_of_the_page(tmp_path: Path, server: Ser
             ran = run(shortened(command), tmp_path)
             assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
         else:
-            served(*shortened(command)[1:])
+            axonlaunch(*shortened(command)[1:])
 
 
-def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
+def test_the_python_of_the_page_runs(tmp_path: Path, server: Server) -> None:
     scripts = [block for block in blocks("python") if "World" in block]
     assert len(scripts) == 1
     (tmp_path / "script.py").write_text(scripts[0])
-    ran = run([sys.executable, "-W", "error", "script.py"], tmp_path)
-    assert ran.returncode == 0, ran.stderr
+    words = (served.script, "script.py")
+    ran = served.Forked(*words, folder=tmp_path, environment=dict(os.environ))
+    _, errors = ran.communicate(timeout=60)
+    assert ran.returncode == 0, errors
 
 
 def test_the_errors_of_the_page_are_what_one_sees(tmp_path: Path) -> None:

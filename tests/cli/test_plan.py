@@ -47,7 +47,7 @@ def planned(*, step_s: float, fits: bool = True, **breakdown: float) -> Planned:
 @pytest.mark.timeout(240)
 def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)
-    words = [*MODEL, "strategy.tensor.degree=2"]
+    words = [*MODEL, "strategy.tensor.degree=2", "train.global_batch_size=1"]
     ran = axonlaunch("plan", *words, "--devices", "2", "--json", "--write", "best.yaml")
     told = json.loads(ran.stdout)
     assert told["searched"] > 1

@@ -147,7 +147,8 @@ def test_a_taken_port_is_told_before_a_rank_starts(served: Command) -> None:
 
 
 def test_a_run_on_one_machine_listens_on_loopback_alone(served: Command, faulty: list[str]) -> None:
-    process = served.start("train", *faulty, "name=run", "model.arguments={pause:0.5}")
+    words = [*faulty, "name=run", "train.steps=2"]
+    process = served.start("train", *words, "model.arguments={pause:1.0}")
     metrics = served.folder / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
     listening = _listening(served.processes())
@@ -181,8 +182,9 @@ def test_a_named_model_of_a_plugin_trains(served: Command, faulty: list[str]) ->
 
 
 def test_compiled_blocks_have_the_same_losses(served: Command) -> None:
-    served.train("name=plain", "strategy=fsdp", "train.steps=3")
-    served.train("name=compiled", "strategy=fsdp", "train.steps=3", "train.compile=true")
+    words = ["strategy=fsdp", "model.num_hidden_layers=1", "train.steps=3", "train.eval_batches=0"]
+    served.train("name=plain", *words)
+    served.train("name=compiled", *words, "train.compile=true")
     assert served.losses("compiled") == pytest.approx(served.losses("plain"), rel=1e-5)
 
 

@@ -28,8 +28,13 @@ LAYOUTS = {
 ZERO_BUBBLE = ["strategy=pipeline", "strategy.pipeline.schedule=zbv_zero_bubble"]
 
 
-# The largest mesh again, in what differs on the small ones just as well.
-REPEATED = {("hybrid", kind) for kind in ("full", "selective", "bf16", "fp16")}
+# The largest mesh again, in what differs on the small ones just as well; and another engine that
+# computes its blocks as ddp does.
+REPEATED = {
+    *(("hybrid", kind) for kind in ("full", "selective", "bf16", "fp16")),
+    *(("zero1", kind) for kind in ("full", "selective", "bf16")),
+    *((layout, "full") for layout in ("tensor", "sequence")),
+}
 
 
 def of_layouts(*values: str) -> list[Any]:

@@ -12,8 +12,6 @@ from axonlaunch.planning.memory import estimate
 PIPELINE = "strategy=pipeline strategy.pipeline.schedule"
 CASES: dict[int, list[str]] = {
     2: [
-        "strategy=ddp train.micro_batch_size=2",
-        "strategy=zero1",
         "strategy=fsdp train.precision=bf16",
         f"{PIPELINE}=interleaved_1f1b",
         "strategy=tensor strategy.tensor.sequence_parallel=true",
@@ -26,6 +24,8 @@ CASES: dict[int, list[str]] = {
 SLOW_CASES: dict[int, list[str]] = {
     2: [
         "strategy=ddp",
+        "strategy=ddp train.micro_batch_size=2",
+        "strategy=zero1",
         "strategy=zero2",
         "strategy=fsdp strategy.fsdp.cpu_offload=full",
         f"{PIPELINE}=gpipe",

@@ -59,7 +59,8 @@ class Layout:
         overrides: What chooses it.
         data_ranks: Ranks that share the batch.
         stages: Of its pipeline.
-        repeats: Whether the same row has it on fewer ranks, or another engine on as many.
+        repeats: Whether the same row has it on another number of ranks, or another engine on as
+            many.
     """
 
     label: str
@@ -131,18 +132,22 @@ def layouts() -> Iterator[Layout]:
         for ranks in counts:
             yield Layout(label, ranks, overrides, ranks, repeats=ranks == counts[-1])
     for ranks in (4, 8):
-        yield Layout("hsdp", ranks, hsdp, ranks)
+        yield Layout("hsdp", ranks, hsdp, ranks, repeats=ranks == 8)
     for degree in (2, 4):
-        yield Layout("tensor", degree, ("strategy=tensor", f"{TENSOR}{degree}"), 1)
-        parts = "strategy.tensor.sequence_parallel=true"
-        yield Layout("tensor, sequence", degree, ("strategy=tensor", f"{TENSOR}{degree}", parts), 1)
+        tensor, repeats = ("strategy=tensor", f"{TENSOR}{degree}"), degree == 4
+        yield Layout("tensor", degree, tensor, 1, repeats=repeats)
+        parts = (*tensor, "strategy.tensor.sequence_parallel=true")
+        yield Layout("tensor, sequence", degree, parts, 1, repeats=repeats)
     for schedule, each in SCHEDULES.items():
         for degree in (2, 4):
             chosen = ("strategy=pipeline", f"{PIPELINE}{degree}", SCHEDULE + schedule)
-            yield Layout(f"pipeline, {schedule}", degree, chosen, 1, degree * each)
+            label, repeats = f"pipeline, {schedule}", degree * each != 4
+            yield Layout(label, degree, chosen, 1, degree * each, repeats=repeats)
     for label in ("ddp", "zero1", "zero2", "fsdp", "fsdp, offload full"):
-        yield Layout(f"{label} x tensor", 4, (*kinds[label], f"{TENSOR}2"), 2)
-        yield Layout(f"{label} x pipeline", 4, (*kinds[label], f"{PIPELINE}2"), 2, 2)
+        repeats = label in ("zero2", "fsdp, offload full")
+        yield Layout(f"{label} x tensor", 4, (*kinds[label], f"{TENSOR}2"), 2, repeats=repeats)
+        both = (*kinds[label], f"{PIPELINE}2")
+        yield Layout(f"{label} x pipeline", 4, both, 2, 2, repeats=repeats)
     for label in ("ddp", "zero1", "fsdp", "fsdp, no_shard"):
         both = (*kinds[label], f"{TENSOR}2", f"{PIPELINE}2")
         repeats = label != "fsdp"
