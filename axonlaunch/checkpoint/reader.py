@@ -6,7 +6,7 @@ Files whose checksum is not what was written are refused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MODEL = "model."
 """What precedes the names of parameters in a state."""
+_AT_ONCE = 1 << 30
+"""Bytes that ``tensors`` reads at once, at least a tensor: each reading takes the whole index."""
 
 
 def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict[str, Any]:
@@ -61,6 +63,32 @@ def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
 
     with folders.reading(checkpoint), in_one_process():
         dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path), no_dist=True)
+
+
+def tensors(
+    checkpoint: Checkpoint, names: Sequence[str], contents: Mapping[str, Any]
+) -> Iterator[Tensor]:
+    """Yield whole tensors in one process, a few in memory at once; ``refuse_damage`` is the caller's.
+
+    Args:
+        checkpoint: It is read.
+        names: As ``contents`` has them.
+        contents: Of the checkpoint.
+    """
+    import torch
+
+    batch: dict[str, Tensor] = {}
+    for number, name in enumerate(names, 1):
+        entry = contents[name]
+        batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        if number == len(names) or sum(t.nbytes for t in batch.values()) > _AT_ONCE:
+            state: dict[str, dict[str, Tensor]] = {}
+            for full, tensor in batch.items():
+                section, _, rest = full.partition(".")
+                state.setdefault(section, {})[rest] = tensor
+            read(checkpoint, state)
+            yield from batch.values()
+            batch = {}
 
 
 @contextmanager

@@ -6,7 +6,6 @@ Weights of another model are refused, name by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,10 @@ from axonlaunch.config.data import SyntheticTokensConfig
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from axonlaunch.comm import World
     from axonlaunch.engines.base import Engine
-
-_AT_ONCE = 1 << 30
-"""Bytes that are read at once, at least a tensor."""
 
 
 def start(engine: Engine, model: Any, *, world: World) -> None:
@@ -100,7 +96,12 @@ def export(
     known = hugging_face.places(config.model)
     entries = reader.parameters(checkpoint)
     names = list(known) if known else sorted(entries)
-    tensors = _tensors(checkpoint, names, entries)
+    if missing := [f"{name} is missing" for name in names if name not in entries]:
+        raise ConfigError([Problem("", f"{checkpoint.path}: {first(missing)}")])
+    reader.refuse_damage(checkpoint)
+    contents = {f"{reader.MODEL}{name}": entry for name, entry in entries.items()}
+    read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in names], contents)
+    tensors = zip(names, read, strict=True)
     written = safetensors.write(folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes)
     content = hugging_face.figures(config.model) if known else to_tree(config.model)
     content["dtype"] = str(dtype or entries[names[0]].properties.dtype).removeprefix("torch.")
@@ -158,25 +159,6 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
         dcp.save({"model": state}, storage_writer=writer, no_dist=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     return about.path
-
-
-def _tensors(
-    checkpoint: Checkpoint, names: list[str], entries: Mapping[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
-    """Read whole parameters one after another, no more at once than a gibibyte or a tensor."""
-    import torch
-
-    if missing := [f"{name} is missing" for name in names if name not in entries]:
-        raise ConfigError([Problem("", f"{checkpoint.path}: {first(missing)}")])
-    reader.refuse_damage(checkpoint)
-    batch: dict[str, Tensor] = {}
-    for number, name in enumerate(names, 1):
-        entry = entries[name]
-        batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        if number == len(names) or sum(t.nbytes for t in batch.values()) > _AT_ONCE:
-            reader.read(checkpoint, {"model": batch})
-            yield from batch.items()
-            batch = {}
 
 
 def first(problems: list[str]) -> str:

@@ -63,6 +63,7 @@ class Composer:
                 raise ConfigError([Problem("", f"--config-dir {folder}: there is no such folder")])
             search_path.prepend("user", folder.as_uri())
         self._loader = ConfigLoaderImpl(search_path)
+        self._in_defaults: dict[str, frozenset[str]] = {}
 
     def options(self, group: str) -> dict[str, str]:
         """Return ``{option: first comment line of its YAML}`` of a group, sorted by name."""
@@ -186,10 +187,12 @@ class Composer:
         text = override.input_line.lstrip("+")
         return [text if in_defaults else "+" + text], problems
 
-    def _groups_in_defaults(self, config_name: str) -> set[str]:
+    def _groups_in_defaults(self, config_name: str) -> frozenset[str]:
         """Return the groups that the primary config, or an experiment it takes, already names."""
         from hydra.types import RunMode
 
+        if config_name in self._in_defaults:  # a third of the time that composing takes
+            return self._in_defaults[config_name]
         try:
             known = self._loader.compute_defaults_list(config_name, [], RunMode.RUN)
         except Exception as error:
@@ -197,7 +200,8 @@ class Composer:
             if problem is None:
                 raise
             raise ConfigError([problem]) from None
-        return set(known.overrides.known_choices)
+        self._in_defaults[config_name] = found = frozenset(known.overrides.known_choices)
+        return found
 
     def _file_origins(self, config_name: str, texts: list[str]) -> dict[str, str]:
         from hydra._internal.config_repository import CachingConfigRepository

@@ -51,16 +51,17 @@ def test_under_torchrun(axonlaunch: Command, expected: list[float]) -> None:
     assert logs == ["rank_0.log", "rank_1.log"]
 
 
-def test_under_mpirun(axonlaunch: Command, expected: list[float]) -> None:
-    told = mpirun(axonlaunch.folder, 2)(*RUN, "name=run", "--json")
+def test_under_mpirun(axonlaunch: Command, server: Server, expected: list[float]) -> None:
+    told = mpirun(axonlaunch.folder, 2).served(server)(*RUN, "name=run", "--json")
     assert json.loads(told.stdout)["status"] == "done"
     assert axonlaunch.losses("run") == expected
 
 
 def test_under_srun_on_two_nodes(
-    axonlaunch: Command, cluster: dict[str, str], expected: list[float]
+    axonlaunch: Command, server: Server, cluster: dict[str, str], expected: list[float]
 ) -> None:
-    By(axonlaunch.folder, ["srun", "-N2", "--ntasks-per-node=1"], cluster)(*RUN, "name=run")
+    srun = By(axonlaunch.folder, ["srun", "-N2", "--ntasks-per-node=1"], cluster)
+    srun.served(server)(*RUN, "name=run")
     assert axonlaunch.losses("run") == expected
 
 
@@ -103,11 +104,12 @@ def test_ranks_that_a_person_starts_one_by_one(axonlaunch: Command, expected: li
 
 
 def test_a_rank_that_fails_under_torchrun_is_on_one_card(
-    axonlaunch: Command, faulty: list[str]
+    axonlaunch: Command, server: Server, faulty: list[str]
 ) -> None:
     words = [word for word in faulty if not word.startswith("launch.")]
     fault = "model.arguments={fault:exception,rank:1,step:3}"
-    ran = torchrun(axonlaunch.folder, 2)("train", *words, "name=run", fault, status=1)
+    by_torchrun = torchrun(axonlaunch.folder, 2).served(server)
+    ran = by_torchrun("train", *words, "name=run", fault, status=1)
     assert ran.stderr.count("rank 1 of 2 failed first: ValueError: the fault of a test") == 1
     crash = json.loads((axonlaunch.folder / "runs/run/crash.json").read_text())
     assert (crash["rank"], crash["step"], crash["kind"]) == (1, 2, "error")

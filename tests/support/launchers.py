@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from typing import Any
 
 import pytest
 from command import Command, wait_for
+from served import Server
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SUPPORT = Path(__file__).parent
+SCRIPTS = SUPPORT.parents[1] / "scripts"
 BIN = Path(sys.executable).parent
 
 
@@ -38,16 +41,27 @@ class By(Command):
     Attributes:
         prefix: The launcher's words.
         variables: Added to the environment.
+        program: What Python runs.
     """
 
     prefix: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
+    program: list[str] = field(default_factory=lambda: ["-m", "axonlaunch"])
+
+    def served(self, server: Server) -> By:
+        """Return the same with ranks forked from a server, for what they do once they started."""
+        file = self.folder / "server.pickle"
+        file.write_bytes(pickle.dumps(server))
+        file.chmod(0o600)
+        path = f"{SUPPORT}:{SCRIPTS.parent}"
+        variables = {**self.variables, "PYTHONPATH": path}
+        return By(self.folder, self.prefix, variables, [str(SUPPORT / "served_rank.py"), str(file)])
 
     def start(self, *words: str) -> Any:
         """Start it without waiting."""
         outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         process = subprocess.Popen(
-            [*self.prefix, sys.executable, "-m", "axonlaunch", *words],
+            [*self.prefix, sys.executable, *self.program, *words],
             cwd=self.folder,
             stdout=outputs[0],
             stderr=outputs[1],

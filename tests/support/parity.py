@@ -16,7 +16,7 @@ from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build
 from axonlaunch.models.placement import whole
 
-STEPS = 3
+STEPS = 2  # the second takes the first update, and the states that it made
 # The key projection's bias has a gradient of zero, for softmax ignores it, so what rounding leaves
 # is all there is. With AdamW's usual eps of 1e-8 that noise alone would move it by the whole
 # learning rate in a random direction.

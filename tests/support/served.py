@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -38,6 +39,15 @@ def serve() -> Iterator[Server]:
     """Keep a server; yield how it is reached."""
     with mock.patch.object(ours, "PRELOADED", [*IMPORTED, *ours.PRELOADED]), ours.warm():
         yield {name: getattr(SERVER, name) for name in NEEDED if hasattr(SERVER, name)}
+
+
+@contextmanager
+def reached(server: Server) -> Iterator[ForkServerContext]:
+    """Stand in for ``warm``: use the server that is there, and leave it running."""
+    vars(SERVER).update(server)
+    SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # others keep it alive
+    SERVER.ensure_running = lambda: None
+    yield get_context("forkserver")
 
 
 class Forked:
@@ -103,15 +113,7 @@ def command(server: Server, *words: str) -> None:
     """Be the ``axonlaunch`` command."""
     from axonlaunch.cli import app
 
-    @contextmanager
-    def shared() -> Iterator[ForkServerContext]:
-        """Stand in for ``warm``: use the server that is there, and leave it running."""
-        vars(SERVER).update(server)
-        SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # others keep it alive
-        SERVER.ensure_running = lambda: None
-        yield get_context("forkserver")
-
-    ours.warm = shared
+    ours.warm = partial(reached, server)
     app.STARTED = time.time()
     sys.argv = ["axonlaunch", *words]
     app.run()
