@@ -68,10 +68,10 @@ def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
 def tensors(
     checkpoint: Checkpoint, names: Sequence[str], contents: Mapping[str, Any]
 ) -> Iterator[Tensor]:
-    """Yield whole tensors in one process, a few in memory at once; ``refuse_damage`` is the caller's.
+    """Yield whole tensors in one process, a few in memory at once.
 
     Args:
-        checkpoint: It is read.
+        checkpoint: ``refuse_damage`` is the caller's.
         names: As ``contents`` has them.
         contents: Of the checkpoint.
     """

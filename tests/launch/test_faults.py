@@ -113,7 +113,7 @@ def check(faulted: Faulty, strategy: str, fault: str, rank: int, phase: str) -> 
 
 
 CASES = list(product(STRATEGIES, FAULTS, (0, 1), PHASES))
-DEFAULT = [("fsdp", "SIGKILL", 0, "saving"), ("pipeline", "exception", 0, "first")]
+DEFAULT = [("fsdp", "SIGKILL", 0, "saving")]
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,20 @@ from axonlaunch.launch.run_folder import default_name
 LINE = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "peak_memory_bytes"}
 
 
-def test_a_run_leaves_what_the_contract_says(axonlaunch: Command) -> None:
-    ran = axonlaunch.train("+strategy=fsdp", "name=run", "checkpoint.every=4", "checkpoint.keep=1")
-    folder = axonlaunch.folder / "runs" / "run"
-    assert set(axonlaunch.lines("run")[0]) == LINE
+def test_a_run_leaves_what_the_contract_says(served: Command) -> None:
+    ran = served.train("+strategy=fsdp", "name=run", "checkpoint.every=4", "checkpoint.keep=1")
+    folder = served.folder / "runs" / "run"
+    assert set(served.lines("run")[0]) == LINE
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_6"]
-    summary = axonlaunch.summary("run")
+    summary = served.summary("run")
     assert (summary["status"], summary["steps"]) == ("done", 6)
     assert summary["first_step_s"] > 0
     assert summary["measured_peak_bytes"] > 0
-    assert summary["loss"] == axonlaunch.losses("run")[-1]
+    assert summary["loss"] == served.losses("run")[-1]
     assert "data_parallel: fsdp" in (folder / "config.yaml").read_text()
     assert "evaluation loss" in ran.stdout
-    assert sorted(path.name for path in axonlaunch.folder.iterdir()) == ["runs"]
+    assert sorted(path.name for path in served.folder.iterdir()) == ["runs"]
 
 
 def test_real_processes_threads_and_one_process_have_the_same_losses(served: Command) -> None:
