@@ -13,6 +13,7 @@ from torch import nn
 
 from axonlaunch import data
 from axonlaunch.checkpoint.problems import checkpoint_problems
+from axonlaunch.checkpoint.storage import SCHEME
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
@@ -227,7 +228,10 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
     count = sum(p.numel() for p in model.parameters())
     kept = config.checkpoint.keep + config.checkpoint.keep_best + 1  # and the one being written
     needed = count * (STATE_BYTES[config.optimizer.name] - 4) * kept
-    folder, free = free_bytes(Path(config.run_dir if config.run_dir != "auto" else "runs"))
+    where = config.checkpoint.path or config.run_dir
+    if SCHEME in where:  # a bucket's room is not known
+        return
+    folder, free = free_bytes(Path(where if where != "auto" else "runs"))
     if needed > free:
         message = (
             f"checkpoints take up to {needed / GIB:.1f} GiB, {folder} has {free / GIB:.1f} GiB "

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from axonlaunch import checkpoint, data
-from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint import Retention, storage
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import start
 from axonlaunch.comm import World
@@ -66,6 +66,7 @@ def run(
     resumed = _restore(config, engine, world)
     if resumed is None:
         start(engine, config.model, world=world)
+    kept = storage.root(config)
     report = _on_main(report, run_dir, engine.step, config, world)
     report(
         Started(
@@ -77,14 +78,16 @@ def run(
             step=engine.step,
             steps=config.train.steps,
             resumed_from=resumed,
-            notes=(*_swept(run_dir, world), *_notes(config, world)),
+            notes=(*_swept(kept, world), *_notes(config, world)),
         )
     )
 
     saver = None
     if config.checkpoint.every:
+        if world.is_main:
+            storage.describe(config)
         saver = Saver(
-            run_dir,
+            kept,
             world=world,
             retention=Retention(
                 newest=config.checkpoint.keep,
@@ -121,7 +124,8 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> str | None:
     resume = config.checkpoint.resume
     if resume == "never":
         return None
-    found = checkpoint.resolve(Path(config.run_dir if resume == "auto" else resume))
+    where = storage.root(config) if resume == "auto" else storage.place(resume)
+    found = checkpoint.resolve(where)
     if found is None:
         return None
     engine.load_state_dict(checkpoint.load(found, engine.state_dict(), world=world))
@@ -158,9 +162,9 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report)
     report(Sampled(prompt, dataset.decode(tokens)))
 
 
-def _swept(run_dir: Path, world: World) -> list[str]:
+def _swept(kept: Path, world: World) -> list[str]:
     """Delete what interrupted saves left, and name it."""
-    left = checkpoint.sweep_partial(run_dir) if world.is_main else []
+    left = checkpoint.sweep_partial(kept) if world.is_main else []
     return [
         f"checkpoints/{name}: deleted, a save that was interrupted had left it" for name in left
     ]

@@ -1,7 +1,8 @@
 """The folders ``checkpoints/step_<K>`` of a run: which are whole, and which are to be kept.
 
 A folder of that name is complete: it is written under another name, synced to disk, and renamed
-last. Nothing here imports torch, or opens what a run saved.
+last. In a remote place, which renames nothing, it is complete once it has its manifest, which is
+written last and deleted first. Nothing here imports torch, or opens what a run saved.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from axonlaunch.checkpoint.storage import CHECKPOINTS, delete, is_remote, kept_by, sizes
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -81,12 +83,19 @@ class Retention:
 
 def path_of(run_dir: Path, *, step: int) -> Path:
     """Return the folder of a run's checkpoint."""
-    return run_dir / "checkpoints" / f"{_NAME}{step}"
+    return run_dir / CHECKPOINTS / f"{_NAME}{step}"
 
 
 def partial_of(folder: Path) -> Path:
     """Return the name that a checkpoint's folder has while it is written or deleted."""
-    return folder.with_name(folder.name + PARTIAL)
+    return folder if is_remote(folder) else folder.with_name(folder.name + PARTIAL)
+
+
+def prepare(folder: Path) -> None:
+    """Make room for a checkpoint that is to be written."""
+    sweep_partial(folder.parent.parent)
+    if is_remote(folder) and folder.exists():  # the same step, saved again after a resume
+        _unmake(folder)
 
 
 def latest(run_dir: Path) -> Checkpoint | None:
@@ -128,12 +137,12 @@ def _looked_at(folder: Path) -> Checkpoint | str:
         if about["format"] > FORMAT:
             return f"is of format {about['format']}, and this version knows up to {FORMAT}"
         found = _described(folder, about)
+        present = sizes(folder)
         for name, expected in _sums(about).items():
-            file = folder / name
-            if not file.is_file():
+            if name not in present:
                 return f"lacks {name}"
-            if (size := file.stat().st_size) != expected.bytes:
-                return f"has {size} bytes of {name} instead of {expected.bytes}"
+            if present[name] != expected.bytes:
+                return f"has {present[name]} bytes of {name} instead of {expected.bytes}"
     except OSError as error:
         return f"lacks {MANIFEST}" if isinstance(error, FileNotFoundError) else str(error)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -149,7 +158,7 @@ def damaged(path: Path, *, after: Checkpoint | None = None) -> dict[Path, str]:
         after: Leave out what is older.
     """
     since = -1 if after is None else after.step
-    given = path.name.startswith(_NAME) and not (path / "checkpoints").exists()
+    given = path.name.startswith(_NAME) and not (path / CHECKPOINTS).exists()
     found = [path] if given else sorted(_folders(path), key=_step)
     return {one: reason for one in found if _step(one) > since and (reason := fault(one))}
 
@@ -178,13 +187,16 @@ def files(checkpoint: Checkpoint) -> dict[str, Sum]:
 def prune(run_dir: Path, retention: Retention) -> None:
     """Delete the checkpoints that are not to be kept, but for those that someone reads."""
     for checkpoint in superseded(listed(run_dir), retention):
+        if is_remote(checkpoint.path):
+            _unmake(checkpoint.path)
+            continue
         with (checkpoint.path / MANIFEST).open() as manifest:
             if not _locked(manifest, fcntl.LOCK_EX):
                 continue
             # Renamed first: a folder of a checkpoint's name is never half deleted.
             doomed = partial_of(checkpoint.path)
             checkpoint.path.rename(doomed)
-        shutil.rmtree(doomed)
+        delete(doomed)
 
 
 def superseded(found: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
@@ -200,14 +212,15 @@ def superseded(found: Sequence[Checkpoint], retention: Retention) -> list[Checkp
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Keep a checkpoint from being deleted by the run that wrote it.
+    """Keep a checkpoint from being deleted by the run that wrote it; a remote one has no lock.
 
     Raises:
         DamagedError: It is gone already.
     """
     try:
         with (checkpoint.path / MANIFEST).open() as manifest:
-            _locked(manifest, fcntl.LOCK_SH)
+            if not is_remote(checkpoint.path):
+                _locked(manifest, fcntl.LOCK_SH)
             yield
     except FileNotFoundError as error:
         raise DamagedError(f"{error.filename}: it is gone") from None
@@ -215,10 +228,14 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 def sweep_partial(run_dir: Path) -> list[str]:
     """Delete what interrupted saves left; return the names."""
-    left = sorted((run_dir / "checkpoints").glob(f"{_NAME}*{PARTIAL}"))
+    if is_remote(run_dir):
+        left = [folder for folder in _folders(run_dir) if not (folder / MANIFEST).is_file()]
+    else:
+        left = [*(run_dir / CHECKPOINTS).glob(f"{_NAME}*{PARTIAL}")]
     for folder in left:
-        shutil.rmtree(folder, ignore_errors=True)
-    return [folder.name for folder in left]
+        with suppress(OSError):
+            delete(folder)
+    return sorted(folder.name for folder in left)
 
 
 def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) -> None:
@@ -227,8 +244,12 @@ def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) 
     about["files"] = {name: asdict(written[name]) for name in sorted(written)}
     del about["path"]
     manifest = partial / MANIFEST
+    text = json.dumps(about, indent=1)
+    if is_remote(partial):
+        manifest.write_text(text)
+        return
     with manifest.open("w") as stream:
-        json.dump(about, stream, indent=1)
+        stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
     _sync_folder(partial)
@@ -237,10 +258,16 @@ def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) 
         replaced = folder.with_name(f"{folder.name}.replaced{PARTIAL}")
         folder.rename(replaced)
         partial.rename(folder)
-        shutil.rmtree(replaced)
+        delete(replaced)
     else:
         partial.rename(folder)
     _sync_folder(folder.parent)
+
+
+def _unmake(folder: Path) -> None:
+    """Delete a remote checkpoint, which is none from the first moment on."""
+    (folder / MANIFEST).unlink()
+    delete(folder)
 
 
 def _sums(manifest: Mapping[str, Any]) -> dict[str, Sum]:
@@ -251,7 +278,7 @@ def _sums(manifest: Mapping[str, Any]) -> dict[str, Sum]:
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    found = (run_dir / "checkpoints").glob(f"{_NAME}*")
+    found = (kept_by(run_dir) / CHECKPOINTS).glob(f"{_NAME}*")
     return [folder for folder in found if _step(folder) >= 0]
 
 
@@ -284,7 +311,7 @@ def _crc32(file: Path) -> int:
     found = 0
     buffer = memoryview(bytearray(_CHUNK))
     try:
-        with file.open("rb", buffering=0) as stream:
+        with file.open("rb") as stream:
             while count := stream.readinto(buffer):
                 found = zlib.crc32(buffer[:count], found)
     except OSError:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from axonlaunch.checkpoint import folders, reader, weights
 from axonlaunch.checkpoint.folders import Checkpoint
+from axonlaunch.checkpoint.storage import place, reaching
 from axonlaunch.config import ConfigError, Problem, RunConfig
 
 if TYPE_CHECKING:
@@ -24,8 +25,20 @@ def checkpoint_problems(config: RunConfig, model: nn.Module) -> Iterator[Problem
         config: The run's.
         model: As it is to be, on ``meta`` or not.
     """
-    yield from _resume(config, model)
+    key, where = "checkpoint.resume", config.checkpoint.resume
+    if where in ("auto", "never"):
+        key, where = "checkpoint.path", config.checkpoint.path or ""
+    try:
+        yield from _resume(config, model)
+    except ConfigError as error:
+        yield from _unreached(error, key, where)
     yield from _weights(config, model)
+
+
+def _unreached(error: ConfigError, key: str, where: str) -> Iterator[Problem]:
+    """Yield, as problems of a key, that a place can't be reached."""
+    for problem in error.problems:
+        yield Problem(key, problem.message.removeprefix(f"{where}: "), where)
 
 
 def _weights(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
@@ -38,12 +51,19 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
         )
         yield Problem("model.weights", message, path)
         return
-    if not Path(path).is_dir():
+    try:
+        there = place(path)
+        with reaching(there):
+            is_folder = there.is_dir()
+    except ConfigError as error:
+        yield from _unreached(error, "model.weights", path)
+        return
+    if not is_folder:
         message = "there is no such folder; give a run, a checkpoint, or a folder of safetensors"
         yield Problem("model.weights", message, path)
         return
     try:
-        wrong = weights.differences(Path(path), config.model, model)
+        wrong = weights.differences(there, config.model, model)
     except ConfigError as error:
         yield from (Problem("model.weights", problem.message, path) for problem in error.problems)
     else:
@@ -53,14 +73,22 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
 
 
 def _resume(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
-    resume = config.checkpoint.resume
-    if resume == "never" or (resume == "auto" and config.run_dir == config.name == "auto"):
+    resume, kept = config.checkpoint.resume, config.checkpoint.path
+    if resume == "never":
+        yield from _overwritten(kept)
         return
-    folder = Path(resume)
-    if resume == "auto":
+    if resume != "auto":
+        folder = place(resume)
+    elif kept is not None:
+        folder = place(kept)
+    elif config.run_dir == config.name == "auto":
+        return
+    else:
         folder = Path(config.run_dir if config.run_dir != "auto" else f"runs/{config.name}")
-    found = folders.resolve(folder)
-    yield from _damaged(resume, folder, found)
+    with reaching(folder):
+        found = folders.resolve(folder)
+        damaged = list(_damaged(resume, folder, found))
+    yield from damaged
     if found is None:
         return
     try:
@@ -68,6 +96,17 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
     except Exception as error:  # a damaged index fails in many ways
         message = f"{found.path} can't be read: {type(error).__name__}: {error}"
         yield Problem("checkpoint.resume", message, resume)
+
+
+def _overwritten(kept: str | None) -> Iterator[Problem]:
+    """Refuse to begin anew where another run keeps its checkpoints."""
+    if kept is None:
+        return
+    with reaching(place(kept)):
+        found = folders.latest(place(kept))
+    if found is not None:
+        message = f"{found.path} is there; use another checkpoint.path, or go on from it with auto"
+        yield Problem("checkpoint.resume", message, "never")
 
 
 def _damaged(resume: str, folder: Path, found: Checkpoint | None) -> Iterator[Problem]:

@@ -35,11 +35,13 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
+    from axonlaunch.checkpoint.remote import source
+
     share = partial(folders.damage, checkpoint, part=world.rank, parts=world.world_size)
     with folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
         summing = beside.submit(share)
         try:
-            dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path))
+            dcp.load(state, storage_reader=source(checkpoint.path))
         except (Exception, CheckpointException):  # the latter is none of the former
             refuse_damage(checkpoint)  # of a damaged file torch says what it stumbled over
             raise
@@ -61,8 +63,10 @@ def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     """Read whole tensors in one process, in place; ``refuse_damage`` is the caller's."""
     import torch.distributed.checkpoint as dcp
 
+    from axonlaunch.checkpoint.remote import source
+
     with folders.reading(checkpoint), in_one_process():
-        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path), no_dist=True)
+        dcp.load(state, storage_reader=source(checkpoint.path), no_dist=True)
 
 
 def tensors(
@@ -101,11 +105,9 @@ def in_one_process() -> Iterator[None]:
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a checkpoint holds: name -> shape and dtype, as torch's index has them."""
-    import torch.distributed.checkpoint as dcp
+    from axonlaunch.checkpoint.remote import source
 
-    found: dict[str, Any] = (
-        dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
-    )
+    found: dict[str, Any] = source(checkpoint.path).read_metadata().state_dict_metadata
     return found
 
 

@@ -116,7 +116,11 @@ class Saver:
         )
         partial = folders.partial_of(about.path)
         if self._world.is_main:
-            folders.sweep_partial(self._run_dir)
+            try:
+                folders.prepare(about.path)
+            except OSError as error:
+                message = f"{about.path} could not be written: {_reason(error)}"
+                raise SaveError(message) from error
 
         def complete(written: Mapping[str, Sum]) -> None:
             folders.complete(partial, about, written)
@@ -166,7 +170,11 @@ class Saver:
         """
         completed = self.finished(wait=True)
         if self._pruning is not None:
-            self._pruning.result()
+            try:
+                self._pruning.result()
+            except OSError as error:
+                message = f"a checkpoint that is not kept could not be deleted: {_reason(error)}"
+                raise SaveError(message) from error
         return completed
 
 

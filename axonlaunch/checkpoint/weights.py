@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint import folders, reader
 from axonlaunch.checkpoint.folders import Checkpoint
+from axonlaunch.checkpoint.storage import place
+from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, Problem, RunConfig, replaced, to_tree
 from axonlaunch.config.data import SyntheticTokensConfig
 
@@ -34,7 +36,8 @@ def start(engine: Engine, model: Any, *, world: World) -> None:
     if path is None:
         return
     state = engine.state_dict()
-    found = folders.resolve(Path(path))
+    where = place(path)
+    found = folders.resolve(where)
     if found is not None:
         reader.load(found, {"model": state["model"]}, world=world)
     else:
@@ -42,7 +45,7 @@ def start(engine: Engine, model: Any, *, world: World) -> None:
 
         from axonlaunch.checkpoint.safetensors import Reader
 
-        source = Reader(Path(path), model)
+        source = Reader(where, model)
         known = source.shapes()
         named = {name: tensor for name, tensor in state["model"].items() if name in known}
         dcp.load({"model": named}, storage_reader=source)
@@ -157,7 +160,7 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     writer = Writer(partial, done=lambda written: folders.complete(partial, about, written))
     with reader.in_one_process():
         dcp.save({"model": state}, storage_writer=writer, no_dist=True)
-    (run_dir / "config.yaml").write_text(to_yaml(config))
+    (run_dir / RUN_CONFIG).write_text(to_yaml(config))
     return about.path
 
 

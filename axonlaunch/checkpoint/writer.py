@@ -20,14 +20,16 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, S
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from axonlaunch.checkpoint import remote
 from axonlaunch.checkpoint.folders import Sum
+from axonlaunch.checkpoint.storage import is_remote
 
 _SYNC_EVERY = 32 << 20
 Done = Callable[[Mapping[str, Sum]], None]
 
 
 class Writer(FileSystemWriter):
-    """Writes a rank's part of a checkpoint; every file is on disk before it counts as written."""
+    """Writes a rank's part of a checkpoint; every file is stored before it counts as written."""
 
     def __init__(self, folder: Path, *, done: Done) -> None:
         """Prepare to write.
@@ -36,8 +38,12 @@ class Writer(FileSystemWriter):
             folder: Of the checkpoint that is to be.
             done: Called on the main rank once every rank has written: name of each file -> sum.
         """
-        super().__init__(folder, sync_files=False)  # ours syncs what torch leaves in its buffer
-        self.fs = self._summing = _Summing()
+        where = str(folder)
+        super().__init__(where, sync_files=False)  # ours syncs what torch leaves in its buffer
+        self._summing: _Summing | _SummingRemote
+        self._summing = _SummingRemote() if is_remote(folder) else _Summing()
+        self.fs = cast("FileSystem", self._summing)
+        self.path = self.fs.init_path(where)
         self._done = done
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
@@ -84,11 +90,63 @@ class _Summing(FileSystem):
             return
         with _SummedFile(path) as file:
             yield file
-        self.sums[Path(path).name] = file.sum
+        self.sums[_name(path)] = file.sum
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+        self.sums[_name(new_path)] = self.sums.pop(_name(path))
+
+
+class _SummingRemote(remote.FileSystem):
+    """Files of a remote place, each summed while it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, Sum] = {}
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            summed = _SummedStream(stream)
+            yield summed
+        self.sums[_name(path)] = summed.sum
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[_name(new_path)] = self.sums.pop(_name(path))
+
+
+class _SummedStream(io.RawIOBase):
+    """A stream that counts and sums what goes through it."""
+
+    def __init__(self, stream: io.IOBase) -> None:
+        self.sum = Sum(0, 0)
+        self._stream: Any = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.sum = _added(self.sum, view)
+        self._stream.write(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.sum.bytes
+
+
+def _added(known: Sum, view: memoryview) -> Sum:
+    return Sum(known.bytes + len(view), zlib.crc32(view, known.crc32 or 0))
+
+
+def _name(path: str | os.PathLike[str]) -> str:
+    return os.fspath(path).rpartition("/")[2]
 
 
 class _SummedFile(io.BufferedWriter):
@@ -107,7 +165,7 @@ class _SummedFile(io.BufferedWriter):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.sum = Sum(self.sum.bytes + len(view), zlib.crc32(view, self.sum.crc32 or 0))
+        self.sum = _added(self.sum, view)
         written = super().write(view)
         idle = self._syncing is None or self._syncing.done()
         if idle and self.sum.bytes - self._synced > _SYNC_EVERY:

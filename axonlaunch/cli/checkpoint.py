@@ -28,8 +28,20 @@ EXAMPLES = """Examples:
 SHOWN = 10
 GB = 10**9
 
+
+def _place(text: str) -> Path:
+    from axonlaunch.checkpoint.storage import place
+
+    return place(text)
+
+
 RunDir = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or of one of its checkpoints.")
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR",
+        parser=_place,
+        help="Folder or fsspec URL of a run, or of one of its checkpoints.",
+    ),
 ]
 app = typer.Typer(help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True)
 
@@ -112,8 +124,10 @@ def check(run_dir: RunDir, as_json: Json = False) -> None:
 
 @app.command("diff", help="Tell how far two checkpoints are apart, tensor by tensor.")
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A run or a checkpoint.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    first: Annotated[
+        Path, typer.Argument(metavar="A", parser=_place, help="A run or a checkpoint.")
+    ],
+    second: Annotated[Path, typer.Argument(metavar="B", parser=_place, help="Another.")],
     as_json: Json = False,
 ) -> None:
     """Tell how far two checkpoints are apart."""
@@ -226,7 +240,11 @@ def _config(found: Checkpoint) -> RunConfig:
 
 
 def _folder(path: Path) -> None:
-    if not path.is_dir():
+    from axonlaunch.checkpoint.storage import reaching
+
+    with reaching(path):
+        is_folder = path.is_dir()
+    if not is_folder:
         _refuse(f"{path}: there is no such folder")
 
 

@@ -21,6 +21,7 @@ from axonlaunch.config.tree import leaves, read_yaml, replaced, to_tree, to_yaml
 from axonlaunch.config.validate import validate
 
 __all__ = [
+    "CONFIG",
     "DEFAULT_ORIGIN",
     "Composed",
     "Composer",
@@ -37,6 +38,10 @@ __all__ = [
     "to_yaml",
     "typed",
 ]
+
+
+CONFIG = "config.yaml"
+"""A run's frozen configuration, in its folder."""
 
 
 def load(
@@ -143,8 +148,8 @@ def read(path: str | Path) -> RunConfig:
     Raises:
         ConfigError: There is no such file, or it does not fit this version's schema.
     """
-    path = Path(path)
-    file = path / "config.yaml" if path.is_dir() else path
+    path = Path(path) if isinstance(path, str) else path
+    file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         raise ConfigError([Problem("", f"{path}: no run folder (it has no config.yaml)")])
     return parsed(file.read_text(), name=str(file))

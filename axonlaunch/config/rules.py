@@ -196,7 +196,9 @@ def _machines(config: RunConfig) -> Iterator[Problem]:
 
 def _resume(config: RunConfig) -> Iterator[Problem]:
     resume = config.checkpoint.resume
-    if resume in ("auto", "never"):
+    if config.checkpoint.path == "":
+        yield Problem("checkpoint.path", "is empty; write a folder or a URL, or null", "")
+    if resume in ("auto", "never") or "://" in resume:  # whether a URL is there is asked later
         return
     if not Path(resume).is_dir():
         message = "there is no such folder; give a run folder, a checkpoint, auto or never"

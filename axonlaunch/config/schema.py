@@ -180,6 +180,10 @@ class CheckpointConfig:
     """also keep so many with the lowest evaluation loss"""
     async_save: bool = False
     """write while training goes on, from a copy in host memory"""
+    path: str | None = None
+    """folder or fsspec URL (s3://bucket/run) that checkpoints are kept in, and gone on from; null:
+    the run folder
+    """
     resume: str = "auto"
     """auto: go on where this run folder stopped; never: start anew; or the path of a run folder or
     a checkpoint

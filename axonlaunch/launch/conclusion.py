@@ -94,7 +94,8 @@ def conclude(
     finished = outcome.finished
     told = finished or record.last  # a run that failed is told by its last logged step
     folder = Path(config.run_dir)
-    checkpoint.sweep_partial(folder)
+    if "://" not in (config.checkpoint.path or ""):  # of a remote one the next run looks after
+        checkpoint.sweep_partial(Path(config.checkpoint.path or folder))
     interrupted = outcome.killed or (finished is not None and finished.interrupted)
     status = "interrupted" if interrupted else "failed" if outcome.crash else "done"
     summary: dict[str, Any] = {

@@ -265,6 +265,8 @@ def gibibytes(number: int) -> str:
 
 
 def shortened(path: str) -> str:
-    """Write a path from the working folder where it is below it."""
+    """Write a path from the working folder where it is below it; a URL stays as it is."""
+    if "://" in path:
+        return path
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from axonlaunch import checkpoint, worker
 from axonlaunch import config as configuration
+from axonlaunch.checkpoint import storage
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.rendezvous import environment_of
 from axonlaunch.config import RunConfig
@@ -52,7 +53,7 @@ def main(run_dir: Path, place: Place, connection: Connection) -> None:
     try:
         config = configuration.read(run_dir)
         config = configuration.replaced(config, {"launch.nnodes": place.nnodes})
-        if place.restarted and checkpoint.resolve(run_dir) is not None:
+        if place.restarted and checkpoint.resolve(storage.root(config)) is not None:
             config = configuration.replaced(config, {"checkpoint.resume": "auto"})
         claim_cores(place)
         finished = work(config, place, report=connection.send, stop=asked.is_set)

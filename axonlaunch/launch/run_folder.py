@@ -15,10 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import ConfigError, Problem, RunConfig, to_yaml
+from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, to_yaml
 from axonlaunch.config.layout import layout, world_size
-
-CONFIG = "config.yaml"
 
 
 @contextmanager

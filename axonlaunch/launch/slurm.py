@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import ConfigError, Problem, RunConfig, replaced
+from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, replaced
 from axonlaunch.launch import run_folder
 
 SCRIPT = "job.sbatch"
@@ -121,7 +121,7 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
 
 
 def _write(config: RunConfig, folder: Path) -> Path:
-    (folder / run_folder.CONFIG).replace(folder / JOB)  # the run is yet to begin
+    (folder / CONFIG).replace(folder / JOB)  # the run is yet to begin
     run_folder.write(folder / SCRIPT, render(config))
     return folder / SCRIPT
 

@@ -305,7 +305,10 @@ def _numbered(configs: list[RunConfig]) -> list[RunConfig]:
         name = run_folder.free_name(f"{first.model.name}-sweep")
     name = Path(parent).name if name == "auto" else name
     parent = str(Path("runs", name)) if parent == "auto" else parent
-    return [
-        dataclasses.replace(config, name=f"{name}/{index}", run_dir=str(Path(parent, str(index))))
-        for index, config in enumerate(configs)
-    ]
+    numbered = []
+    for index, config in enumerate(configs):
+        told: dict[str, Any] = {"name": f"{name}/{index}", "run_dir": str(Path(parent, str(index)))}
+        if config.checkpoint.path is not None:
+            told["checkpoint.path"] = f"{config.checkpoint.path.rstrip('/')}/{index}"
+        numbered.append(configuration.replaced(config, told))
+    return numbered

@@ -1,0 +1,141 @@
+"""Checkpoints in a place that an fsspec URL names: whole or not there, and read by any layout."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import _fsspec_filesystem
+
+from axonlaunch import checkpoint
+from axonlaunch.checkpoint import Retention, comparison, folders, storage
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.comm import World
+from axonlaunch.comm.errors import RankFailedError
+from axonlaunch.config import ConfigError
+
+
+@pytest.fixture
+def bucket() -> Path:
+    """A place in memory."""
+    return storage.place(f"memory://{uuid.uuid4().hex}/run")
+
+
+def save(where: Path, *steps: int, ranks: int = 2, retention: Retention | None = None) -> None:
+    """Save a state whose values are the step, from the ranks of the mock world."""
+
+    def on_rank(world: World) -> None:
+        saver = Saver(where, world=world, retention=retention or Retention(newest=9))
+        for step in steps:
+            state = {"model": {f"w{rank}": torch.full((8,), float(step)) for rank in range(ranks)}}
+            saver.save(state, step=step, samples=step)
+        saver.close()
+
+    World.mock(ranks).run(on_rank)
+
+
+def values(where: Path) -> set[float]:
+    found = checkpoint.latest(where)
+    assert found is not None
+
+    def on_rank(world: World) -> set[float]:
+        state: dict[str, Any] = {"model": {"w0": torch.zeros(8), "w1": torch.zeros(8)}}
+        checkpoint.load(found, state, world=world)
+        return {float(v) for tensor in state["model"].values() for v in tensor}
+
+    return set.union(*World.mock(1).run(on_rank))
+
+
+def steps(where: Path) -> list[int]:
+    return [one.step for one in checkpoint.listed(where)]
+
+
+def test_what_was_saved_is_read(bucket: Path) -> None:
+    save(bucket, 1, 2)
+    assert steps(bucket) == [1, 2]
+    assert values(bucket) == {2.0}
+    first, second = checkpoint.listed(bucket)
+    assert {one.name for one in comparison.compare(first, second)} == {"model.w0", "model.w1"}
+    assert all(folders.damage(one) == [] for one in (first, second))
+
+
+def test_what_is_not_kept_is_deleted(bucket: Path) -> None:
+    save(bucket, 1, 2, 3, 4, retention=Retention(newest=1, every=2))
+    assert steps(bucket) == [2, 4]
+    assert sorted(path.name for path in (bucket / "checkpoints").iterdir()) == ["step_2", "step_4"]
+
+
+def test_a_step_that_is_saved_again_is_the_new_one(bucket: Path) -> None:
+    save(bucket, 3)
+    known = (bucket / "checkpoints/step_3/manifest.json").read_text()
+    save(bucket, 3, ranks=1)
+    assert (bucket / "checkpoints/step_3/manifest.json").read_text() != known
+    assert steps(bucket) == [3]
+
+
+def test_without_its_manifest_it_is_none_and_is_swept(bucket: Path) -> None:
+    save(bucket, 1, 2)
+    (bucket / "checkpoints/step_2/manifest.json").unlink()
+    assert steps(bucket) == [1]
+    assert checkpoint.sweep_partial(bucket) == ["step_2"]
+    assert [path.name for path in (bucket / "checkpoints").iterdir()] == ["step_1"]
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_changed_file_is_named(bucket: Path, cut: bool) -> None:
+    save(bucket, 1, 2)
+    file = next(path for path in (bucket / "checkpoints/step_2").iterdir() if "__0" in path.name)
+    content = bytearray(file.read_bytes())
+    content[-40] ^= 1
+    file.write_bytes(bytes(content[:-1] if cut else content))
+    if cut:
+        [(path, reason)] = checkpoint.damaged(bucket).items()
+        assert (path.name, steps(bucket)) == ("step_2", [1])
+        assert f"bytes of {file.name} instead of" in reason
+    else:
+        with pytest.raises(RankFailedError, match=f"DamagedError: .*{file.name} is not what was"):
+            values(bucket)
+
+
+def test_a_failed_save_is_told_and_the_one_before_stays(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(bucket, 1)
+
+    def full(self: Any, path: Any, mode: str) -> Any:
+        raise OSError("507 Insufficient Storage")
+
+    monkeypatch.setattr(_fsspec_filesystem.FileSystem, "create_stream", full)
+    with pytest.raises(RankFailedError, match="SaveError: .*step_2 could not be written: .*507 "):
+        save(bucket, 2, ranks=1)
+    assert steps(bucket) == [1]
+    assert checkpoint.sweep_partial(bucket) in ([], ["step_2"])
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("nowhere://x/y", "nowhere://x/y: can't be reached: ValueError: "),
+        ("gs://x/y", r"gs://x/y: .*gcsfs.*; pip install 'axonlaunch\[remote\]', and what fsspec"),
+    ],
+)
+def test_what_reaches_no_place_is_told(url: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        storage.place(url)
+
+
+def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
+    assert storage.place(f"file://{tmp_path}") == tmp_path
+    assert not storage.is_remote(storage.place(str(tmp_path)))
+
+
+def test_torch_keeps_its_fsspec_storage_where_we_import_it() -> None:
+    """If this fails: look for what reads and writes by URL now, and change checkpoint/remote.py."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemBase
+
+    assert issubclass(_fsspec_filesystem.FsspecReader, FileSystemReader)
+    assert issubclass(_fsspec_filesystem.FileSystem, FileSystemBase)

@@ -1,0 +1,92 @@
+"""Checkpoints in a bucket: the run goes on from there, whatever machine it is started on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import urllib.request
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from command import Command, wait_for
+
+ACCESS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """An S3 server of this machine, with a bucket."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: _listens(port))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def bucket(endpoint: str, served: Command, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new bucket that this process's environment and a plugin of the run say how to reach."""
+    access = {**ACCESS, "AWS_ENDPOINT_URL": endpoint}
+    for name, value in access.items():
+        monkeypatch.setenv(name, value)
+    # Ranks have the environment of the tests' server.
+    (served.folder / "access.py").write_text(f"import os\nos.environ.update({access!r})\n")
+    name = f"bucket-{uuid.uuid4().hex}"
+    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{name}", method="PUT")).close()
+    return f"s3://{name}/run"
+
+
+@pytest.mark.timeout(180)
+def test_a_run_goes_on_from_a_bucket_in_another_folder(
+    served: Command, faulty: list[str], bucket: str
+) -> None:
+    words = ["train", *faulty, "plugins=[access,faulty_plugin]", "strategy=fsdp"]
+    kept = [f"checkpoint.path={bucket}", "checkpoint.every=2"]
+    served(*words, "name=whole")
+    fault = "model.arguments={fault:SIGKILL,rank:1,step:6}"
+    ran = served(*words, *kept, "name=first", fault, status=1)
+    assert f"saved {bucket}/checkpoints/step_4" in ran.stdout
+    assert not (served.folder / "runs/first/checkpoints").exists()
+    ran = served(*words, *kept, "name=second")
+    assert f"{bucket}/checkpoints/step_4" in ran.stdout
+    assert served.losses("second") == served.losses("whole")[4:]
+    for where in (bucket, "runs/second"):
+        told = json.loads(served("checkpoint", "ls", where, "--json").stdout)
+        assert [one["step"] for one in told["checkpoints"]] == [4, 6]
+    assert "whole" in served("checkpoint", "check", bucket).stdout
+    served(*words, "name=third", f"checkpoint.resume={bucket}/checkpoints/step_4")
+    assert served.losses("third") == served.losses("second")
+    ran = served(*words, *kept, "name=fourth", "checkpoint.resume=never", status=2)
+    assert ran.stderr.startswith(f"error: checkpoint.resume=never: {bucket}/checkpoints/step_6 is ")
+
+
+def test_a_bucket_that_is_not_there_is_told_before_a_rank_starts(
+    served: Command, faulty: list[str], bucket: str
+) -> None:
+    words = ["train", *faulty, "plugins=[access,faulty_plugin]", "checkpoint.every=2"]
+    other = bucket.replace("/run", "-2/run")
+    ran = served(*words, f"checkpoint.path={other}", status=2)
+    assert ran.stderr.startswith(f"error: checkpoint.path={other}: can't be ")
+    ran = served(*words, "checkpoint.path=gs://nowhere/run", status=2)
+    [error] = ran.stderr.splitlines()
+    assert error.startswith("error: checkpoint.path=gs://nowhere/run: Please install gcsfs")
+    assert "pip install 'axonlaunch[remote]'" in error
+    assert not (served.folder / "runs").exists()
