@@ -35,13 +35,13 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from axonlaunch.checkpoint.remote import source
+    from axonlaunch.checkpoint.source import only_tensors, source
 
     share = partial(folders.damage, checkpoint, part=world.rank, parts=world.world_size)
     with folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
         summing = beside.submit(share)
         try:
-            dcp.load(state, storage_reader=source(checkpoint.path))
+            dcp.load(state, storage_reader=source(checkpoint.path), planner=only_tensors())
         except (Exception, CheckpointException):  # the latter is none of the former
             refuse_damage(checkpoint)  # of a damaged file torch says what it stumbled over
             raise
@@ -63,10 +63,11 @@ def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     """Read whole tensors in one process, in place; ``refuse_damage`` is the caller's."""
     import torch.distributed.checkpoint as dcp
 
-    from axonlaunch.checkpoint.remote import source
+    from axonlaunch.checkpoint.source import only_tensors, source
 
     with folders.reading(checkpoint), in_one_process():
-        dcp.load(state, storage_reader=source(checkpoint.path), no_dist=True)
+        read_from = source(checkpoint.path)
+        dcp.load(state, storage_reader=read_from, planner=only_tensors(), no_dist=True)
 
 
 def tensors(
@@ -105,7 +106,7 @@ def in_one_process() -> Iterator[None]:
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a checkpoint holds: name -> shape and dtype, as torch's index has them."""
-    from axonlaunch.checkpoint.remote import source
+    from axonlaunch.checkpoint.source import source
 
     found: dict[str, Any] = source(checkpoint.path).read_metadata().state_dict_metadata
     return found

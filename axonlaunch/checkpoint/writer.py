@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, S
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from axonlaunch.checkpoint import remote
 from axonlaunch.checkpoint.folders import Sum
+from axonlaunch.checkpoint.source import FileSystem as Remote
 from axonlaunch.checkpoint.storage import is_remote
 
 _SYNC_EVERY = 32 << 20
@@ -97,7 +97,7 @@ class _Summing(FileSystem):
         self.sums[_name(new_path)] = self.sums.pop(_name(path))
 
 
-class _SummingRemote(remote.FileSystem):
+class _SummingRemote(Remote):
     """Files of a remote place, each summed while it is sent."""
 
     def __init__(self) -> None:

@@ -109,7 +109,7 @@ def test_a_failed_save_is_told_and_the_one_before_stays(
         raise OSError("507 Insufficient Storage")
 
     monkeypatch.setattr(_fsspec_filesystem.FileSystem, "create_stream", full)
-    with pytest.raises(RankFailedError, match="SaveError: .*step_2 could not be written: .*507 "):
+    with pytest.raises(RankFailedError, match=r"SaveError: .*step_2 could not be written: .*507 "):
         save(bucket, 2, ranks=1)
     assert steps(bucket) == [1]
     assert checkpoint.sweep_partial(bucket) in ([], ["step_2"])
@@ -133,7 +133,7 @@ def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_torch_keeps_its_fsspec_storage_where_we_import_it() -> None:
-    """If this fails: look for what reads and writes by URL now, and change checkpoint/remote.py."""
+    """If this fails: look for what reads and writes by URL now, and change checkpoint/source.py."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.filesystem import FileSystemBase
 
