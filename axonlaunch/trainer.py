@@ -30,6 +30,7 @@ from axonlaunch.events import (
     Stepped,
     unheard,
 )
+from axonlaunch.finite import require_finite
 from axonlaunch.memory import DevicePeak, Watch, peak_memory_bytes
 from axonlaunch.stragglers import Stragglers
 
@@ -91,11 +92,16 @@ def fit(
             doing("reading")
             batch = next(batches)
             doing("stepping")
-            with watch.step(engine):
-                result = engine.train_step(batch)
-            step, progress.steps_since = engine.step, progress.steps_since + 1
+            step = engine.step + 1
             last = step == config.steps
-            if _due(step, config.log_every, last=last) or not progress.started:
+            is_logged = _due(step, config.log_every, last=last) or not progress.started
+            with watch.step(engine):
+                loss, tokens = engine.backward(batch)
+                if is_logged and config.precision != "fp16":  # which leaves such updates out
+                    require_finite(engine, loss, world=world)
+                result = StepResult(loss, tokens, *engine.update())
+            progress.steps_since += 1
+            if is_logged:
                 slowest = stragglers.slowest()
                 report(_measured(progress, result, step, rate, world, slowest))
             else:

@@ -57,7 +57,7 @@ class _Index(pickle.Unpickler):
 class _Guarded(FileSystemReader):
     """Reads the index with a look at what it names."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "rb") as stream:
             index = _Index(stream).load()
         if not isinstance(index, Metadata):
@@ -86,7 +86,7 @@ def source(folder: Path) -> FileSystemReader:
 class _OnlyTensors(DefaultLoadPlanner):
     """Takes tensors, which torch unpickles with ``weights_only``."""
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
         raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor, and not unpickled")
 
 

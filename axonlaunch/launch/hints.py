@@ -35,6 +35,11 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
             f"the disk of {folder} has {free / GIB:.2f} GiB free; make room, or use another "
             "run_dir, checkpoint.keep=1 or a larger checkpoint.every"
         )
+    if cause == "loss":
+        return (
+            "use a lower optimizer.lr, more scheduler.warmup_steps or train.grad_clip, and go on "
+            "from the last checkpoint; train.log_every=1 finds the step at which it begins"
+        )
     if cause == "module":
         return (
             f"{rest} is not installed for {sys.executable}; pip install it there, on every "

@@ -31,6 +31,7 @@ from axonlaunch.comm.rendezvous import environment_of
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import world_size
 from axonlaunch.events import Event, Finished, of_all_ranks
+from axonlaunch.finite import NotFiniteError
 from axonlaunch.launch import forkserver, stacks
 from axonlaunch.launch.rank_messages import Done, Place
 from axonlaunch.launch.reports import Kind, Report
@@ -170,6 +171,8 @@ def _cause(error: BaseException) -> str:
         return "memory"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk"
+    if isinstance(error, NotFiniteError):
+        return "loss"
     if isinstance(error, ModuleNotFoundError):
         return f"module {error.name}"
     if isinstance(error, ConnectionRefusedError) or "connection refused" in text:

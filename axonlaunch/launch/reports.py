@@ -42,8 +42,8 @@ class Report:
         log: Its log on that machine.
         step: Optimizer steps it had done; None before the first.
         doing: What it did then.
-        cause: What is known to help against it: ``memory``, ``disk``, ``module NAME``, ``refused``
-            or nothing.
+        cause: What is known to help against it: ``memory``, ``disk``, ``loss``, ``module NAME``,
+            ``refused`` or nothing.
         memory_bytes: What its device had for this run, where memory ran out.
     """
 

@@ -103,14 +103,15 @@ def _run(
             config, problems, context, started=started, as_json=as_json
         )
         return status, [summary] if summary else []
-    summaries = []
+    summaries, statuses = [], []
     for config in resolved(context, loaded):
         status, told = local.train(config, context, started=started, as_json=as_json)
         summaries.append(told)
-        if status:
+        statuses.append(status)
+        if status == 130:  # Ctrl-C means them all; a run that fails takes no other's turn
             break
         started = time.time()
-    return status, summaries
+    return next((status for status in statuses if status), 0), summaries
 
 
 def _submit(

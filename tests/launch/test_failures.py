@@ -175,8 +175,21 @@ def test_another_optimizers_states_are_told_before_a_rank_starts(served: Command
     assert "is of another optimizer; it has states exp_avg, exp_avg_sq, step" in ran.stderr
 
 
-def test_a_loss_that_is_no_number_leaves_json_that_is_json(served: Command) -> None:
-    words = ["name=run", "optimizer.lr=1e30", "train.grad_clip=null", "strategy=single"]
-    served.train(*words, "scheduler.warmup_steps=0")
-    assert served.losses("run")[-1] is None
-    assert served.summary("run")["loss"] is None
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
+    served: Command, strategy: str
+) -> None:
+    words = ["name=run", "optimizer.lr=1e30", "train.grad_clip=null", f"strategy={strategy}"]
+    ran = served.train(*words, "scheduler.warmup_steps=0", "launch.nproc=2", status=1)
+    told = " ".join(ran.stderr.replace("│", " ").split())
+    assert "failed first: NotFiniteError: the loss of step 2 is " in told
+    assert " is the first parameter whose gradient is not finite (" in told
+    assert "use a lower optimizer.lr" in told
+    assert served.summary("run")["status"] == "failed"
+    assert len(served.losses("run")) == 1
+
+
+def test_a_run_of_a_sweep_that_fails_takes_no_other_s_turn(served: Command) -> None:
+    words = ["train.grad_clip=null", "scheduler.warmup_steps=0", "strategy=single", "name=sweep"]
+    served.train("-m", "optimizer.lr=1e30,1e-3", *words, status=1)
+    assert [served.summary(f"sweep/{index}")["status"] for index in range(2)] == ["failed", "done"]
