@@ -13,7 +13,11 @@ _WAITING = re.compile(
     r"[/\\]torch[/\\](distributed[/\\]|autograd[/\\]graph\.py)"
     r"|[/\\]axonlaunch[/\\](comm[/\\]|engines[/\\]|trainer\.py)"
 )
-_PASSED_THROUGH = re.compile(r"[/\\]torch[/\\]_ops\.py")
+_PASSED_THROUGH = re.compile(
+    r"[/\\]torch[/\\](_ops|_compile|_library[/\\]\w+|_dynamo[/\\]eval_frame|utils[/\\]_\w+)\.py"
+    r"|[/\\]axonlaunch[/\\]planning[/\\]trace\.py"
+)
+"""What stands between a call of an operation and its work, and says nothing of what it is."""
 
 
 def waits(files: Iterable[str], *, is_asleep: bool) -> bool:
@@ -26,8 +30,13 @@ def waits(files: Iterable[str], *, is_asleep: bool) -> bool:
         files: Of the thread's frames, the innermost first.
         is_asleep: Whether the system says so.
     """
-    innermost = next((file for file in files if not _PASSED_THROUGH.search(file)), "")
+    innermost = next((file for file in files if not is_passed_through(file)), "")
     return is_asleep and bool(_WAITING.search(innermost))
+
+
+def is_passed_through(file: str) -> bool:
+    """Return whether a frame of a file only hands an operation on."""
+    return bool(_PASSED_THROUGH.search(file))
 
 
 def state(pid: int, thread: int | None = None) -> str:

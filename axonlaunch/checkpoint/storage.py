@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, read, to_yaml
+from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, to_yaml
+from axonlaunch.config.tree import read_yaml
 
 SCHEME = "://"
 CHECKPOINTS = "checkpoints"
@@ -50,16 +51,14 @@ def root(config: RunConfig) -> Path:
 
 
 def kept_by(run_dir: Path) -> Path:
-    """Return where the run of a folder keeps its ``checkpoints`` folder.
-
-    Raises:
-        ConfigError: The run's ``config.yaml`` does not fit this version's schema.
-    """
+    """Return where the run of a folder keeps its ``checkpoints`` folder."""
     if is_remote(run_dir) or (run_dir / CHECKPOINTS).exists():
         return run_dir
-    if not (run_dir / CONFIG).is_file():
+    try:
+        told = read_yaml((run_dir / CONFIG).read_text()).get("checkpoint")
+    except (OSError, ValueError):
         return run_dir
-    return place(read(run_dir).checkpoint.path or run_dir)
+    return place(told.get("path") or run_dir) if isinstance(told, dict) else run_dir
 
 
 def is_remote(path: Path) -> bool:

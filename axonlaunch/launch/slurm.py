@@ -53,7 +53,10 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         *(python, "-m", "axonlaunch", "train", "--config-dir", folder),
         *("--config-name", Path(JOB).stem, "launch.name=auto"),
     ]
-    saved = shlex.quote(f"{folder}/checkpoints/step_*")
+    kept = config.checkpoint.path or folder
+    is_saved = f" && compgen -G {shlex.quote(f'{kept}/checkpoints/step_*')} >/dev/null"
+    if "://" in kept:  # the shell can't look there
+        is_saved = ""
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in (*options, *launch.sbatch)),
@@ -62,7 +65,7 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         *launch.setup,
         "# Queued again, it goes on from its own checkpoints, whatever it began from.",
         "resume=()",
-        f'if [ -n "$SLURM_RESTART_COUNT" ] && compgen -G {saved} >/dev/null; then',
+        f'if [ -n "$SLURM_RESTART_COUNT" ]{is_saved}; then',
         "    resume=(checkpoint.resume=auto)",
         "fi",
         "# Shortly before the time is up: save, and be queued again.",

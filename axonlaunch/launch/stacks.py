@@ -11,10 +11,10 @@ import re
 import signal
 import time
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
-from axonlaunch.whereabouts import state, waits
+from axonlaunch.whereabouts import is_passed_through, state, waits
 
 SIGNAL = signal.SIGUSR1
 _ANSWER_S = 2.0
@@ -86,6 +86,7 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
 
 def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:
     """Say from a rank's frames, the innermost first, whether it waits for others, and in what."""
+    frames = [*dropwhile(lambda frame: is_passed_through(frame.file), frames)] or frames
     own = [frames[0], *(frame for frame in frames[1:] if not _TORCH.search(frame.file))]
     told = "\n".join(f"  {frame}" for frame in reversed(own[:_SHOWN]))
     if not waits((frame.file for frame in frames), is_asleep=is_asleep):

@@ -58,8 +58,8 @@ def before(owner, name, phase, when=lambda self: True):
 
 if FAULT != "none":
     before(World, "__init__", "rendezvous")
-    before(MeshEngine, "train_step", "first")
-    before(MeshEngine, "train_step", "middle", lambda engine: engine.step == 3)
+    before(MeshEngine, "backward", "first")
+    before(MeshEngine, "backward", "middle", lambda engine: engine.step == 3)
     before(Saver, "save", "saving")
     real = worker.fit
     def fit(*args, **kwargs):

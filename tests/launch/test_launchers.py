@@ -200,9 +200,11 @@ def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(served: Command) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("told", [["scontrol", "requeue"], ["scancel", "--batch", "--signal=USR1"]])
 def test_a_job_that_is_queued_again_saves_and_goes_on_in_its_folder(
-    axonlaunch: Command, cluster: dict[str, str], faulty: list[str]
+    axonlaunch: Command, cluster: dict[str, str], faulty: list[str], told: list[str]
 ) -> None:
+    """By hand or pre-emption, and shortly before its time is up, when SLURM tells it by USR1."""
     words = ["train", *faulty, "checkpoint.every=100", "train.steps=30", "strategy=fsdp"]
     axonlaunch(*words, "name=whole")
     job = [*words[:1], *(word for word in words[1:] if not word.startswith("launch."))]
@@ -216,7 +218,7 @@ def test_a_job_that_is_queued_again_saves_and_goes_on_in_its_folder(
         ["squeue", "-h", "-o", "%i"], env=slurm_environment, capture_output=True, text=True
     )
     number = listed.stdout.split()[0]
-    subprocess.run(["scontrol", "requeue", number], env=slurm_environment, check=True)
+    subprocess.run([*told, number], env=slurm_environment, check=True)
     summary = axonlaunch.folder / "runs/job/summary.json"
     wait_for(lambda: summary.exists() and axonlaunch.summary("job")["status"] == "interrupted")
     time.sleep(3)

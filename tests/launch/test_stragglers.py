@@ -47,6 +47,14 @@ def test_a_slow_rank_is_named_on_the_console_and_in_the_metrics(
     [
         (["/x/site-packages/torch/distributed/distributed_c10d.py"], True, True),
         (["/x/torch/_ops.py", "/x/torch/distributed/_functional_collectives.py"], True, True),
+        (
+            [
+                *("/x/torch/_ops.py", "/x/axonlaunch/planning/trace.py", "/x/torch/_compile.py"),
+                *("/x/torch/_library/autograd.py", "/x/axonlaunch/comm/differentiable.py"),
+            ],
+            True,
+            True,
+        ),
         (["/x/torch/autograd/graph.py"], True, True),
         (["/x/torch/autograd/graph.py"], False, False),
         (["/home/me/model.py", "/x/torch/distributed/fsdp/fully_shard.py"], True, False),
