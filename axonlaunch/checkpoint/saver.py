@@ -127,7 +127,7 @@ class Saver:
             # Deleting gigabytes takes a while, and nobody waits for it.
             self._pruning = self._pruner.submit(folders.prune, self._run_dir, self._retention)
 
-        writer = Writer(partial, done=complete)
+        writer = Writer(partial, done=complete, background=self._background)
         done: Future[Any]
         if self._background:
             begun = dcp.async_save(state, storage_writer=writer, process_group=self._group)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import os
+import sys
+import threading
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,18 +27,20 @@ from axonlaunch.checkpoint.source import FileSystem as Remote
 from axonlaunch.checkpoint.storage import is_remote
 
 _SYNC_EVERY = 32 << 20
+_LOWEST = 19
 Done = Callable[[Mapping[str, Sum]], None]
 
 
 class Writer(FileSystemWriter):
     """Writes a rank's part of a checkpoint; every file is stored before it counts as written."""
 
-    def __init__(self, folder: Path, *, done: Done) -> None:
+    def __init__(self, folder: Path, *, done: Done, background: bool = False) -> None:
         """Prepare to write.
 
         Args:
             folder: Of the checkpoint that is to be.
             done: Called on the main rank once every rank has written: name of each file -> sum.
+            background: A thread writes that has nothing else to do, while others train.
         """
         where = str(folder)
         super().__init__(where, sync_files=False)  # ours syncs what torch leaves in its buffer
@@ -45,9 +49,23 @@ class Writer(FileSystemWriter):
         self.fs = cast("FileSystem", self._summing)
         self.path = self.fs.init_path(where)
         self._done = done
+        self._background = background
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy a state to host memory, once; torch's own copies what is there already three times.
+
+        Args:
+            state_dict: Nested, of tensors.
+        """
+        return {
+            name: self.stage(value) if isinstance(value, dict) else _on_host(value)
+            for name, value in state_dict.items()
+        }
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
         """Write; what was written goes to the main rank, with the sums."""
+        if self._background:
+            _step_back()
         computing = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # of each tensor: a file's own is enough
         try:
@@ -66,6 +84,16 @@ class Writer(FileSystemWriter):
         for of_rank in results:
             found.update(cast("_Written", of_rank).sums)
         self._done(found)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _step_back() -> None:
+    """Let training go first on cores that both want; on Linux threads have priorities."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
 
 
 class _Written(list[WriteResult]):
