@@ -35,3 +35,10 @@ def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_one_before(tmp_p
     for told, steps in on_ranks(tmp_path, "failing"):
         assert "step_2 could not be written: rank 1: OSError: " in told
         assert steps == [1]
+
+
+def test_a_save_takes_its_copy_of_host_memory_and_gives_it_back(tmp_path: Path) -> None:
+    for (at_once, after), (beside, afterwards) in on_ranks(tmp_path, "measured"):
+        assert at_once < 0.2
+        assert 0.9 < beside < 1.2
+        assert max(after, afterwards) < 0.1

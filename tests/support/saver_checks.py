@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -76,4 +79,45 @@ def failing(world: World, saver: Saver, run_dir: Path) -> Any:
     return "it passed", []
 
 
-CHECKS = {"changing": changing, "twice": twice, "failing": failing}
+def measured(world: World, saver: Saver, run_dir: Path) -> Any:
+    """Tell what a save takes of host memory over the state's bytes: at its peak and afterwards."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    shards = {
+        f"{n}": DTensor.from_local(torch.ones(2048, 2048), mesh, [Shard(0)]) for n in range(12)
+    }
+    size = sum(shard.to_local().nbytes for shard in shards.values())
+    at_once = Saver(run_dir, world=world, retention=Retention(newest=9))
+    small = Saver(run_dir, world=world, retention=Retention(newest=9), background=True)
+    small.save(state(), step=1, samples=8)  # what is loaded and kept once is there
+    small.close()
+    found = []
+    for step, one in enumerate((at_once, saver), start=2):
+        before, seen, done = _anonymous_bytes(), [0], threading.Event()
+
+        def watch(seen: list[int] = seen, done: threading.Event = done) -> None:
+            while not done.wait(0.002):
+                seen.append(_anonymous_bytes())
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        one.save({"model": shards}, step=step, samples=8 * step)
+        one.close()
+        done.set()
+        thread.join()
+        gc.collect()
+        for _ in range(100):  # torch's thread lets go of the copy as it ends
+            if _anonymous_bytes() - before < 0.1 * size:
+                break
+            time.sleep(0.05)
+        found.append(((max(seen) - before) / size, (_anonymous_bytes() - before) / size))
+    return found
+
+
+def _anonymous_bytes() -> int:
+    """Return the memory of this process that is no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [kib] = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
+    return int(kib) * 1024
+
+
+CHECKS = {"changing": changing, "twice": twice, "failing": failing, "measured": measured}
