@@ -7,6 +7,7 @@ written last and deleted first. Nothing here imports torch, or opens what a run 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from axonlaunch.checkpoint.storage import CHECKPOINTS, delete, is_remote, kept_by, sizes
+from axonlaunch.disk import free_bytes
 
 FORMAT = 2
+MIB = 2**20
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 _NAME = "step_"
@@ -92,10 +95,25 @@ def partial_of(folder: Path) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """Make room for a checkpoint that is to be written."""
-    sweep_partial(folder.parent.parent)
-    if is_remote(folder) and folder.exists():  # the same step, saved again after a resume
-        _unmake(folder)
+    """Make room for a checkpoint that is to be written.
+
+    Raises:
+        OSError: The disk has less room than the last one took.
+    """
+    run_dir = folder.parent.parent
+    sweep_partial(run_dir)
+    if is_remote(folder):
+        if folder.exists():  # the same step, saved again after a resume
+            _unmake(folder)
+        return
+    before = latest(run_dir)
+    if before is None:  # whether there is room for the first was asked before the run
+        return
+    needed = sum(file.bytes for file in files(before).values())
+    _, free = free_bytes(run_dir)
+    if needed > free:
+        told = f"it takes {needed / MIB:,.0f} MiB, and the disk has {free / MIB:,.0f} MiB"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {told}")
 
 
 def latest(run_dir: Path) -> Checkpoint | None:

@@ -169,7 +169,8 @@ def _cause(error: BaseException) -> str:
     text = str(error).lower()
     if _is_memory(error):
         return "memory"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if is_full or os.strerror(errno.ENOSPC).lower() in text:  # a save's error is of another kind
         return "disk"
     if isinstance(error, NotFiniteError):
         return "loss"

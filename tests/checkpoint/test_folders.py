@@ -16,7 +16,7 @@ import torch
 from axonlaunch import checkpoint
 from axonlaunch.checkpoint import Checkpoint, DamagedError, Retention, folders
 from axonlaunch.checkpoint.saver import Saver
-from axonlaunch.comm import World
+from axonlaunch.comm import RankFailedError, World
 
 STATE = {
     "model": {f"layers.{n}.weight": torch.arange(64.0) + n for n in range(3)},
@@ -85,6 +85,17 @@ def test_what_someone_reads_is_not_deleted(three: Path) -> None:
         assert steps(three) == [1, 3]
     folders.prune(three, Retention(newest=1))
     assert steps(three) == [3]
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "free_bytes", lambda folder: (folder, 1000))
+    told = r"step_4 could not be written: OSError: .*No space left on device: it takes 0 MiB, and"
+    with pytest.raises(RankFailedError, match=told):
+        save(three, 4)
+    assert steps(three) == [1, 2, 3]
+    assert sorted(path.name for path in (three / "checkpoints").iterdir())[-1] == "step_3"
 
 
 def test_readers_do_not_keep_each_other_out(three: Path) -> None:
