@@ -178,7 +178,8 @@ def damaged(path: Path, *, after: Checkpoint | None = None) -> dict[Path, str]:
     since = -1 if after is None else after.step
     given = path.name.startswith(_NAME) and not (path / CHECKPOINTS).exists()
     found = [path] if given else sorted(_folders(path), key=_step)
-    return {one: reason for one in found if _step(one) > since and (reason := fault(one))}
+    found = [one for one in found if _step(one) > since and (given or not _is_begun(one))]
+    return {one: reason for one in found if (reason := fault(one))}
 
 
 def damage(checkpoint: Checkpoint, *, part: int = 0, parts: int = 1) -> list[str]:
@@ -247,7 +248,7 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
 def sweep_partial(run_dir: Path) -> list[str]:
     """Delete what interrupted saves left; return the names."""
     if is_remote(run_dir):
-        left = [folder for folder in _folders(run_dir) if not (folder / MANIFEST).is_file()]
+        left = [folder for folder in _folders(run_dir) if _is_begun(folder)]
     else:
         left = [*(run_dir / CHECKPOINTS).glob(f"{_NAME}*{PARTIAL}")]
     for folder in left:
@@ -280,6 +281,11 @@ def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) 
     else:
         partial.rename(folder)
     _sync_folder(folder.parent)
+
+
+def _is_begun(folder: Path) -> bool:
+    """Return whether a remote folder is what a save that was interrupted has left."""
+    return is_remote(folder) and not (folder / MANIFEST).is_file()
 
 
 def _unmake(folder: Path) -> None:

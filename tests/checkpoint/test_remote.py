@@ -80,6 +80,7 @@ def test_without_its_manifest_it_is_none_and_is_swept(bucket: Path) -> None:
     save(bucket, 1, 2)
     (bucket / "checkpoints/step_2/manifest.json").unlink()
     assert steps(bucket) == [1]
+    assert checkpoint.damaged(bucket) == {}
     assert checkpoint.sweep_partial(bucket) == ["step_2"]
     assert [path.name for path in (bucket / "checkpoints").iterdir()] == ["step_1"]
 
