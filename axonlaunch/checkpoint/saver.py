@@ -6,7 +6,6 @@ One save is in flight at most; one that fails ends the run, whenever it was begu
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from axonlaunch.checkpoint import folders
-from axonlaunch.checkpoint.folders import Checkpoint, Retention, Sum
+from axonlaunch.checkpoint.folders import Checkpoint, Retention
 from axonlaunch.checkpoint.writer import Writer
 from axonlaunch.comm import World
 
@@ -114,20 +113,7 @@ class Saver:
             layout=self._layout,
             saved_at=time.time(),
         )
-        partial = folders.partial_of(about.path)
-        if self._world.is_main:
-            try:
-                folders.prepare(about.path)
-            except OSError as error:
-                message = f"{about.path} could not be written: {_reason(error)}"
-                raise SaveError(message) from error
-
-        def complete(written: Mapping[str, Sum]) -> None:
-            folders.complete(partial, about, written)
-            # Deleting gigabytes takes a while, and nobody waits for it.
-            self._pruning = self._pruner.submit(folders.prune, self._run_dir, self._retention)
-
-        writer = Writer(partial, done=complete, background=self._background)
+        writer = Writer(about, done=self._prune, background=self._background)
         done: Future[Any]
         if self._background:
             begun = dcp.async_save(state, storage_writer=writer, process_group=self._group)
@@ -142,6 +128,10 @@ class Saver:
         stalled = time.perf_counter() - began
         self._in_flight = _InFlight(done, about.path, step, began, stalled)
         return before + self.finished(wait=not self._background)
+
+    def _prune(self) -> None:
+        """Delete what is not kept; that takes a while for gigabytes, and nobody waits for it."""
+        self._pruning = self._pruner.submit(folders.prune, self._run_dir, self._retention)
 
     def finished(self, *, wait: bool = False) -> list[Completed]:
         """Return the checkpoint that was written since, if one was.

@@ -155,11 +155,8 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     with reader.in_one_process():
         dcp.load({"model": state}, storage_reader=source, no_dist=True)
     about = Checkpoint(folders.path_of(run_dir, step=0), 0, 0, 1, None, layout="imported")
-    partial = folders.partial_of(about.path)
-    partial.mkdir(parents=True)
-    writer = Writer(partial, done=lambda written: folders.complete(partial, about, written))
     with reader.in_one_process():
-        dcp.save({"model": state}, storage_writer=writer, no_dist=True)
+        dcp.save({"model": state}, storage_writer=Writer(about), no_dist=True)
     (run_dir / RUN_CONFIG).write_text(to_yaml(config))
     return about.path
 

@@ -1,6 +1,6 @@
 """Torch's writer of checkpoints, with a checksum of each file and an end that all ranks reached.
 
-It writes what it is given; when, and what becomes of it, is the saver's.
+It writes what it is given, once there is room, and makes a checkpoint of it; when, is the saver's.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,32 +21,39 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, S
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from axonlaunch.checkpoint.folders import Sum
+from axonlaunch.checkpoint.folders import Checkpoint, Sum, complete, partial_of, prepare
 from axonlaunch.checkpoint.source import FileSystem as Remote
 from axonlaunch.checkpoint.storage import is_remote
 
 _SYNC_EVERY = 32 << 20
 _LOWEST = 19
-Done = Callable[[Mapping[str, Sum]], None]
 
 
 class Writer(FileSystemWriter):
     """Writes a rank's part of a checkpoint; every file is stored before it counts as written."""
 
-    def __init__(self, folder: Path, *, done: Done, background: bool = False) -> None:
-        """Prepare to write.
+    def __init__(
+        self,
+        about: Checkpoint,
+        *,
+        done: Callable[[], object] = lambda: None,
+        background: bool = False,
+    ) -> None:
+        """Remember what is to be written.
 
         Args:
-            folder: Of the checkpoint that is to be.
-            done: Called on the main rank once every rank has written: name of each file -> sum.
+            about: The checkpoint that is to be.
+            done: Called on the main rank once it is complete.
             background: A thread writes that has nothing else to do, while others train.
         """
+        folder = partial_of(about.path)
         where = str(folder)
         super().__init__(where, sync_files=False)  # ours syncs what torch leaves in its buffer
         self._summing: _Summing | _SummingRemote
         self._summing = _SummingRemote() if is_remote(folder) else _Summing()
         self.fs = cast("FileSystem", self._summing)
         self.path = self.fs.init_path(where)
+        self._about = about
         self._done = done
         self._background = background
 
@@ -61,6 +67,20 @@ class Writer(FileSystemWriter):
             name: self.stage(value) if isinstance(value, dict) else _on_host(value)
             for name, value in state_dict.items()
         }
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the disk alone: the main rank may still be clearing what an old save has left."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the folder, on the main rank; no other writes before it has.
+
+        Raises:
+            OSError: There is no room.
+        """
+        prepare(self._about.path)
+        self.fs.mkdir(self.path)
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
         """Write; what was written goes to the main rank, with the sums."""
@@ -78,12 +98,13 @@ class Writer(FileSystemWriter):
         return told
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, on the main rank, and tell that all is there."""
+        """Write the index, on the main rank, and make a checkpoint of what is there."""
         super().finish(metadata, results)
         found = dict(self._summing.sums)
         for of_rank in results:
             found.update(cast("_Written", of_rank).sums)
-        self._done(found)
+        complete(partial_of(self._about.path), self._about, found)
+        self._done()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

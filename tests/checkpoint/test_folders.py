@@ -91,7 +91,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folders, "free_bytes", lambda folder: (folder, 1000))
-    told = r"step_4 could not be written: OSError: .*No space left on device: it takes 0 MiB, and"
+    told = r"step_4 could not be written: rank 0: .*No space left on device: it takes 0 MiB, and"
     with pytest.raises(RankFailedError, match=told):
         save(three, 4)
     assert steps(three) == [1, 2, 3]

@@ -37,6 +37,12 @@ def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_one_before(tmp_p
         assert steps == [1]
 
 
+def test_ranks_that_come_early_make_nothing_that_the_main_one_is_sweeping(tmp_path: Path) -> None:
+    main, other = on_ranks(tmp_path, "early")
+    assert main == ([False], [1])
+    assert other == ([], [1])
+
+
 def test_a_save_takes_its_copy_of_host_memory_and_gives_it_back(tmp_path: Path) -> None:
     for (at_once, after), (beside, afterwards) in on_ranks(tmp_path, "measured"):
         assert at_once < 0.2

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, writer
+from axonlaunch.checkpoint import Retention, folders, writer
 from axonlaunch.checkpoint.saver import SaveError, Saver
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
@@ -79,6 +79,25 @@ def failing(world: World, saver: Saver, run_dir: Path) -> Any:
     return "it passed", []
 
 
+def early(world: World, saver: Saver, run_dir: Path) -> Any:
+    """Save where the main rank takes long to sweep what an old save has left; tell what it met."""
+    left = run_dir / "checkpoints" / "step_1.partial"
+    if world.is_main:
+        left.mkdir(parents=True)
+    dist.barrier()
+    met: list[bool] = []
+
+    def slow(folder: Path) -> None:
+        folders.prepare(folder)
+        time.sleep(0.3)  # the others come meanwhile
+        met.append(left.exists())
+
+    with mock.patch.object(writer, "prepare", slow):
+        saver.save(state(), step=1, samples=8)
+        saver.close()
+    return met, [one.step for one in checkpoint.listed(run_dir)]
+
+
 def measured(world: World, saver: Saver, run_dir: Path) -> Any:
     """Tell what a save takes of host memory over the state's bytes: at its peak and afterwards."""
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -120,4 +139,10 @@ def _anonymous_bytes() -> int:
     return int(kib) * 1024
 
 
-CHECKS = {"changing": changing, "twice": twice, "failing": failing, "measured": measured}
+CHECKS = {
+    "changing": changing,
+    "twice": twice,
+    "failing": failing,
+    "early": early,
+    "measured": measured,
+}
