@@ -38,14 +38,28 @@ class HardwareConfig:
     """device memory bandwidth, GB/s (1e9)"""
     memory_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the memory bandwidth that long kernels reach"""
+    moved_bytes: list[float] = field(default_factory=list)
+    """bytes that kernels of several sizes read and write, where caches and fresh pages make the
+    bandwidth depend on them; rising
+    """
+    moved_us: list[float] = field(default_factory=list)
+    """microseconds of each of them, beyond those of the smallest kernel"""
+    kernel_us: float = field(default=2.0, metadata={"above": 0})
+    """time of the smallest kernel beside others in a queue, microseconds; by default what GPUs
+    take, fitted once on published measurements
+    """
     devices_per_node: int | None = field(default=None, metadata={"min": 1})
     """devices of a node"""
-    link: Literal["nvlink", "xgmi", "pcie"] | None = None
-    """what joins the devices of a node"""
+    link: Literal["nvlink", "xgmi", "pcie", "loopback"] | None = None
+    """what joins the devices of a node; loopback: gloo's ranks, whose exchanges take the cores that
+    would compute meanwhile
+    """
     link_gb_s: float | None = field(default=None, metadata={"above": 0})
     """bandwidth of a device to the others of its node, one direction, GB/s (1e9)"""
     link_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the link's bandwidth that collectives reach"""
+    link_gather_gb_s: float | None = field(default=None, metadata={"above": 0})
+    """the same of gathers alone, where it is another; null: ``link_gb_s``"""
     link_latency_us: float | None = field(default=None, metadata={"above": 0})
     """time of one step of a collective inside a node, microseconds"""
     network_gb_s: float | None = field(default=None, metadata={"above": 0})

@@ -8,7 +8,7 @@ Models", 2020, stage 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from axonlaunch.comm.renamed import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.engines.update import Update, local_part
+
+_LARGE = 4 * 2**20
+"""Bytes of a parameter that is gathered by itself, straight to its place."""
+_FULL = 25 * 2**20
+"""Bytes of parameters that are gathered together, as many as DDP reduces together."""
 
 
 class ShardedUpdate(Update):
@@ -110,30 +115,61 @@ class ShardedUpdate(Update):
     def _gather(self) -> None:
         group, size = self._mesh.get_group(), self._mesh.size()
         rank = self._mesh.get_local_rank()
-        works, ragged = [], []
+        works, small = [], []
         for parameter in self._parameters.values():
             whole = local_part(parameter.detach())
             if whole.ndim == 0 or whole.numel() == 0:
                 continue
-            start, stop = self._range(whole, rank)
-            if whole.shape[0] % size == 0 and whole.is_contiguous():
-                works.append(
-                    all_gather_single(
-                        whole,
-                        whole[start:stop].clone(),
-                        group=group,
-                        async_op=True,
-                    )
-                )
+            if whole.nbytes < _LARGE or whole.shape[0] % size or not whole.is_contiguous():
+                small.append(whole)
                 continue
-            step = -(-whole.shape[0] // size)
-            mine = whole.new_zeros((step, *whole.shape[1:]))
-            mine[: stop - start] = whole[start:stop]
-            gathered = whole.new_empty((step * size, *whole.shape[1:]))
-            works.append(all_gather_single(gathered, mine, group=group, async_op=True))
-            ragged.append((whole, gathered))
+            mine = whole[slice(*self._range(whole, rank))].clone()
+            works.append(all_gather_single(whole, mine, group=group, async_op=True))
+        buckets = [_Bucket(wholes, ranks=size) for wholes in _filled(small)]
+        for bucket in buckets:
+            mine = bucket.pack([whole[slice(*self._range(whole, rank))] for whole in bucket.wholes])
+            works.append(all_gather_single(bucket.gathered, mine, group=group, async_op=True))
         for work in works:
             work.wait()
-        for whole, gathered in ragged:
-            # Shard(0) leaves the padding at the end of the last ranks' rows, so at the very end.
+        for bucket in buckets:
+            bucket.unpack()
+
+
+class _Bucket:
+    """Parameters whose rows travel in one message, for one costs more than what is in it."""
+
+    def __init__(self, wholes: list[Tensor], *, ranks: int) -> None:
+        self.wholes = wholes
+        self._ranks = ranks
+        # Of a rank; the last ones' are padded.
+        self._rows = [-(-whole.shape[0] // ranks) for whole in wholes]
+        self._lengths = [
+            rows * whole[0].numel() for rows, whole in zip(self._rows, wholes, strict=True)
+        ]
+        self.gathered = wholes[0].new_empty(ranks * sum(self._lengths))
+
+    def pack(self, parts: list[Tensor]) -> Tensor:
+        """Return a rank's rows of every parameter, one after another."""
+        flat = self.gathered.new_zeros(sum(self._lengths))
+        for part, place in zip(parts, flat.split(self._lengths), strict=True):
+            place[: part.numel()].view(part.shape).copy_(part)
+        return flat
+
+    def unpack(self) -> None:
+        """Copy the rows of all ranks to the parameters."""
+        by_rank = self.gathered.view(self._ranks, -1).split(self._lengths, dim=1)
+        for whole, rows, parts in zip(self.wholes, self._rows, by_rank, strict=True):
+            # The padding is at the end of the last ranks' rows, so at the very end.
+            gathered = parts.reshape(self._ranks * rows, *whole.shape[1:])
             whole.copy_(gathered[: whole.shape[0]])
+
+
+def _filled(wholes: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parameters of one type and device, of so many bytes together."""
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for whole in wholes:
+        bucket = filling.setdefault((whole.dtype, whole.device), [])
+        bucket.append(whole)
+        if sum(one.nbytes for one in bucket) >= _FULL:
+            yield filling.pop((whole.dtype, whole.device))
+    yield from filling.values()

@@ -16,7 +16,7 @@ from axonlaunch.config import Composer, ConfigError, Problem, RunConfig
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.problem import one_of
 from axonlaunch.config.schema import GROUPS
-from axonlaunch.launch import forkserver
+from axonlaunch.launch import forkserver, measuring
 from axonlaunch.planning.record import Plan
 from axonlaunch.planning.unread import naming_files, without_files
 
@@ -47,6 +47,10 @@ def plan(
         known = [*Composer(config_dirs=config_dirs).options("hardware")]
         message = f"is needed: speed and room depend on the devices; use {one_of(known)}"
         raise ConfigError([Problem("hardware", message)])
+    hardware = config.hardware
+    if measuring.is_this_machine(hardware):
+        hardware = measuring.of_this_machine(context, hardware, ranks=devices)
+        config = configuration.replaced(config, {"hardware": hardware})
     given = [key for key, text in composed.given.items() if _sets(text, key)]
     found: Plan = forkserver.call(
         context, "axonlaunch.launch.plan:search", without_files(config), devices, given

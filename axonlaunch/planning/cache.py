@@ -69,11 +69,16 @@ def write(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None
             partial.unlink()
 
 
-def folder() -> Path:
-    """Return where estimates are kept, by the XDG base directory specification."""
+def cache_folder() -> Path:
+    """Return what is ours of the user's cache, by the XDG base directory specification."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
-    return base / "axonlaunch" / "estimates"
+    return base / "axonlaunch"
+
+
+def folder() -> Path:
+    """Return where estimates are kept."""
+    return cache_folder() / "estimates"
 
 
 def _is_ours(config: RunConfig) -> bool:

@@ -39,16 +39,28 @@ class Links:
         size, stride = self._extent(exchange.axes)
         if size == 1:
             return 0.0
-        factor = 2 if exchange.kind == "all_reduce" else 1
+        reduces = exchange.kind == "all_reduce"
+        if self.takes_cores:  # gloo scatters what it has reduced for all, and gathers in two rounds
+            reduces = exchange.kind in ("all_reduce", "reduce_scatter")
+        factor = 2 if reduces else 1
         in_node = min(size, self._in_node(stride))
         nodes = -(-size // in_node)
         bandwidth = self._bandwidth(in_node, nodes)
+        gathers = self._hardware.link_gather_gb_s
+        if gathers is not None and exchange.kind == "all_gather":
+            bandwidth = min(bandwidth, gathers * 1e9)
         share = 1.0 if exchange.kind == "broadcast" else (size - 1) / size
         moving = factor * share * amount.num_bytes / bandwidth
-        hops = factor * self._ring_latency(size, nodes)
+        hops = (2 if self.takes_cores else factor) * self._ring_latency(size, nodes)
         if exchange.kind in ("all_reduce", "broadcast"):
             hops = min(hops, factor * self._tree_latency(in_node, nodes))
-        return amount.count * (_BEGIN_S + hops) + moving
+        begin = 0.0 if self.takes_cores else _BEGIN_S
+        return amount.count * (begin + hops) + moving
+
+    @property
+    def takes_cores(self) -> bool:
+        """Whether exchanges take the cores that would compute meanwhile, so that none is hidden."""
+        return self._hardware.link == "loopback"
 
     def message(self, num_bytes: float, *, axis: str) -> float:
         """Return the time of a message to the neighbour along an axis, in seconds."""

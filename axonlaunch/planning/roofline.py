@@ -9,6 +9,7 @@ User's Guide", for tiles and waves.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -23,15 +24,13 @@ _HALF_LENGTH = 512
 """Keys at which fused attention reaches half of what it does on long sequences; a round figure that
 the shared measurements bear out (half and twice as many fit worse).
 """
-# The next four are fitted once, on about half of the shared measurements, all devices together.
+# The next three are fitted once, on about half of the shared measurements, all devices together.
 _HALF_WAVE = 0.1
 """Waves of tiles that give half the rate; stands for the last, partly filled one."""
 _HALF_DEPTH = 64
 """Depth k at which a tile's prologue and epilogue take as long as its product."""
 _IN_A_STEP = 0.75
 """Share of the sustained rate, measured on one product alone, that is left in a training step."""
-_LAUNCH_S = 2e-6
-"""Time of the smallest kernel, beside others in a queue."""
 
 _RATES = {
     torch.float32: "fp32_tflops",
@@ -61,7 +60,7 @@ class Roofline:
         if isinstance(operation, Attention):
             return self._attention(operation, amount)
         if isinstance(operation, Kernel):
-            return self._moving(amount.num_bytes) + amount.count * _LAUNCH_S
+            return self._moving_all(amount) + amount.count * self._launch_s
         return 0.0
 
     def rate(self, dtype: torch.dtype) -> float:
@@ -81,15 +80,34 @@ class Roofline:
         share = waves / (waves + _HALF_WAVE) * k / (k + _HALF_DEPTH)
         rate = self.rate(product.dtype) * self.figure("matrix_sustained") * share * _IN_A_STEP
         moved = batch * (m * k + k * n + m * n) * product.dtype.itemsize
-        return float(max(2.0 * batch * m * n * k / rate, self._moving(moved)) + _LAUNCH_S)
+        return float(max(2.0 * batch * m * n * k / rate, self._moving(moved)) + self._launch_s)
 
     def _attention(self, attention: Attention, amount: Amount) -> float:
         share = attention.keys / (attention.keys + _HALF_LENGTH)
         rate = self.rate(attention.dtype) * self.figure("attention_sustained") * share
-        seconds = max(amount.flops / rate, self._moving(amount.num_bytes))
-        return float(seconds + amount.count * _LAUNCH_S)
+        moving = self._moving_all(amount)
+        return float(max(amount.flops / rate, moving) + amount.count * self._launch_s)
+
+    @property
+    def _launch_s(self) -> float:
+        return self._hardware.kernel_us * 1e-6
+
+    def _moving_all(self, amount: Amount) -> float:
+        """Return the time of the traffic of all runs of a kernel, taken as alike."""
+        count = max(1.0, amount.count)
+        return count * self._moving(amount.num_bytes / count)
 
     def _moving(self, num_bytes: float) -> float:
+        """Return the time of one kernel's traffic: at a bandwidth, or as measured by size."""
+        sizes, times = self._hardware.moved_bytes, self._hardware.moved_us
+        if sizes:
+            if num_bytes >= sizes[-1]:
+                return times[-1] * 1e-6 * num_bytes / sizes[-1]
+            points = list(zip([0.0, *sizes], [0.0, *times], strict=True))
+            for (low, before), (high, after) in itertools.pairwise(points):
+                if num_bytes < high:
+                    part = (num_bytes - low) / (high - low)
+                    return (before + part * (after - before)) * 1e-6
         bandwidth = self.figure("memory_bandwidth_gb_s") * 1e9 * self.figure("memory_sustained")
         return float(num_bytes / bandwidth)
 

@@ -163,7 +163,8 @@ class StepTime:
             # The ends are gathered before anything computes and reduced after everything has;
             # of the layers one is, the others are gathered and reduced under computation.
             alone = gathered if phases == _FORWARD else 0.0
-            hidden = max(0.0, gathered - of_layer.total) * max(0, layers - 1)
+            under = 0.0 if self._links.takes_cores else of_layer.total
+            hidden = max(0.0, gathered - under) * max(0, layers - 1)
             total.put("communication dp", gathered_ends + alone + hidden)
         return total
 
@@ -203,6 +204,8 @@ class StepTime:
                 under = sum(
                     self._roofline.seconds(product, Amount(amount.count)) for product in key.under
                 )
+                if self._links.takes_cores:
+                    under = 0.0
                 waited = max(0.0, self._links.seconds(key, amount) - under)
                 total.put(f"communication {_axis(key.axes)}", waited)
         return total
@@ -231,7 +234,7 @@ class StepTime:
             buckets += amount.count
         if not buckets:
             return 0.0
-        if self._config.strategy.ddp.sync != "overlapped":
+        if self._config.strategy.ddp.sync != "overlapped" or self._links.takes_cores:
             return seconds
         return max(seconds / buckets, seconds - backward.total)
 
