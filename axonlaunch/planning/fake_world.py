@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,10 +44,7 @@ def join(*, rank: int, world_size: int) -> World:
             "estimate in another process"
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    _let_replicas_run_alone()
-    _let_pipelines_run_alone()
-    _let_messages_hold_tensors()
-    _let_plans_be_unseen()
+    _let_run_alone()
     return World(
         rank=rank,
         local_rank=0,
@@ -54,6 +52,11 @@ def join(*, rank: int, world_size: int) -> World:
         device=torch.device("cpu"),
         backend=Backend.MOCK,
     )
+
+
+def leave() -> None:
+    """End the world that this process is in."""
+    dist.destroy_process_group()
 
 
 def tensors_without_bytes() -> Any:
@@ -78,6 +81,15 @@ def answering_yes() -> Iterator[None]:
     """Let a decision on a tensor that has no value be the usual one: fp16 did not overflow."""
     with _SaysYes():  # type: ignore[no-untyped-call]
         yield
+
+
+@cache
+def _let_run_alone() -> None:
+    """Let torch do without the other ranks, in this process from now on."""
+    _let_replicas_run_alone()
+    _let_pipelines_run_alone()
+    _let_messages_hold_tensors()
+    _let_plans_be_unseen()
 
 
 def _let_replicas_run_alone() -> None:

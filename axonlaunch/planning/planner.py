@@ -25,7 +25,7 @@ from axonlaunch.planning.record import GIB, Plan, Planned
 from axonlaunch.planning.roofline import figure
 from axonlaunch.planning.scaled_work import scaled
 from axonlaunch.planning.step_time import StepTime
-from axonlaunch.planning.step_work import StepWork, step_work
+from axonlaunch.planning.step_work import StepWork, rehearse, step_work
 from axonlaunch.planning.throughput import Throughput, timed
 
 TIMED = 6
@@ -67,6 +67,7 @@ def plan(
     if not listed:
         raise ConfigError([_indivisible(config, devices, kept)])
     alone = on_one_device(config)
+    rehearse(alone)
     runs: list[Callable[[], Any]] = [
         partial(step_work, alone, world_size=1),
         partial(closed_memory.activations, alone),
