@@ -31,7 +31,7 @@ _HEADS, _KEYS, _HEAD_DIM = 8, 512, 64
 _HALF = 0.5
 """Share of its rate that the model of attention gives to so many keys."""
 _CHAIN = 20
-_LARGE = 16 * 2**20
+_LARGE = 4 * 2**20
 """Bytes of the exchanges whose time is their bytes'."""
 _MOVED = tuple(2**exponent for exponent in range(14, 28, 2))
 """Bytes that kernels read and write: from first caches to fresh pages."""
@@ -94,7 +94,7 @@ def _talking(ranks: int) -> dict[str, Any]:
     one, many = torch.ones(1), torch.ones(_LARGE // 4)
     latency = _exchange_seconds(lambda: dist.all_reduce(one), tries=60)
     share = (ranks - 1) / ranks
-    reduced = _exchange_seconds(lambda: dist.all_reduce(many), tries=8)
+    reduced = _exchange_seconds(lambda: dist.all_reduce(many), tries=16)
     mine = torch.ones(_LARGE // 4 // ranks)
     gathered = _exchange_seconds(
         lambda: all_gather_single(torch.empty(mine.numel() * ranks), mine), tries=8

@@ -15,6 +15,7 @@ EXAMPLES = """Examples:
 \b
   axonlaunch doctor
   axonlaunch doctor --json
+  axonlaunch doctor --measure --ranks 4
 """
 
 
@@ -22,12 +23,23 @@ def command(
     run_dir: Annotated[Path, typer.Option("--run-dir", help="Where runs are written.")] = Path(
         "runs"
     ),
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure anew what hardware=cpu stands for: how fast ranks compute and talk here.",
+        ),
+    ] = False,
+    ranks: Annotated[int, typer.Option("--ranks", help="Ranks that are measured.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Tell what this machine has and which backends work."""
+    from axonlaunch.config import ConfigError, Problem
     from axonlaunch.launch.doctor import diagnose
 
-    report = diagnose(run_dir)
+    if ranks < 1:
+        raise ConfigError([Problem("--ranks", "are measured at once; write 1 or more", ranks)])
+    report = diagnose(run_dir, ranks=ranks if measure else None)
     if as_json:
         print_json(report)
         return
@@ -35,7 +47,7 @@ def command(
 
     console = Console(highlight=False)
     for name, value in _rows(report):
-        console.print(f"[dim]{name:<13}[/dim]{value}", soft_wrap=True)
+        console.print(f"[dim]{name:<14}[/dim]{value}", soft_wrap=True)
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -64,5 +76,27 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         else:
             text = f"[yellow]does not work[/yellow]: {verdict['reason']}"
         rows.append((f"  {name}", text))
+    if "measured" in report:
+        rows.append(("hardware=cpu", f"of {report['measured_ranks']} ranks at once"))
+        rows += [(f"  {name}", text) for name, text in _figures(report["measured"])]
     rows.append(("disk", f"{report['disk_free_gib']} GiB free at {report['run_folder']}"))
+    return rows
+
+
+def _figures(measured: dict[str, Any]) -> list[tuple[str, str]]:
+    """Say what a rank reaches."""
+    gflops = {name: measured[f"{name}_tflops"] * 1000 for name in ("fp32", "bf16", "fp16")}
+    rows = [("products", ", ".join(f"{name} {rate:,.3g} GFLOP/s" for name, rate in gflops.items()))]
+    kernel, mib = measured["kernel_us"], 2**20
+    moved = zip(measured["moved_bytes"], measured["moved_us"], strict=True)
+    rates = [
+        f"{size / (us + kernel) / 1e3:,.3g} GB/s of {size / mib:g} MiB"
+        for size, us in moved
+        if size >= mib
+    ]
+    rows.append(("kernels", f"{kernel:.3g} us, {', '.join(rates)}"))
+    if "link_gb_s" in measured:
+        latency = f"{measured['link_latency_us']:,.3g} us a hop"
+        speeds = f"{measured['link_gb_s']:.3g} GB/s, gathers {measured['link_gather_gb_s']:.3g}"
+        rows.append(("gloo", f"{latency}, {speeds}"))
     return rows

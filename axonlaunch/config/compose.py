@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.problem import ConfigError, Problem
-from axonlaunch.config.tree import leaves
+from axonlaunch.config.tree import leaves, read_yaml
 from axonlaunch.registry import nearest, unknown
 
 OVERRIDE_ORIGIN = "override "
@@ -70,6 +70,14 @@ class Composer:
         found: dict[str, str] = {}
         for name in sorted(self._loader.get_group_options(group)):
             found[name] = self._summary(f"{group}/{name}.yaml")
+        return found
+
+    def contents(self, group: str) -> dict[str, dict[str, Any]]:
+        """Return ``{option: what its YAML says}`` of a group, sorted by name."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in sorted(self._loader.get_group_options(group)):
+            files = (folder / group / f"{name}.yaml" for folder in self.folders)
+            found[name] = read_yaml(next(file for file in files if file.is_file()).read_text())
         return found
 
     def compose(self, overrides: Sequence[str], *, config_name: str = "config") -> Composed:

@@ -16,6 +16,8 @@ class HardwareConfig:
 
     name: str
     """name of the device"""
+    device: str | None = None
+    """regular expression of torch's name of the device, by which strategy=auto knows it"""
     memory_gib: float | None = field(default=None, metadata={"above": 0})
     """memory of one device as torch reports it, GiB; null: this machine's memory shared among its
     ranks

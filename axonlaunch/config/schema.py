@@ -122,6 +122,10 @@ class StrategyConfig:
     tensor: TensorConfig = field(default_factory=TensorConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    planned: bool = False
+    """search the layout before anything starts, as `axonlaunch plan` does, for the hardware that is
+    told or found; what overrides set of the layout stays
+    """
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """type in which gradients are summed over data-parallel ranks; bf16 halves the traffic"""
 

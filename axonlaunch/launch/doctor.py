@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.disk import free_bytes
-from axonlaunch.launch import forkserver
+from axonlaunch.launch import forkserver, measuring
 
 GIB = 1024**3
 
 
-def diagnose(run_folder: Path) -> dict[str, Any]:
+def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
     """Return what this machine has, which backends work, and the free disk at a folder.
 
     Args:
         run_folder: Where runs are to be written; it need not exist.
+        ranks: So many are measured at once, for ``hardware=cpu``; None: nothing is measured.
     """
     with forkserver.warm() as context:
         report: dict[str, Any] = forkserver.call(context, "axonlaunch.diagnosis:machine")
@@ -27,6 +28,8 @@ def diagnose(run_folder: Path) -> dict[str, Any]:
             backends["nccl"] = _try_processes(context, "nccl", min(2, len(report["devices"])))
         else:
             backends["nccl"] = {"works": False, "reason": report["nccl"]["reason"]}
+        if ranks is not None:
+            report |= {"measured_ranks": ranks, "measured": measuring.measure(context, ranks=ranks)}
     report["backends"] = backends
     report["run_folder"] = str(run_folder.absolute())
     report["disk_free_gib"] = round(free_bytes(run_folder)[1] / GIB, 1)

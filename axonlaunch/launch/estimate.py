@@ -6,6 +6,7 @@ refused.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -13,10 +14,10 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch import config as configuration
-from axonlaunch.config import ConfigError, Problem, RunConfig, replaced
+from axonlaunch.config import Composed, ConfigError, Problem, RunConfig, replaced
 from axonlaunch.config.layout import layout, resolved
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.launch import forkserver
+from axonlaunch.launch import forkserver, planned
 from axonlaunch.planning import cache
 from axonlaunch.planning.changes import remedies
 from axonlaunch.planning.record import GIB, Estimate, Forecast
@@ -37,8 +38,14 @@ def estimate(
     Raises:
         ConfigError: The configuration can't be run on any machine, or can't be traced.
     """
-    composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
-    config = configuration.typed(naming_files(composed.tree), composed.problems)
+
+    def compose(words: Sequence[str]) -> Composed:
+        found = configuration.compose(words, config_name=config_name, config_dirs=config_dirs)
+        return dataclasses.replace(found, tree=naming_files(found.tree))
+
+    config = planned.load(
+        overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
+    )
     if config.launch.nproc == "auto":
         config = forkserver.call(
             context, "axonlaunch.preflight:resolve_anywhere", without_files(config)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch import config as configuration
-from axonlaunch.config import Composer, ConfigError, Problem, RunConfig
+from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
+from axonlaunch.config.layout import nodes
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.problem import one_of
 from axonlaunch.config.schema import GROUPS
@@ -43,22 +44,50 @@ def plan(
     """
     composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
     config = configuration.typed(naming_files(composed.tree), composed.problems)
+    return searched(context, composed, config, devices=devices, config_dirs=config_dirs)
+
+
+def searched(
+    context: ForkServerContext,
+    composed: Composed,
+    config: RunConfig,
+    *,
+    devices: int,
+    config_dirs: Sequence[Path],
+    wanted: int = 3,
+) -> Plan:
+    """Search the layouts of a configuration.
+
+    Args:
+        context: Of the warm fork server.
+        composed: As composed: a key of the layout that an override set stays as it is.
+        config: The same, typed.
+        devices: Ranks.
+        config_dirs: Folders of a user's own YAML.
+        wanted: Layouts that fit.
+
+    Raises:
+        ConfigError: No layout fits, or it can't be told.
+    """
     if config.hardware is None:
         known = [*Composer(config_dirs=config_dirs).options("hardware")]
         message = f"is needed: speed and room depend on the devices; use {one_of(known)}"
         raise ConfigError([Problem("hardware", message)])
     hardware = config.hardware
     if measuring.is_this_machine(hardware):
+        if nodes(config)[1] > 1:
+            message = "is measured on one machine; use the hardware of all of them, with a network"
+            raise ConfigError([Problem("hardware", message, hardware.name)])
         hardware = measuring.of_this_machine(context, hardware, ranks=devices)
         config = configuration.replaced(config, {"hardware": hardware})
     given = [key for key, text in composed.given.items() if _sets(text, key)]
     found: Plan = forkserver.call(
-        context, "axonlaunch.launch.plan:search", without_files(config), devices, given
+        context, "axonlaunch.launch.plan:search", without_files(config), devices, given, wanted
     )
     return found
 
 
-def search(config: RunConfig, devices: int, given: Sequence[str]) -> Plan:
+def search(config: RunConfig, devices: int, given: Sequence[str], wanted: int) -> Plan:
     """Search, in a process forked from the server.
 
     Raises:
@@ -71,7 +100,7 @@ def search(config: RunConfig, devices: int, given: Sequence[str]) -> Plan:
     import_plugins(config.plugins)
     values = configuration.leaves(config)
     kept = {key: values[key] for key in candidates.SEARCHED if key in given}
-    return planner.plan(config, devices=devices, kept=kept, check=resolve_anywhere)
+    return planner.plan(config, devices=devices, kept=kept, check=resolve_anywhere, wanted=wanted)
 
 
 def experiment(overrides: Sequence[str], layout: Sequence[str]) -> str:

@@ -20,7 +20,8 @@ from typing import Any, Self
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import nodes
-from axonlaunch.launch import forkserver, local, run_folder, surroundings
+from axonlaunch.launch import forkserver, local, planned, run_folder, surroundings
+from axonlaunch.launch.planned import Compose
 from axonlaunch.launch.surroundings import Surroundings
 
 
@@ -68,12 +69,18 @@ def start(
             return context
 
         if where.is_rank(lambda: compose(overrides), accelerators=partial(_accelerators, server)):
-            return _as_rank(partial(compose, overrides), where, started=started, as_json=as_json)
+            load = partial(planned.load, overrides, server=server, config_dirs=config_dirs)
+            return _as_rank(load, compose, where, started=started, as_json=as_json)
         server()
         # What torch's store says of strangers that knock is not for the user; set after the server
         # was started, whose ranks keep their words.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        load = partial(_load, where=where, compose=compose, server=server)
+        load = partial(
+            planned.load,
+            compose=where.composing(compose, accelerators=partial(_accelerators, server)),
+            server=server,
+            config_dirs=config_dirs,
+        )
         configs = loaded(overrides, load=load, config_dirs=config_dirs, multirun=multirun)
         if render or any(config.launch.name == "slurm" for _, config in configs):
             return _submit(server(), [config for _, config in configs], render, as_json)
@@ -142,7 +149,12 @@ def _submit(
 
 
 def _as_rank(
-    compose: Callable[[], Composed], where: _Where, *, started: float, as_json: bool
+    load: Callable[..., RunConfig],
+    compose: Compose,
+    where: _Where,
+    *,
+    started: float,
+    as_json: bool,
 ) -> tuple[int, list[dict[str, Any]]]:
     from axonlaunch.launch import alone
 
@@ -151,10 +163,12 @@ def _as_rank(
     def make(found: Surroundings) -> RunConfig:
         from axonlaunch import preflight
 
-        composed = dataclasses.replace(where, found=found).settled(
-            compose(), accelerators=preflight.accelerators
-        )
-        return preflight.resolve(configuration.typed(composed.tree, composed.problems))
+        here = dataclasses.replace(where, found=found)
+
+        def settled(words: Sequence[str]) -> Composed:
+            return here.settled(compose(words), accelerators=preflight.accelerators)
+
+        return preflight.resolve(load(compose=settled))
 
     status, summary = alone.train(where.found, make, started=started, as_json=as_json)
     return status, [summary] if summary else []
@@ -202,20 +216,14 @@ class _Where:
             problems.append(Problem("launch.name", message, name))
         return dataclasses.replace(composed, tree=tree, problems=[*composed.problems, *problems])
 
-
-def _load(
-    overrides: Sequence[str],
-    *,
-    where: _Where,
-    compose: Callable[[Sequence[str]], Composed],
-    server: Callable[[], ForkServerContext],
-) -> RunConfig:
-    accelerators = partial(_accelerators, server)
-    if where.found is not None and where.found.one_a_machine:
-        found = dataclasses.replace(where.found, local_rank=None)
-        where = dataclasses.replace(where, found=found)
-    composed = where.settled(compose(overrides), accelerators=accelerators)
-    return configuration.typed(composed.tree, composed.problems)
+    def composing(self, compose: Compose, *, accelerators: Callable[[], int]) -> Compose:
+        """Return what composes words for a machine that starts its ranks itself."""
+        where = self
+        if self.found is not None and self.found.one_a_machine:
+            where = dataclasses.replace(
+                self, found=dataclasses.replace(self.found, local_rank=None)
+            )
+        return lambda words: where.settled(compose(words), accelerators=accelerators)
 
 
 def _accelerators(server: Callable[[], ForkServerContext]) -> int:
@@ -236,7 +244,8 @@ def checked(
     Raises:
         ConfigError: A configuration can't be run.
     """
-    load = partial(configuration.load, config_name=config_name, config_dirs=config_dirs)
+    compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
+    load = partial(planned.load, compose=compose, server=lambda: context, config_dirs=config_dirs)
     found = loaded(overrides, load=load, config_dirs=config_dirs, multirun=multirun)
     return resolved(context, found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import cast
@@ -11,7 +12,7 @@ from typing import cast
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import world_size
-from axonlaunch.launch import forkserver
+from axonlaunch.launch import forkserver, planned
 from axonlaunch.verdict import Verdict, failed
 
 
@@ -31,7 +32,10 @@ def verify(
     Raises:
         ConfigError: The configuration can't be run.
     """
-    config = configuration.load(overrides, config_name=config_name, config_dirs=config_dirs)
+    compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
+    config = planned.load(
+        overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
+    )
     if config.launch.backend == "auto":
         backend = "gloo" if config.train.compile else "mock"
         config = configuration.replaced(config, {"launch.backend": backend})

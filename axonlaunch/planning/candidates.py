@@ -103,7 +103,7 @@ def candidates(
 
 def _degrees(config: RunConfig, *, devices: int, in_node: int) -> Iterator[tuple[int, int, int]]:
     model: Any = config.model
-    heads = getattr(model, "num_attention_heads", 1)
+    heads = getattr(model, "num_attention_heads", 0)  # without any, none are divided
     shared = getattr(model, "num_key_value_heads", None) or heads
     depth = getattr(model, "num_hidden_layers", 1)
     length = getattr(config.data, "sequence_length", 1)

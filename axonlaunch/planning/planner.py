@@ -30,13 +30,11 @@ from axonlaunch.planning.throughput import Throughput, timed
 
 TIMED = 6
 """Layouts whose work is traced."""
-ENOUGH = 3
-"""Layouts that fit, of which no more need be looked for."""
 TRIED = 4
 """Layouts whose memory is estimated at most: a person waits."""
 _CACHED = 1.05
 """What the allocator keeps, beside what closed formulas say of tensors: a little, to lose none."""
-_REFUSED = 20
+_REFUSED = 200
 """Layouts that a run's own checks may refuse before the search gives up."""
 
 
@@ -46,6 +44,7 @@ def plan(
     devices: int,
     kept: Mapping[str, Any],
     check: Callable[[RunConfig], RunConfig],
+    wanted: int = 3,
 ) -> Plan:
     """Find the fastest layouts that fit.
 
@@ -54,6 +53,7 @@ def plan(
         devices: Ranks.
         kept: Settings of ``candidates.SEARCHED`` that stay as they are.
         check: Resolves a run, or raises ``ConfigError`` where no machine can do it.
+        wanted: Layouts that fit.
 
     Raises:
         ConfigError: No layout divides the devices, or none fits; the run can't be traced, or the
@@ -75,7 +75,7 @@ def plan(
     one, held = forked.run(runs)
     likely = _likely(listed, one=one, held=held, hardware=hardware, memory=memory)
     first = _fastest(_legal(likely, check), hardware=hardware)
-    found = _estimated(first, config=config, devices=devices)
+    found = _estimated(first, config=config, devices=devices, wanted=wanted)
     if not any(planned.fits for planned in found):
         raise ConfigError([_too_large(config, devices, found)])
     return Plan(searched=len(listed), candidates=found)
@@ -185,9 +185,13 @@ def _timed(config: RunConfig, hardware: HardwareConfig) -> Throughput:
 
 
 def _estimated(
-    first: list[tuple[Candidate, Throughput]], *, config: RunConfig, devices: int
+    first: list[tuple[Candidate, Throughput]],
+    *,
+    config: RunConfig,
+    devices: int,
+    wanted: int,
 ) -> list[Planned]:
-    """Estimate layouts in the order of their speed until enough fit."""
+    """Estimate layouts in the order of their speed until as many fit as are wanted."""
     found: list[Planned] = []
     for candidate, speed in first[:TRIED]:
         told = estimate(candidate.config, ends=True)
@@ -205,7 +209,7 @@ def _estimated(
                 breakdown=speed.breakdown,
             )
         )
-        if sum(planned.fits for planned in found) == ENOUGH:
+        if sum(planned.fits for planned in found) == wanted:
             break
     return sorted(found, key=lambda planned: not planned.fits)
 

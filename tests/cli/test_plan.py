@@ -85,7 +85,7 @@ def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: S
             "hardware=h100_80gb: no layout of 2 devices fits: the smallest takes ",
             marks=pytest.mark.slow,
         ),
-        (["--devices", "2", *MODEL[:-1], "hardware=cpu"], "hardware.memory_gib=null: "),
+        (["--devices", "2", *MODEL, "hardware.memory_gib=null"], "hardware.memory_gib=null: "),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(

@@ -429,19 +429,19 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "strategy=fsdq",
         [
-            "strategy=fsdq: there is no such option; did you mean fsdp? known: ddp, fsdp, hsdp, hybrid, pipeline, single, tensor, zero1, zero2",
+            "strategy=fsdq: there is no such option; did you mean fsdp? known: auto, ddp, fsdp, hsdp, hybrid, pipeline, single, tensor, zero1, zero2",
         ],
     ),
     (
         "strategy=FSDP3",
         [
-            "strategy=FSDP3: there is no such option; did you mean fsdp? known: ddp, fsdp, hsdp, hybrid, pipeline, single, tensor, zero1, zero2",
+            "strategy=FSDP3: there is no such option; did you mean fsdp? known: auto, ddp, fsdp, hsdp, hybrid, pipeline, single, tensor, zero1, zero2",
         ],
     ),
     (
         "+strategy=dpd",
         [
-            "strategy=dpd: there is no such option; did you mean ddp? known: ddp, fsdp, hsdp, hybrid, pipeline, single, tensor, zero1, zero2",
+            "strategy=dpd: there is no such option; did you mean ddp? known: auto, ddp, fsdp, hsdp, hybrid, pipeline, single, tensor, zero1, zero2",
         ],
     ),
     (

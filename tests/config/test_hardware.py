@@ -32,4 +32,5 @@ def test_each_figure_stands_below_its_source(path: object) -> None:
 def test_the_common_ones_lack_no_figure(name: str) -> None:
     hardware = configs.load([f"hardware={name}"]).hardware
     assert hardware is not None
-    assert None not in vars(hardware).values()
+    other = ("device", "link_gather_gb_s")  # not what its speed is told by
+    assert None not in [value for name, value in vars(hardware).items() if name not in other]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from axonlaunch.config.optimizer import (
     SGDConfig,
     WSDConfig,
 )
+from axonlaunch.engines import zero1
 from axonlaunch.engines.offload import StreamedUpdate
 from axonlaunch.engines.optimizer import learning_rate
 from axonlaunch.engines.precision import LossScale
@@ -75,9 +77,12 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_its_interval() -> N
     assert scale.good_steps == 0
 
 
+STEPS = 4
+
+
 def parameters() -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"matrix": (7, 3), "vector": (5,), "small": (1, 4), "scalar": ()}
+    shapes = {"matrix": (7, 3), "vector": (5,), "small": (1, 4), "even": (4, 6), "scalar": ()}
     return {
         name: nn.Parameter(torch.randn(shape, generator=generator))
         for name, shape in shapes.items()
@@ -90,7 +95,7 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 
 def updated(update: Update, own: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    for step in range(4):
+    for step in range(STEPS):
         for name, gradient in gradients(step).items():
             own[name].grad = gradient
         update.collect_gradients()
@@ -102,7 +107,12 @@ def updated(update: Update, own: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("config", [AdamWConfig(lr=0.1), SGDConfig(lr=0.1, weight_decay=0.1)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_sharded_update_is_the_whole_one(config: AdamWConfig | SGDConfig, ranks: int) -> None:
+@pytest.mark.parametrize("straight", [False, True])
+def test_a_sharded_update_is_the_whole_one(
+    config: AdamWConfig | SGDConfig, ranks: int, straight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if straight:
+        monkeypatch.setattr(zero1, "_LARGE", 0)
     own = parameters()
     expected = updated(Update(config, own), own)
 
@@ -123,6 +133,27 @@ def test_a_sharded_update_is_the_whole_one(config: AdamWConfig | SGDConfig, rank
     whole = moments * sum(p.numel() for p in own.values() if p.ndim)
     replicated = moments * ranks  # the scalar can't be divided
     assert sum(held for _, held in results) == whole + replicated
+
+
+def test_a_sharded_update_gathers_small_parameters_in_one_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gather, sizes = zero1.all_gather_single, []
+
+    def counted(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(output.numel())
+        return gather(output, *args, **kwargs)
+
+    monkeypatch.setattr(zero1, "all_gather_single", counted)
+
+    def run(world: World) -> None:
+        own = parameters()
+        mesh = world.mesh(dp_replicate=2).device_mesh
+        updated(ShardedUpdate(SGDConfig(lr=0.1), own, mesh=mesh), own)
+
+    World.mock(2).run(run)
+    rows = 2 * (4 * 3 + 3 + 4 + 2 * 6)  # the last rank's are padded
+    assert sizes == [rows] * 2 * STEPS
 
 
 @pytest.mark.parametrize("config", [AdamWConfig(lr=0.1), SGDConfig(lr=0.1, weight_decay=0.1)])

@@ -80,3 +80,18 @@ def test_a_figure_that_is_missing_is_asked_for() -> None:
     links = Links(replace(HARDWARE, network_gb_s=None), {"dp_shard": 16})
     with pytest.raises(ConfigError, match=r"hardware\.network_gb_s=null: .*write hardware\."):
         links.seconds(Exchange("forward", "all_gather", ("dp_shard",)), Amount(1, GB))
+
+
+GLOO = replace(HARDWARE, link="loopback", link_gb_s=1, link_gather_gb_s=0.5, link_latency_us=100.0)
+
+
+def test_gloo_scatters_by_an_all_reduce_and_gathers_at_a_rate_of_its_own() -> None:
+    links = Links(GLOO, {"dp_shard": 2})
+
+    def seconds(kind: ExchangeKind) -> float:
+        return links.seconds(Exchange("backward", kind, ("dp_shard",)), Amount(1, GB))
+
+    hops = 2 * 100e-6
+    assert seconds("all_reduce") == pytest.approx(1 + hops)
+    assert seconds("reduce_scatter") == pytest.approx(1 + hops)
+    assert seconds("all_gather") == pytest.approx(1 + hops)

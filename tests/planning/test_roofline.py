@@ -80,3 +80,18 @@ def test_a_figure_that_is_missing_is_asked_for(name: str) -> None:
     roofline = Roofline(replace(HARDWARE, **{name: None}))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"hardware\.{name}=null: .*write hardware\.{name}="):
         roofline.seconds(product(8, 8, 8), Amount(1))
+
+
+def test_where_bandwidth_depends_on_the_size_kernels_take_what_was_measured_of_it() -> None:
+    measured = replace(HARDWARE, moved_bytes=[1e6, 1e8], moved_us=[10.0, 10_000.0], kernel_us=5.0)
+    roofline, key = Roofline(measured), Kernel("forward", "aten::add")
+
+    def us(num_bytes: float, count: int = 1) -> float:
+        return roofline.seconds(key, Amount(count, num_bytes)) * 1e6
+
+    assert us(5e5) == pytest.approx(5 + 5)
+    assert us(1e6) == pytest.approx(5 + 10)
+    assert us(1e8) == pytest.approx(5 + 10_000)
+    assert us(2e8) == pytest.approx(5 + 20_000)
+    # A hundred small ones stay in the cache that a large one leaves.
+    assert us(1e8, count=100) == pytest.approx(100 * (5 + 10))

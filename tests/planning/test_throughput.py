@@ -68,6 +68,13 @@ def test_gathering_hides_under_computation(fsdp: StepWork) -> None:
     assert told(config, fsdp).breakdown["communication dp"] < exchanged * 2
 
 
+def test_nothing_hides_where_exchanges_take_the_cores_that_compute(fsdp: StepWork) -> None:
+    words = ["strategy=fsdp", "launch.nproc=8"]
+    apart, together = run(*words), run(*words, "hardware.link=loopback")
+    hidden = told(apart, fsdp).breakdown["communication dp"]
+    assert told(together, fsdp).breakdown["communication dp"] > 2 * hidden
+
+
 def test_compiling_leaves_products_and_saves_kernels(fsdp: StepWork) -> None:
     plain = told(run("strategy=fsdp", "launch.nproc=8"), fsdp)
     fused = told(run("strategy=fsdp", "launch.nproc=8", "train.compile=true"), fsdp)

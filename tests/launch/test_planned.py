@@ -1,0 +1,130 @@
+"""``strategy=auto`` and the figures of this machine that it plans with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Served
+from served import Server, reached
+
+from axonlaunch import config
+from axonlaunch.config import Composed, ConfigError
+from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.launch import measuring, planned
+
+H100 = "NVIDIA H100 80GB HBM3"
+MLP = ["model=mlp", "data=digits", "train.global_batch_size=4"]
+
+
+@pytest.fixture
+def context(server: Server) -> Iterator[ForkServerContext]:
+    with reached(server) as found:
+        yield found
+
+
+def measured(ranks: int) -> dict[str, Any]:
+    """Keep figures as if they had been measured."""
+    figures: dict[str, Any] = {
+        "fp32_tflops": 0.08,
+        "attention_sustained": 1.0,
+        "kernel_us": 8.0,
+        "moved_bytes": [1e6, 1e8],
+        "moved_us": [20.0, 30000.0],
+        "link_latency_us": 500.0,
+        "link_gb_s": 1.0,
+        "link_gather_gb_s": 0.5,
+        "memory_gib": 4.0,
+        "matrix_sustained": 1.0,
+        "multiprocessors": 1,
+        "devices_per_node": ranks,
+        "link": "loopback",
+        "link_sustained": 1.0,
+    }
+    measuring._keep(ranks, figures)
+    return figures
+
+
+def load(words: list[str], context: ForkServerContext | None = None) -> config.RunConfig:
+    def compose(words: Any) -> Composed:
+        return config.compose(words)
+
+    def server() -> ForkServerContext:
+        assert context is not None, "no server is needed"
+        return context
+
+    return planned.load(words, compose=compose, server=server, config_dirs=[])
+
+
+@pytest.mark.timeout(120)
+def test_a_run_trains_in_the_layout_that_was_planned_for_it(tmp_path: Path, server: Server) -> None:
+    measured(2)
+    words = [*MLP, "strategy=auto", "strategy.tensor.degree=2", "launch.nproc=2", "train.steps=2"]
+    ran = Served(tmp_path, server)("train", *words, "launch.backend=mock", "run_dir=run")
+    assert ran.stdout.startswith("tensor 2 on cpu: ")
+    assert ran.stderr.startswith("planning the layout of 2 ranks\nplanned tensor 2, micro-batch ")
+    frozen = config.read(tmp_path / "run")
+    assert frozen.strategy.tensor.degree == 2
+    assert frozen.hardware is None
+    assert not frozen.strategy.planned
+
+
+def test_a_run_with_a_layout_is_left_alone() -> None:
+    assert load([*MLP, "strategy=fsdp"]) == config.load([*MLP, "strategy=fsdp"])
+
+
+@pytest.mark.parametrize(
+    ("devices", "words", "told"),
+    [
+        ([], [], "cpu"),
+        ([H100, H100], [], "h100_80gb"),
+        (["NVIDIA A100-SXM4-40GB"], [], "a100_40gb"),
+        (["NVIDIA H200"], [], "h200"),
+        (["NVIDIA GB200"], [], "needs figures of the devices, and NVIDIA GB200 is none of ours"),
+        ([H100], ["launch=slurm"], "and the job's machines are not this one; use a100_40gb, "),
+    ],
+)
+def test_hardware_is_known_by_the_name_of_its_device(
+    devices: list[str], words: list[str], told: str
+) -> None:
+    run = config.load([*words])
+    try:
+        assert planned._option(devices, run, []) == told
+    except ConfigError as error:
+        assert told in str(error)
+
+
+def test_a_measurement_of_one_machine_is_not_for_several(context: ForkServerContext) -> None:
+    words = [*MLP, "strategy=auto", "launch.nnodes=2", "launch.nproc=1", "launch.master_addr=a"]
+    with pytest.raises(ConfigError, match="hardware='?cpu'?: is measured on one machine; use the"):
+        load(words, context)
+
+
+@pytest.mark.timeout(120)
+def test_this_machine_is_measured_once(
+    context: ForkServerContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = HardwareConfig(name="cpu", link_gb_s=5.0)
+    found = measuring.of_this_machine(context, given, ranks=2)
+    assert found.link_gb_s == 5.0
+    for name in ("fp32_tflops", "bf16_tflops", "kernel_us", "link_latency_us", "link_gather_gb_s"):
+        assert getattr(found, name) > 0
+    assert found.moved_us[-1] > found.moved_us[2] > 0
+    assert len(found.moved_us) == len(found.moved_bytes)
+    [kept] = measuring.cache_folder().glob("hardware/cpu_2_*.json")
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"kernel_us": 123.0}))
+    assert measuring.of_this_machine(context, given, ranks=2).kernel_us == 123.0
+
+
+def test_figures_that_can_not_be_kept_are_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    measured(2)
+    assert measuring._kept(2) is None
