@@ -1,0 +1,103 @@
+"""What ``axonlaunch plan`` ranks first on this machine beside the fastest layout really run.
+
+Every layout that recomputes nothing trains for a few steps; then the quickest of them and the
+planned one take turns. Printed are medians of a step, and the planned one over the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config import load, replaced
+from axonlaunch.config.problem import plain
+from axonlaunch.planning.candidates import SEARCHED, candidates
+
+COMMAND = str(Path(sys.executable).with_name("axonlaunch"))
+FINALISTS = 4
+_NONE = ("train.activation_checkpointing", "none")
+
+Layout = tuple[str, ...]
+
+
+def step_seconds(words: list[str], layout: Layout, *, ranks: int, steps: int) -> float:
+    """Train; return the median seconds of a step, the first two left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = ["train.eval_batches=0", "train.sample_tokens=0", "checkpoint.every=0"]
+        run = [f"run_dir={folder}/run", f"train.steps={steps}", "train.log_every=1"]
+        command = [COMMAND, "train", *words, *layout, f"launch.nproc={ranks}", *quiet, *run]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{ran.stdout}{ran.stderr}")
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    return statistics.median(json.loads(line)["step_s"] for line in lines[2:])
+
+
+def every_layout(words: list[str], *, ranks: int) -> list[Layout]:
+    """Return the settings of every layout that recomputes nothing."""
+    config = load([*words, f"launch.nproc={ranks}"])
+    found = candidates(config, devices=ranks, in_node=ranks, kept=dict([_NONE]))
+    return [tuple(f"{k}={plain(v)}" for k, v in one.settings.items()) for one in found]
+
+
+def planned(words: list[str], *, ranks: int) -> tuple[Layout, dict[str, Any]]:
+    """Return the first choice, with all its settings, and what the command told."""
+    command = [COMMAND, "plan", "--json", "--devices", str(ranks), *words, "hardware=cpu"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(ran.stdout)
+    config = load([*words, *found["candidates"][0]["overrides"]])
+    for one in candidates(config, devices=ranks, in_node=ranks, kept={}):
+        if replaced(one.config, {"hardware": None}) == replaced(config, {}):
+            return tuple(f"{k}={plain(v)}" for k, v in one.settings.items()), found
+    raise SystemExit(f"no layout is {found['candidates'][0]['overrides']}")
+
+
+def short(layout: Layout) -> str:
+    """Say a layout by what is not as usual."""
+    usual = ("degree=1", "=false", "=none", "schedule=1f1b")
+    kept = [word for word in layout if not word.endswith(usual)]
+    return " ".join(kept) or "one rank"
+
+
+def main() -> None:
+    """Print the finalists, then the planned one over the best, for each number of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("words", nargs="*", help="overrides of the run")
+    args = parser.parse_args()
+    assert _NONE[0] in SEARCHED
+    for ranks in args.ranks:
+        first, told = planned(args.words, ranks=ranks)
+        once = {
+            layout: step_seconds(args.words, layout, ranks=ranks, steps=8)
+            for layout in every_layout(args.words, ranks=ranks)
+        }
+        best = sorted(once, key=lambda layout: once[layout])[:FINALISTS]
+        finalists = list(dict.fromkeys([first, *best]))
+        times: dict[Layout, list[float]] = {layout: [] for layout in finalists}
+        for _ in range(args.repeats):
+            for layout in finalists:
+                seconds = step_seconds(args.words, layout, ranks=ranks, steps=args.steps)
+                times[layout].append(seconds)
+        medians = {layout: statistics.median(found) for layout, found in times.items()}
+        print(f"\n{ranks} ranks, {len(once)} layouts run, planned in {told['seconds']} s")
+        for layout in sorted(medians, key=lambda layout: medians[layout]):
+            mark = "planned" if layout == first else ""
+            print(f"{medians[layout] * 1e3:8.1f} ms  {mark:<8} {short(layout)}")
+        foretold = told["candidates"][0]["step_s"]
+        print(
+            f"planned over best {medians[first] / min(medians.values()):.2f}, "
+            f"its step foretold {foretold / medians[first]:.2f} of the measured"
+        )
+
+
+if __name__ == "__main__":
+    main()
