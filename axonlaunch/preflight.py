@@ -13,12 +13,12 @@ from torch import nn
 
 from axonlaunch import data
 from axonlaunch.checkpoint.problems import checkpoint_problems
-from axonlaunch.checkpoint.storage import SCHEME
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import broken_sizes
+from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.disk import free_bytes
 from axonlaunch.division import context_problems, pipeline_problems, tensor_problems
@@ -229,7 +229,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
     kept = config.checkpoint.keep + config.checkpoint.keep_best + 1  # and the one being written
     needed = count * (STATE_BYTES[config.optimizer.name] - 4) * kept
     where = config.checkpoint.path or config.run_dir
-    if SCHEME in where:  # a bucket's room is not known
+    if is_url(where):  # a bucket's room is not known
         return
     folder, free = free_bytes(Path(where if where != "auto" else "runs"))
     if needed > free:

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, to_yaml
 from axonlaunch.config.tree import read_yaml
+from axonlaunch.config.url import SCHEME, is_url
 
-SCHEME = "://"
 CHECKPOINTS = "checkpoints"
 
 
@@ -26,7 +26,7 @@ def place(text: str | Path) -> Path:
     Raises:
         ConfigError: What reaches such a URL is not installed, or nothing does.
     """
-    if isinstance(text, Path) or SCHEME not in text:
+    if isinstance(text, Path) or not is_url(text):
         return Path(text)
     scheme, _, rest = text.partition(SCHEME)
     if scheme in ("file", "local"):

@@ -23,6 +23,7 @@ from axonlaunch.config.parallel_rules import (
 from axonlaunch.config.problem import Problem, divisor_of, one_of
 from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
 from axonlaunch.config.tree import replaced
+from axonlaunch.config.url import is_url
 
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 
@@ -198,7 +199,7 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
     resume = config.checkpoint.resume
     if config.checkpoint.path == "":
         yield Problem("checkpoint.path", "is empty; write a folder or a URL, or null", "")
-    if resume in ("auto", "never") or "://" in resume:  # whether a URL is there is asked later
+    if resume in ("auto", "never") or is_url(resume):  # whether a URL is there is asked later
         return
     if not Path(resume).is_dir():
         message = "there is no such folder; give a run folder, a checkpoint, auto or never"

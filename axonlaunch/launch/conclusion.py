@@ -15,6 +15,7 @@ from typing import Any
 from axonlaunch import checkpoint
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout, world_size
+from axonlaunch.config.url import is_url
 from axonlaunch.events import Event, Stepped, finite
 from axonlaunch.launch import run_folder
 from axonlaunch.launch.console import (
@@ -94,7 +95,7 @@ def conclude(
     finished = outcome.finished
     told = finished or record.last  # a run that failed is told by its last logged step
     folder = Path(config.run_dir)
-    if "://" not in (config.checkpoint.path or ""):  # of a remote one the next run looks after
+    if not is_url(config.checkpoint.path or ""):  # of a remote one the next run looks after
         checkpoint.sweep_partial(Path(config.checkpoint.path or folder))
     interrupted = outcome.killed or (finished is not None and finished.interrupted)
     status = "interrupted" if interrupted else "failed" if outcome.crash else "done"

@@ -23,6 +23,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from axonlaunch.config.url import is_url
 from axonlaunch.events import (
     Advanced,
     Evaluated,
@@ -266,7 +267,7 @@ def gibibytes(number: int) -> str:
 
 def shortened(path: str) -> str:
     """Write a path from the working folder where it is below it; a URL stays as it is."""
-    if "://" in path:
+    if is_url(path):
         return path
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

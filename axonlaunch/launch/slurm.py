@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, replaced
+from axonlaunch.config.url import is_url
 from axonlaunch.launch import run_folder
 
 SCRIPT = "job.sbatch"
@@ -55,7 +56,7 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
     ]
     kept = config.checkpoint.path or folder
     is_saved = f" && compgen -G {shlex.quote(f'{kept}/checkpoints/step_*')} >/dev/null"
-    if "://" in kept:  # the shell can't look there
+    if is_url(kept):  # the shell can't look there
         is_saved = ""
     lines = [
         "#!/bin/bash",

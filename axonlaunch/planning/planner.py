@@ -75,7 +75,8 @@ def plan(
     one, held = forked.run(runs)
     likely = _likely(listed, one=one, held=held, hardware=hardware, memory=memory)
     first = _fastest(_legal(likely, check), hardware=hardware)
-    found = _estimated(first, config=config, devices=devices, wanted=wanted)
+    machines = devices // in_node if devices % in_node == 0 else 1
+    found = _estimated(first, config=config, ranks=(machines, devices // machines), wanted=wanted)
     if not any(planned.fits for planned in found):
         raise ConfigError([_too_large(config, devices, found)])
     return Plan(searched=len(listed), candidates=found)
@@ -188,16 +189,23 @@ def _estimated(
     first: list[tuple[Candidate, Throughput]],
     *,
     config: RunConfig,
-    devices: int,
+    ranks: tuple[int, int],
     wanted: int,
 ) -> list[Planned]:
-    """Estimate layouts in the order of their speed until as many fit as are wanted."""
+    """Estimate layouts in the order of their speed until as many fit as are wanted.
+
+    Args:
+        first: Layouts, the fastest first.
+        config: The run as it was given.
+        ranks: Machines, and ranks of each.
+        wanted: Layouts that fit.
+    """
     found: list[Planned] = []
     for candidate, speed in first[:TRIED]:
         told = estimate(candidate.config, ends=True)
         found.append(
             Planned(
-                overrides=_overrides(config, candidate, devices),
+                overrides=_overrides(config, candidate, ranks),
                 layout=_named(candidate),
                 mesh=candidate.shares.axes,
                 peak_bytes=told.peak_bytes,
@@ -226,13 +234,16 @@ def _named(candidate: Candidate) -> str:
     return ", ".join(words)
 
 
-def _overrides(config: RunConfig, candidate: Candidate, devices: int) -> list[str]:
+def _overrides(config: RunConfig, candidate: Candidate, ranks: tuple[int, int]) -> list[str]:
     """Write what differs from the run as it was given, and what is the layout's own choice."""
     given = leaves(config)
     found = [
         f"{key}={plain(value)}" for key, value in candidate.settings.items() if value != given[key]
     ]
-    return [*found, f"launch.nproc={devices}"]
+    machines, of_each = ranks
+    if machines > 1:
+        found.append(f"launch.nnodes={machines}")
+    return [*found, f"launch.nproc={of_each}"]
 
 
 def _indivisible(config: RunConfig, devices: int, kept: Mapping[str, Any]) -> Problem:

@@ -1,0 +1,10 @@
+"""What tells a URL, which fsspec reaches, from a folder of this machine."""
+
+from __future__ import annotations
+
+SCHEME = "://"
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path that a user wrote is a URL."""
+    return SCHEME in path
