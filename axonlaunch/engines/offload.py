@@ -76,15 +76,25 @@ class StreamedUpdate(Update):
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor, or a DTensor's local part under the same placement, on a device."""
     if not isinstance(tensor, DTensor):
-        return tensor.to(device)
+        return _copied(tensor, device)
     local = tensor.to_local()
     if local.device == device:
         return tensor
     return DTensor.from_local(
-        local.to(device),
+        _copied(local, device),
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; of a GPU's in pinned memory, which is 5 times as fast to copy.
+
+    Source: microsoft/DeepSpeed pull request 5301.
+    """
+    if not (tensor.is_cuda and device.type == "cpu"):
+        return tensor.to(device)
+    return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)

@@ -22,6 +22,8 @@ _MOST_STAGES = 32
 _SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
 _LONG = 32_768
 """Positions of a sequence from which a ring of ranks is worth its merges."""
+_OFFLOAD = "strategy.fsdp.cpu_offload"
+_OFFLOADED = ("none", "optimizer_states", "params")
 _RECOMPUTE = "train.activation_checkpointing"
 _RECOMPUTATION = ("none", "selective", "full")
 
@@ -29,6 +31,7 @@ SEARCHED = (
     "strategy.data_parallel",
     "strategy.fsdp.sharding",
     "strategy.fsdp.replicate",
+    _OFFLOAD,
     "strategy.tensor.degree",
     "strategy.tensor.sequence_parallel",
     "strategy.context.degree",
@@ -56,12 +59,22 @@ class Candidate:
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """Return what it shares with candidates that recompute more or less."""
-        return tuple(v for k, v in self.settings.items() if k != _RECOMPUTE)
+        """Return what it shares with candidates that recompute or offload more or less."""
+        return tuple(v for k, v in self.settings.items() if k not in (_RECOMPUTE, _OFFLOAD))
+
+    @property
+    def offload(self) -> str:
+        """Return what it keeps in host memory."""
+        return str(self.settings.get(_OFFLOAD, "none"))
 
 
 def candidates(
-    config: RunConfig, *, devices: int, in_node: int, kept: Mapping[str, Any]
+    config: RunConfig,
+    *,
+    devices: int,
+    in_node: int,
+    kept: Mapping[str, Any],
+    offloads: bool = False,
 ) -> Iterator[Candidate]:
     """Yield every layout worth a look.
 
@@ -70,6 +83,7 @@ def candidates(
         devices: Ranks.
         in_node: Devices of a node.
         kept: What the user has set of ``SEARCHED``.
+        offloads: Whether a device has a host whose memory it could use.
     """
     batch = config.train.global_batch_size
     for tensor, pipeline, context in _degrees(config, devices=devices, in_node=in_node):
@@ -78,7 +92,7 @@ def candidates(
             continue
         for schedule, parallel, size, recompute in itertools.product(
             _SCHEDULES if pipeline > 1 else ("1f1b",),
-            _kinds(ranks * context, in_node=max(1, in_node // tensor)),
+            _kinds(ranks * context, in_node=max(1, in_node // tensor), offloads=offloads),
             _powers(batch // ranks),
             _RECOMPUTATION,
         ):
@@ -123,7 +137,7 @@ def _takes_sequences(config: RunConfig) -> bool:
     return config.model.name in ("gpt", "llama")
 
 
-def _kinds(ranks: int, *, in_node: int) -> Iterator[dict[str, Any]]:
+def _kinds(ranks: int, *, in_node: int, offloads: bool) -> Iterator[dict[str, Any]]:
     """Yield what the data-parallel ranks can do."""
     kind = "strategy.data_parallel"
     if ranks == 1:
@@ -131,8 +145,8 @@ def _kinds(ranks: int, *, in_node: int) -> Iterator[dict[str, Any]]:
         return
     yield {kind: "ddp"}
     yield {kind: "zero1"}
-    for sharding in _SHARDINGS:
-        found = {kind: "fsdp", "strategy.fsdp.sharding": sharding}
+    for sharding, offload in itertools.product(_SHARDINGS, _OFFLOADED if offloads else ("none",)):
+        found = {kind: "fsdp", "strategy.fsdp.sharding": sharding, _OFFLOAD: offload}
         if sharding != "hybrid_shard":
             yield found
         elif ranks > in_node > 1 and ranks % in_node == 0:

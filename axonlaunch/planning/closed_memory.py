@@ -93,7 +93,10 @@ def peak_bytes(
     moments = 2 if config.optimizer.name == "adamw" else 0
     sharders = shares.dp_shard * shares.context
     if shares.data_parallel == "fsdp":
-        states = (2 + moments) * whole / sharders
+        offload = config.strategy.fsdp.cpu_offload
+        moments = 0 if offload in ("optimizer_states", "full") else moments
+        kept = moments if offload in ("params", "full") else 2 + moments
+        states = kept * whole / sharders
         working = _WORKING_LAYERS * a_layer * half + max(a_layer, ends) * (1 + half)
         if shares.pipeline > 1:
             working = whole * (1 + half)
@@ -117,8 +120,8 @@ def peak_bytes(
         # It keeps what is gathered and reduced, twice each in a layer's forward.
         hidden = getattr(config.model, "hidden_size", 0) * one.sample_length * _FP32 * half
         a_layer_keeps += 2 * hidden * (1 + divided)
-    kept = layers * _in_flight(shares) * a_layer_keeps + divided * saved.ends
-    return states + samples * kept
+    passing = layers * _in_flight(shares) * a_layer_keeps + divided * saved.ends
+    return states + samples * passing
 
 
 def _in_flight(shares: Layout) -> float:

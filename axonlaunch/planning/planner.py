@@ -63,7 +63,15 @@ def plan(
     assert hardware is not None
     memory = figure(hardware, "memory_gib") * GIB
     in_node = min(devices, figure(hardware, "devices_per_node"))
-    listed = list(candidates(config, devices=devices, in_node=in_node, kept=kept))
+    listed = list(
+        candidates(
+            config,
+            devices=devices,
+            in_node=in_node,
+            kept=kept,
+            offloads=hardware.host_gb_s is not None,
+        )
+    )
     if not listed:
         raise ConfigError([_indivisible(config, devices, kept)])
     alone = on_one_device(config)
@@ -116,6 +124,7 @@ def _likely(
 ) -> list[_Likely]:
     """Return layouts that seem to fit, the fastest first; of each family the one."""
     best: dict[tuple[Any, ...], _Likely] = {}
+    done: set[tuple[Any, ...]] = set()
     smallest: _Likely | None = None
     for candidate in listed:
         shares = candidate.shares
@@ -125,16 +134,18 @@ def _likely(
             candidate.config, shares, one=one, held=held, layers=most
         )
         size = _CACHED * tensors + _besides(shares)
-        known = best.get(candidate.family)
         if size > memory:
             if smallest is None or size < smallest.bytes:
                 smallest = _Likely(candidate, math.inf, size)
             continue
-        if known is not None:
+        if (kept_there := (candidate.family, candidate.offload)) in done:
             continue  # what recomputes less comes first
+        done.add(kept_there)
         work = scaled(one, candidate.config, shares, layers=layers)
         seconds = StepTime(candidate.config, shares, hardware).about(work)
-        best[candidate.family] = _Likely(candidate, seconds, size)
+        known = best.get(candidate.family)
+        if known is None or seconds < known.step_s:
+            best[candidate.family] = _Likely(candidate, seconds, size)
     if not best:
         assert smallest is not None
         return [smallest]
@@ -209,6 +220,7 @@ def _estimated(
                 layout=_named(candidate),
                 mesh=candidate.shares.axes,
                 peak_bytes=told.peak_bytes,
+                host_bytes=max(rank.host_bytes for rank in told.ranks),
                 process_bytes=told.process_bytes,
                 fits=bool(told.fits),
                 tokens_per_s_per_device=speed.tokens_per_s_per_device,
@@ -228,6 +240,8 @@ def _named(candidate: Candidate) -> str:
     words = [str(shares)]
     if shares.data_parallel == "fsdp" and config.strategy.fsdp.sharding == "shard_grad_op":
         words.append("shard_grad_op")
+    if candidate.offload != "none":
+        words.append(f"{candidate.offload.replace('_', ' ')} offloaded")
     words.append(f"micro-batch {shares.micro_batch_size}")
     if config.train.activation_checkpointing != "none":
         words.append(f"{config.train.activation_checkpointing} recomputation")

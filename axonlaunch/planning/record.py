@@ -104,6 +104,7 @@ class Planned:
         layout: In words.
         mesh: Ranks along each axis, outermost first.
         peak_bytes: What tensors hold at most on the highest rank.
+        host_bytes: What it keeps offloaded in host memory.
         process_bytes: What its process holds of the device.
         fits: Whether that fits it.
         tokens_per_s_per_device: Tokens trained on; samples, where a sample is no sequence.
@@ -116,6 +117,7 @@ class Planned:
     layout: str
     mesh: dict[str, int]
     peak_bytes: int
+    host_bytes: int
     process_bytes: int
     fits: bool
     tokens_per_s_per_device: float

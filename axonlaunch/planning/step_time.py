@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from axonlaunch.config import RunConfig
+from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.schedules import SCHEDULES
@@ -24,6 +24,7 @@ FUSED = 0.4
 """Share of memory-bound time that is left when a compiler fuses a block's kernels; fitted on the
 shared measurements with and without it."""
 
+FP32 = 4
 _FORWARD: tuple[Phase, ...] = ("forward",)
 _BACKWARD: tuple[Phase, ...] = ("backward", "recomputation")
 _DATA_AXES = frozenset({"dp_replicate", "dp_shard", "cp"})
@@ -58,9 +59,10 @@ class StepTime:
 
     def parts(self, work: StepWork) -> Parts:
         """Return where the seconds of a step go, on the rank that has most to do."""
-        if self._shares.pipeline == 1:
-            return self._alone(work)
-        return self._pipelined(work)
+        parts = self._alone(work) if self._shares.pipeline == 1 else self._pipelined(work)
+        if copied := self._copied(work, parts.total):
+            parts.put("host memory", copied)
+        return parts
 
     def about(self, work: StepWork) -> float:
         """Return the seconds of a step by a closed formula of the pipeline's bubble.
@@ -72,7 +74,8 @@ class StepTime:
         """
         shares = self._shares
         if shares.pipeline == 1:
-            return self._alone(work).total
+            alone = self._alone(work).total
+            return alone + self._copied(work, alone)
         times = []
         for index, layers in enumerate(work.layers):
             stage = self._stage(work, index)
@@ -85,7 +88,34 @@ class StepTime:
         waits = (shares.pipeline - 1) * (1 / 3 if split else 1.0) * shares.rounds
         turns = shares.micro_batches * shares.stages_per_rank
         once = max(update for _, update in times) * shares.stages_per_rank
-        return (turns + waits) * a_turn + once
+        computing = (turns + waits) * a_turn + once
+        return computing + self._copied(work, computing)
+
+    def _copied(self, work: StepWork, step_s: float) -> float:
+        """Return what copies from and to host memory add to a step.
+
+        What FSDP gathers and reduces is copied beside computation; the update waits for its own.
+
+        Raises:
+            ConfigError: The host's cores do the update.
+        """
+        shares, offload = self._shares, self._config.strategy.fsdp.cpu_offload
+        if shares.data_parallel != "fsdp" or offload == "none" or self._links.takes_cores:
+            return 0.0
+        if offload == "full":
+            message = "how fast the host's cores update is not foretold; use params"
+            raise ConfigError([Problem("strategy.fsdp.cpu_offload", message, offload)])
+        shards = shares.tensor * shares.pipeline * shares.dp_shard * shares.context
+        held = FP32 * work.parameters / shards
+        rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_sustained") * 1e9
+        if offload == "optimizer_states":
+            moments = 2 if self._config.optimizer.name == "adamw" else 1
+            return float(2 * moments * held / rate)
+        # The shard is read for forward and, where it was let go, for backward; its gradient is
+        # written. An update reads both and writes the shard.
+        reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
+        beside = (reads + 1) * shares.micro_batches * held / rate
+        return float(max(0.0, beside - step_s) + 3 * held / rate)
 
     def _alone(self, work: StepWork) -> Parts:
         stage, layers = work.first, work.layers[0]

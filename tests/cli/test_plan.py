@@ -35,6 +35,7 @@ def planned(*, step_s: float, fits: bool = True, **breakdown: float) -> Planned:
         layout="fsdp 64, micro-batch 1, selective recomputation",
         mesh={"pp": 1, "dp_replicate": 1, "dp_shard": 64, "cp": 1, "tp": 1},
         peak_bytes=60 * GIB,
+        host_bytes=0,
         process_bytes=70 * GIB,
         fits=fits,
         tokens_per_s_per_device=800.0,
@@ -67,6 +68,22 @@ def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: S
     (tmp_path / "best.yaml").rename(tmp_path / "experiment" / "best.yaml")
     chosen = config.load(["experiment=best"], config_dirs=[tmp_path])
     assert chosen == config.load([*words, *best["overrides"]])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_what_fits_no_other_way_is_offloaded(tmp_path: Path, server: Server) -> None:
+    words = ["model=llama3_8b", "data=synthetic_tokens", "data.sequence_length=2048"]
+    words += ["train.global_batch_size=2", "train.precision=bf16"]
+    words += ["hardware=h100_80gb", "hardware.memory_gib=60"]
+    ran = Served(tmp_path, server)("plan", *words, "--devices", "1", "--json", status=2)
+    assert "no layout of 1 devices fits" in ran.stderr
+    ran = Served(tmp_path, server)("plan", *words, "--devices", "2", "--json")
+    best = json.loads(ran.stdout)["candidates"][0]
+    assert best["fits"]
+    assert "strategy.fsdp.cpu_offload=optimizer_states" in best["overrides"]
+    assert best["host_bytes"] > 30e9
+    assert best["breakdown"]["host memory"] > 0.5
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,17 @@ def test_every_kind_of_sharding_schedule_and_recomputation_is_among_them() -> No
     assert modes == {"none", "selective", "full"}
 
 
+def test_shards_are_offloaded_where_there_is_a_host_to_take_them() -> None:
+    chosen = config.load(TINY)
+    found = [*candidates(chosen, devices=2, in_node=2, kept={}, offloads=True)]
+    offloads = {(one.shares.data_parallel, one.offload) for one in found}
+    assert {kind for kind, offload in offloads if offload != "none"} == {"fsdp"}
+    assert {offload for _, offload in offloads} == {"none", "optimizer_states", "params"}
+    assert {one.offload for one in listed()} == {"none"}
+    for one in found:
+        assert broken_rules(one.config) == []
+
+
 def test_tensor_parallelism_stays_in_a_node_and_divides_the_heads() -> None:
     assert {one.shares.tensor for one in listed()} == {1, 2, 4}
     assert {one.shares.tensor for one in listed("model.num_attention_heads=2")} == {1, 2}

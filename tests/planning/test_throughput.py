@@ -120,6 +120,23 @@ def test_a_users_own_hardware_works(tmp_path: Path, fsdp: StepWork) -> None:
     assert told(config, fsdp).breakdown["matrix products"] < plain.breakdown["matrix products"]
 
 
+def test_what_is_offloaded_crosses_the_link_to_the_host(fsdp: StepWork) -> None:
+    words = ["strategy=fsdp", "launch.nproc=8", "hardware.host_gb_s=1"]
+    shard_s = 4 * fsdp.parameters / 8 / (1e9 * 0.79)
+
+    def host_s(*more: str) -> float:
+        return told(run(*words, *more), fsdp).breakdown.get("host memory", 0.0)
+
+    key = "strategy.fsdp.cpu_offload"
+    assert host_s() == 0
+    assert host_s(f"{key}=optimizer_states") == pytest.approx(4 * shard_s)  # two, there and back
+    # Two micro-batches' two reads and a gradient each, beside computation, then an update's three.
+    computing = told(run(*words), fsdp).step_s
+    assert host_s(f"{key}=params") == pytest.approx((2 * 3 + 3) * shard_s - computing)
+    with pytest.raises(ConfigError, match="how fast the host's cores update is not foretold"):
+        host_s(f"{key}=full")
+
+
 def test_replicas_sum_every_gradient_once() -> None:
     slow = ["strategy=ddp", "launch.nproc=4", "hardware.link_gb_s=0.01", "model.vocab_size=1024"]
     in_fp32, in_bf16 = (run(*slow, f"strategy.reduce_dtype={dtype}") for dtype in ("fp32", "bf16"))
