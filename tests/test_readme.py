@@ -46,6 +46,9 @@ def shortened(command: str) -> list[str]:
         return [*words, *small, *(f"strategy.{key}" for key in one), *rest]
     if words[1] != "train":
         return words
+    if "strategy=auto" in words:  # a few layouts to search
+        words += ["strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
+        words += ["strategy.tensor.degree=1", "train.activation_checkpointing=none"]
     given = dict(word.split("=", 1) for word in words if word.startswith("train.steps="))
     steps = int(given.get("train.steps", 20)) // 5
     words = [word for word in words if not word.startswith("train.steps=")]

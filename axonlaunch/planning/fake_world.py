@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -44,7 +43,10 @@ def join(*, rank: int, world_size: int) -> World:
             "estimate in another process"
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    _let_run_alone()
+    _let_replicas_run_alone()
+    _let_pipelines_run_alone()
+    _let_messages_hold_tensors()
+    _let_plans_be_unseen()
     return World(
         rank=rank,
         local_rank=0,
@@ -55,8 +57,11 @@ def join(*, rank: int, world_size: int) -> World:
 
 
 def leave() -> None:
-    """End the world that this process is in."""
+    """End the world that this process is in, and let torch be as it was."""
     dist.destroy_process_group()
+    while _replaced:
+        owner, name, value = _replaced.pop()
+        setattr(owner, name, value)
 
 
 def tensors_without_bytes() -> Any:
@@ -83,13 +88,13 @@ def answering_yes() -> Iterator[None]:
         yield
 
 
-@cache
-def _let_run_alone() -> None:
-    """Let torch do without the other ranks, in this process from now on."""
-    _let_replicas_run_alone()
-    _let_pipelines_run_alone()
-    _let_messages_hold_tensors()
-    _let_plans_be_unseen()
+_replaced: list[tuple[Any, str, Any]] = []
+"""What of torch stands for something else while there is a world: owner, name, and what it was."""
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _replaced.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
 
 
 def _let_replicas_run_alone() -> None:
@@ -105,9 +110,8 @@ def _let_replicas_run_alone() -> None:
         # torch compares annotations, which are strings here; a lambda has none.
         self.register_comm_hook(None, lambda state, bucket: _already_reduced(bucket))
 
-    nn.parallel.DistributedDataParallel.__init__ = wrap_and_hook  # type: ignore[method-assign]
-    reducer: Any = dist.Reducer
-    reducer._rebuild_buckets = lambda self: False
+    _replace(nn.parallel.DistributedDataParallel, "__init__", wrap_and_hook)
+    _replace(dist.Reducer, "_rebuild_buckets", lambda self: False)
 
 
 def _already_reduced(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -128,7 +132,7 @@ def _let_pipelines_run_alone() -> None:
         for stage in stages:
             stage._inference_mode = static
 
-    schedule._warmup_p2p = be_static
+    _replace(schedule, "_warmup_p2p", be_static)
 
 
 class _InFlight:
@@ -152,7 +156,7 @@ def _let_messages_hold_tensors() -> None:
         works = begin(messages, *args, **kwargs)
         return [_InFlight(works, [message.tensor for message in messages])]
 
-    schedules._batch_p2p = begin_and_hold
+    _replace(schedules, "_batch_p2p", begin_and_hold)
 
 
 def _let_plans_be_unseen() -> None:
@@ -164,4 +168,4 @@ def _let_plans_be_unseen() -> None:
         with _disable_current_modes():
             return plan(self, *args, **kwargs)
 
-    propagator._propagate_tensor_meta_non_cached = plan_unseen
+    _replace(propagator, "_propagate_tensor_meta_non_cached", plan_unseen)

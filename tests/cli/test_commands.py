@@ -96,11 +96,12 @@ def test_ls_lists_every_kind_with_a_line_of_what_it_is(tmp_path: Path) -> None:
 
 
 def test_doctor_tries_every_backend_by_a_real_all_reduce(tmp_path: Path, server: Server) -> None:
-    report = json.loads(run(tmp_path, "doctor", "--json").stdout)
+    doctor = Served(tmp_path, server)
+    report = json.loads(doctor("doctor", "--json").stdout)
     assert report["backends"]["gloo"]["works"]
     assert report["backends"]["mock"]["works"]
     assert report["backends"]["nccl"]["works"] or report["backends"]["nccl"]["reason"]
     assert report["cores"] >= 1
     assert report["disk_free_gib"] > 0
     assert list(tmp_path.iterdir()) == []
-    assert "all-reduced" in Served(tmp_path, server)("doctor").stdout
+    assert "all-reduced" in doctor("doctor").stdout

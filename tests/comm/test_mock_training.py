@@ -336,7 +336,7 @@ def test_meshes_and_groups_are_forgotten_after_a_run() -> None:
     for train_on in kinds:
         World.mock(4).run(lambda world, train_on=train_on: train_on(world) and None)
         World.mock(2).run(lambda world: train_pipeline(world, "Schedule1F1B", 1) and None)
-        assert groups() == before
+    assert groups() == before
 
 
 def test_meshes_of_a_later_run_are_not_taken_for_those_of_an_earlier() -> None:

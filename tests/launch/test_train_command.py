@@ -181,6 +181,7 @@ def test_a_named_model_of_a_plugin_trains(served: Command, faulty: list[str]) ->
     assert served.summary("run")["status"] == "done"
 
 
+@pytest.mark.slow
 def test_compiled_blocks_have_the_same_losses(served: Command) -> None:
     words = ["strategy=fsdp", "model.num_hidden_layers=1", "train.steps=3", "train.eval_batches=0"]
     served.train("name=plain", *words)

@@ -23,6 +23,7 @@ from axonlaunch import config
 from axonlaunch.config import ConfigError
 from axonlaunch.planning import fake_world, forked
 from axonlaunch.planning.memory import estimate
+from axonlaunch.planning.step_work import rehearse
 from axonlaunch.planning.trace import StorageTrace, on_device
 
 TINY = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
@@ -118,3 +119,20 @@ def test_a_world_that_is_there_already_is_not_taken_for_another() -> None:
 def test_an_update_that_looks_for_overflow_is_traced() -> None:
     chosen = config.load([*TINY, "train.precision=fp16", "strategy=fsdp", "launch.nproc=2"])
     assert estimate(chosen).peak_bytes > 0
+
+
+def test_a_world_that_is_left_leaves_torch_as_it_was() -> None:
+    kept = [(owner, name, getattr(owner, name)) for owner, name in replaced()]
+    config_of_one = config.load([*TINY, "launch.nproc=1"])
+    rehearse(config_of_one)
+    assert not dist.is_initialized()
+    assert [getattr(owner, name) for owner, name, _ in kept] == [value for *_, value in kept]
+
+
+def replaced() -> list[tuple[Any, str]]:
+    """What a world puts something else in the place of."""
+    fake_world.join(rank=0, world_size=2)
+    found = [(owner, name) for owner, name, _ in fake_world._replaced]
+    fake_world.leave()
+    assert len(found) >= 3
+    return found
