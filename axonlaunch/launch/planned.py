@@ -15,7 +15,7 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import resolved, world_size
+from axonlaunch.config.layout import nodes, resolved, world_size
 from axonlaunch.config.problem import one_of
 from axonlaunch.launch import forkserver
 from axonlaunch.launch.plan import searched
@@ -55,6 +55,9 @@ def load(
     if config.hardware is None:
         option = _option(devices, config, config_dirs)
         composed, config = typed([*overrides, f"hardware={option}"])
+    assert config.hardware is not None
+    if config.hardware.devices_per_node is None and nodes(config)[1] == 1:
+        config = configuration.replaced(config, {"hardware.devices_per_node": nproc})
     ranks = world_size(configuration.replaced(config, {"launch.nproc": nproc}))
     print(f"planning the layout of {ranks} ranks", file=sys.stderr)
     found = searched(context, composed, config, devices=ranks, config_dirs=config_dirs, wanted=1)
