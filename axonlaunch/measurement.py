@@ -1,7 +1,7 @@
 """How fast the ranks of this machine compute and talk, while all of them do.
 
-Figures are those of ``HardwareConfig``. What one rank alone would
-reach is not told: ranks share cores, caches and the memory's bandwidth.
+Figures are those of ``HardwareConfig``. What one rank alone would reach is not told: ranks share
+cores, caches and the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIDE = 512
 """Rows and columns of the products."""
 _HEADS, _KEYS, _HEAD_DIM = 8, 512, 64
 _HALF = 0.5
-"""Share of its rate that the model of attention gives to so many keys."""
+"""Share of its rate that ``planning.roofline`` gives attention to so many keys."""
 _CHAIN = 20
 _LARGE = 4 * 2**20
 """Bytes of the exchanges whose time is their bytes'."""
@@ -97,7 +97,7 @@ def _talking(ranks: int) -> dict[str, Any]:
     reduced = _exchange_seconds(lambda: dist.all_reduce(many), tries=16)
     mine = torch.ones(_LARGE // 4 // ranks)
     gathered = _exchange_seconds(
-        lambda: all_gather_single(torch.empty(mine.numel() * ranks), mine), tries=8
+        lambda: all_gather_single(torch.empty(mine.numel() * ranks), mine), tries=16
     )
     return {
         "link_latency_us": latency / (2 * (ranks - 1)) * 1e6,

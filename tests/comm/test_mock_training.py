@@ -259,6 +259,7 @@ def test_a_pipeline_trains_as_one_process_does(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow  # our own engines' mixtures run by default
 def test_pipeline_and_fsdp_and_tensor_parallel_together(
     alone: tuple[Tensor, list[Tensor]],
 ) -> None:

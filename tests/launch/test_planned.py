@@ -18,7 +18,7 @@ from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.launch import measuring, planned
 
 H100 = "NVIDIA H100 80GB HBM3"
-MLP = ["model=mlp", "data=digits", "train.global_batch_size=4"]
+MLP = ["model=mlp", "data=synthetic_images", "train.global_batch_size=4"]
 
 
 @pytest.fixture
@@ -64,9 +64,12 @@ def load(words: list[str], context: ForkServerContext | None = None) -> config.R
 def test_a_run_trains_in_the_layout_that_was_planned_for_it(tmp_path: Path, server: Server) -> None:
     measured(2)
     words = [*MLP, "strategy=auto", "strategy.tensor.degree=2", "launch.nproc=2", "train.steps=2"]
+    words += ["train.micro_batch_size=4", "train.activation_checkpointing=none"]
     ran = Served(tmp_path, server)("train", *words, "launch.backend=mock", "run_dir=run")
     assert ran.stdout.startswith("tensor 2 on cpu: ")
-    assert ran.stderr.startswith("planning the layout of 2 ranks\nplanned tensor 2, micro-batch ")
+    assert ran.stderr.startswith(
+        "planning the layout of 2 ranks\nplanned tensor 2, micro-batch 4: "
+    )
     frozen = config.read(tmp_path / "run")
     assert frozen.strategy.tensor.degree == 2
     assert frozen.hardware is None

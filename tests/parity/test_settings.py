@@ -28,9 +28,10 @@ LAYOUTS = {
 ZERO_BUBBLE = ["strategy=pipeline", "strategy.pipeline.schedule=zbv_zero_bubble"]
 
 
-# The largest mesh again, in what differs on the small ones just as well; and another engine that
-# computes its blocks as ddp does.
+# The largest mesh again, in what differs on the small ones just as well; another engine that
+# computes its blocks as ddp does; and divided sequences, whose products are those of tensor.
 REPEATED = {
+    *(("sequence", kind) for kind in ("bf16", "fp16")),
     *(("hybrid", kind) for kind in ("full", "selective", "bf16", "fp16")),
     *(("zero1", kind) for kind in ("full", "selective", "bf16")),
     *((layout, "full") for layout in ("tensor", "sequence")),

@@ -32,7 +32,7 @@ SLOW = pytest.mark.slow
     "overrides",
     [
         "strategy.pipeline.degree=5 model.num_hidden_layers=5 launch.nproc=5 "
-        "train.global_batch_size=8",
+        "train.global_batch_size=7",
         pytest.param(
             f"{DIVIDED} strategy.data_parallel=fsdp train.global_batch_size=14 "
             "train.precision=bf16 train.activation_checkpointing=full",

@@ -58,7 +58,7 @@ def sent(work: Work) -> float:
 @pytest.mark.parametrize(
     "words",
     [
-        "strategy=ddp launch.nproc=2",
+        pytest.param("strategy=ddp launch.nproc=2", marks=pytest.mark.slow),
         "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
         "strategy=tensor launch.nproc=2 strategy.tensor.sequence_parallel=true",
     ],
