@@ -38,7 +38,9 @@ def command(
     from axonlaunch.launch.doctor import diagnose
 
     if ranks < 1:
-        raise ConfigError([Problem("--ranks", "are measured at once; write 1 or more", ranks)])
+        raise ConfigError(
+            [Problem("--ranks", "is how many are measured at once; write 1 or more", ranks)]
+        )
     report = diagnose(run_dir, ranks=ranks if measure else None)
     if as_json:
         print_json(report)
@@ -96,7 +98,7 @@ def _figures(measured: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     rows.append(("kernels", f"{kernel:.3g} us, {', '.join(rates)}"))
     if "link_gb_s" in measured:
-        latency = f"{measured['link_latency_us']:,.3g} us a hop"
+        latency = f"{measured['link_latency_us']:,.0f} us a hop"
         speeds = f"{measured['link_gb_s']:.3g} GB/s, gathers {measured['link_gather_gb_s']:.3g}"
         rows.append(("gloo", f"{latency}, {speeds}"))
     return rows

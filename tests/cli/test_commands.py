@@ -11,6 +11,8 @@ import pytest
 from command import Served
 from served import Server
 
+from axonlaunch.cli.doctor import _figures
+
 COMMANDS = ["train", "sample", "config", "schedule", "verify", "ls", "doctor"]
 
 
@@ -49,6 +51,7 @@ def test_without_a_command_the_help_is_shown(tmp_path: Path) -> None:
         (["sample"], "error: Missing argument"),
         (["sample", "nowhere"], "error: nowhere: no run folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
+        (["doctor", "--ranks", "0"], "error: --ranks=0: is how many are measured at once; write"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(words: list[str], message: str, tmp_path: Path) -> None:
@@ -105,3 +108,21 @@ def test_doctor_tries_every_backend_by_a_real_all_reduce(tmp_path: Path, server:
     assert report["disk_free_gib"] > 0
     assert list(tmp_path.iterdir()) == []
     assert "all-reduced" in doctor("doctor").stdout
+
+
+def test_doctor_says_what_ranks_were_measured_to_reach() -> None:
+    measured = {
+        "fp32_tflops": 0.0829,
+        "bf16_tflops": 0.223,
+        "fp16_tflops": 0.00265,
+        "kernel_us": 4.0,
+        "moved_bytes": [2**18, 2**20],
+        "moved_us": [1.0, 16.0],
+    }
+    gloo = {"link_latency_us": 1190.0, "link_gb_s": 1.01, "link_gather_gb_s": 0.435}
+    assert dict(_figures(measured | gloo)) == {
+        "products": "fp32 82.9 GFLOP/s, bf16 223 GFLOP/s, fp16 2.65 GFLOP/s",
+        "kernels": "4 us, 52.4 GB/s of 1 MiB",
+        "gloo": "1,190 us a hop, 1.01 GB/s, gathers 0.435",
+    }
+    assert "gloo" not in dict(_figures(measured))  # one rank has none to talk to
