@@ -130,7 +130,8 @@ def layouts() -> Iterator[Layout]:
     for label, overrides in kinds.items():
         counts = (2, 4, 8) if label in ("ddp", "fsdp") else (1, 2, 4)
         for ranks in counts:
-            yield Layout(label, ranks, overrides, ranks, repeats=ranks == counts[-1])
+            repeats = ranks in (1, counts[-1])  # one rank does as single does
+            yield Layout(label, ranks, overrides, ranks, repeats=repeats)
     for ranks in (4, 8):
         yield Layout("hsdp", ranks, hsdp, ranks, repeats=ranks == 8)
     for degree in (2, 4):
