@@ -73,6 +73,7 @@ def test_diff_names_the_parameters_that_are_farthest_apart(trained: Served) -> N
     assert text.splitlines()[-1].endswith(" more; --json has all")
 
 
+@pytest.mark.slow
 def test_what_is_exported_is_imported_and_trains(trained: Served) -> None:
     told = json.loads(trained("checkpoint", "export", "runs/a", "out", "--json").stdout)
     assert told["files"] == ["model.safetensors", "config.json"]

@@ -284,6 +284,7 @@ def test_closing_lets_go_of_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
         world.close()
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_world(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(

@@ -118,6 +118,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore")  # dynamo asks things that torch warns of
+@pytest.mark.slow
 def test_blocks_compile_as_one_graph() -> None:
     tokens, targets = tokens_and_targets()
     one = build(LLAMA, seed=1)

@@ -55,6 +55,7 @@ def bucket(endpoint: str, served: Command, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_bucket_in_another_folder(
     served: Command, faulty: list[str], bucket: str
 ) -> None:

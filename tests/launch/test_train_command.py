@@ -203,6 +203,7 @@ def test_what_a_users_module_prints_stays_out_of_json(served: Command) -> None:
     assert json.loads(ran.stdout)["status"] == "done"
 
 
+@pytest.mark.slow
 def test_a_file_named_torch_in_the_working_folder_does_no_harm(axonlaunch: Command) -> None:
     (axonlaunch.folder / "torch.py").write_text("raise SystemExit('imported in place of torch')")
     installed = Path(sys.executable).with_name("axonlaunch")
