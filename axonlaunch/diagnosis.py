@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from axonlaunch import host
 from axonlaunch.comm import World, all_reduce_sum, nccl
 from axonlaunch.comm.rendezvous import local_place
-from axonlaunch.memory import host_memory_bytes
 
 GIB = 1024**3
 
@@ -29,7 +29,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(host_memory_bytes() / GIB, 1),
+        "memory_gib": round(host.memory_bytes() / GIB, 1),
         "accelerator": accelerator.type if accelerator else None,
         "devices": _devices(),
         "driver": _driver(),

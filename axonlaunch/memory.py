@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from axonlaunch import host
 from axonlaunch.engines.base import Engine
 
 
@@ -66,12 +67,7 @@ def available_bytes(sharing: int) -> int:
         return free + torch.cuda.memory_reserved()
     table = Path("/proc/meminfo")
     if not table.exists():
-        return host_memory_bytes() // sharing
+        return host.memory_bytes() // sharing
     free_kib = table.read_text().split("MemAvailable:")[1].split()[0]
     own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return int(free_kib) * 1024 // sharing + own
-
-
-def host_memory_bytes() -> int:
-    """Return this machine's memory, in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from axonlaunch import data
+from axonlaunch import data, host
 from axonlaunch.checkpoint.problems import checkpoint_problems
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, Problem, RunConfig
@@ -22,7 +22,6 @@ from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.disk import free_bytes
 from axonlaunch.division import context_problems, pipeline_problems, tensor_problems
-from axonlaunch.memory import host_memory_bytes
 from axonlaunch.models.build import construct, spec_for
 from axonlaunch.models.spec import ModelSpec
 
@@ -210,7 +209,7 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Pro
     elif accelerators() and config.launch.backend in ("auto", "nccl"):
         memory, where = torch.accelerator.get_memory_info(0)[1], "a device here"
     else:
-        memory, where = host_memory_bytes() // config.launch.nproc, "a rank's share of this machine"
+        memory, where = host.memory_bytes() // config.launch.nproc, "a rank's share of this machine"
     offload = config.strategy.fsdp.cpu_offload
     if memory is not None and per_rank > memory and offload == "none":
         message = (

@@ -44,6 +44,10 @@ def test_importing_the_package_imports_no_torch() -> None:
     _run("-c", "import sys, axonlaunch, axonlaunch.models; assert 'torch' not in sys.modules")
 
 
+def test_the_parent_of_a_run_imports_no_torch() -> None:
+    _run("-c", "import sys, axonlaunch.launch.start; assert 'torch' not in sys.modules")
+
+
 def test_help_imports_no_torch_and_no_hydra() -> None:
     ran = _run("-X", "importtime", "-m", "axonlaunch", "--help")
     imported = {line.rsplit("|", 1)[1].strip() for line in ran.stderr.splitlines() if "|" in line}

@@ -14,6 +14,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch import config as configuration
+from axonlaunch import host
 from axonlaunch.config import Composed, ConfigError, Problem, RunConfig, replaced
 from axonlaunch.config.layout import layout, resolved
 from axonlaunch.config.plugins import import_plugins
@@ -157,5 +158,5 @@ def _on_named_hardware(config: RunConfig) -> RunConfig:
         )
         raise ConfigError([Problem("hardware.memory_gib", message, None)])
     assert nproc != "auto"
-    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / nproc / GIB
+    share = host.memory_bytes() / nproc / GIB
     return replaced(config, {"hardware.memory_gib": share})

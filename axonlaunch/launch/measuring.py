@@ -17,9 +17,9 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from axonlaunch import host
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.launch import forkserver
-from axonlaunch.memory import host_memory_bytes
 from axonlaunch.planning.cache import cache_folder
 
 GIB = 1024**3
@@ -59,7 +59,7 @@ def measure(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
         found, *_ = forkserver.call_together(context, "axonlaunch.measurement:on_rank", calls)
     figures = {name: _rounded(value) for name, value in found.items()}
     figures |= {
-        "memory_gib": _rounded(host_memory_bytes() / ranks / GIB),
+        "memory_gib": _rounded(host.memory_bytes() / ranks / GIB),
         # Measured as they are reached.
         "matrix_sustained": 1.0,
         "multiprocessors": 1,
