@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.process_group import default_group
-from axonlaunch.engines.update import local_part
+from axonlaunch.engines.update import buckets, local_part
 
 MIB = 1024**2
 
@@ -137,14 +137,8 @@ class GradientSynchronizer:
 
 def _fill(parameters: Iterable[nn.Parameter], *, limit: int) -> list[GradientBucket]:
     """Group parameters in reverse order, which is about the order of their gradients."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    full: list[GradientBucket] = []
-    for parameter in reversed([p for p in parameters if p.requires_grad]):
-        pending = open_buckets.setdefault((parameter.dtype, parameter.device), [])
-        pending.append(parameter)
-        if sum(p.numel() * p.element_size() for p in pending) >= limit:
-            full.append(GradientBucket(open_buckets.pop((parameter.dtype, parameter.device))))
-    return full + [GradientBucket(pending) for pending in open_buckets.values()]
+    trained = reversed([p for p in parameters if p.requires_grad])
+    return [GradientBucket(bucket) for bucket in buckets(trained, limit=limit)]
 
 
 class DDP(nn.Module):

@@ -8,7 +8,7 @@ Models", 2020, stage 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from axonlaunch.comm.renamed import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig
-from axonlaunch.engines.update import Update, local_part
+from axonlaunch.engines.update import Update, buckets, local_part
 
 _LARGE = 4 * 2**20
 """Bytes of a parameter that is gathered by itself, straight to its place."""
@@ -125,13 +125,13 @@ class ShardedUpdate(Update):
                 continue
             mine = whole[slice(*self._range(whole, rank))].clone()
             works.append(all_gather_single(whole, mine, group=group, async_op=True))
-        buckets = [_Bucket(wholes, ranks=size) for wholes in _filled(small)]
-        for bucket in buckets:
+        together = [_Bucket(wholes, ranks=size) for wholes in buckets(small, limit=_FULL)]
+        for bucket in together:
             mine = bucket.pack([whole[slice(*self._range(whole, rank))] for whole in bucket.wholes])
             works.append(all_gather_single(bucket.gathered, mine, group=group, async_op=True))
         for work in works:
             work.wait()
-        for bucket in buckets:
+        for bucket in together:
             bucket.unpack()
 
 
@@ -162,14 +162,3 @@ class _Bucket:
             # The padding is at the end of the last ranks' rows, so at the very end.
             gathered = parts.reshape(self._ranks * rows, *whole.shape[1:])
             whole.copy_(gathered[: whole.shape[0]])
-
-
-def _filled(wholes: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield parameters of one type and device, of so many bytes together."""
-    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for whole in wholes:
-        bucket = filling.setdefault((whole.dtype, whole.device), [])
-        bucket.append(whole)
-        if sum(one.nbytes for one in bucket) >= _FULL:
-            yield filling.pop((whole.dtype, whole.device))
-    yield from filling.values()

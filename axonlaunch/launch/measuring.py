@@ -20,7 +20,7 @@ from typing import Any
 from axonlaunch import host
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.launch import forkserver
-from axonlaunch.planning.cache import cache_folder
+from axonlaunch.planning import cache
 
 GIB = 1024**3
 _ROUND = 4
@@ -86,20 +86,14 @@ def _kept(ranks: int) -> dict[str, Any] | None:
 
 
 def _keep(ranks: int, figures: dict[str, Any]) -> None:
-    """Keep figures; where the folder can't be written, they are measured again next time."""
-    file = _file(ranks)
-    partial = file.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(figures, indent=1))
-        partial.replace(file)
+    cache.keep(_file(ranks), json.dumps(figures, indent=1))
 
 
 def _file(ranks: int) -> Path:
     """Return where figures are kept: by processor, cores and torch, which they depend on."""
     about = (_processor(), sorted(os.sched_getaffinity(0)), version("torch"), _source())
     name = sha256(repr(about).encode()).hexdigest()[:16]
-    return cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
+    return cache.cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
 
 
 def _processor() -> str:

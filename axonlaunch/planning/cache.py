@@ -58,11 +58,15 @@ def write(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None
     if not _is_ours(config):
         return
     content = json.dumps(dataclasses.asdict(estimate))
-    file = _file(config, exact)
+    keep(_file(config, exact), f"{_hash(content)}\n{content}")
+
+
+def keep(file: Path, text: str) -> None:
+    """Write a file of the cache at once; where the folder can't be written, none is kept."""
     partial = file.with_suffix(f".{os.getpid()}")  # of its own, for several may write at once
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(f"{_hash(content)}\n{content}")
+        partial.write_text(text)
         partial.replace(file)
     except OSError:
         with suppress(OSError):

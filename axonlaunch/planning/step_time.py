@@ -18,13 +18,13 @@ from axonlaunch.engines.pipeline_timeline import timeline
 from axonlaunch.planning.collective_cost import Links
 from axonlaunch.planning.operations import Amount, Attention, Exchange, Kernel, Phase, Product, Work
 from axonlaunch.planning.roofline import Roofline
+from axonlaunch.planning.scaled_work import FP32
 from axonlaunch.planning.step_work import Share, StageWork, StepWork
 
 FUSED = 0.4
 """Share of memory-bound time that is left when a compiler fuses a block's kernels; fitted on the
 shared measurements with and without it."""
 
-FP32 = 4
 _FORWARD: tuple[Phase, ...] = ("forward",)
 _BACKWARD: tuple[Phase, ...] = ("backward", "recomputation")
 _DATA_AXES = frozenset({"dp_replicate", "dp_shard", "cp"})
@@ -231,11 +231,8 @@ class StepTime:
         total = Parts()
         for key, amount in work.items():
             if isinstance(key, Exchange) and not self._is_gathered(key):
-                under = sum(
-                    self._roofline.seconds(product, Amount(amount.count)) for product in key.under
-                )
-                if self._links.takes_cores:
-                    under = 0.0
+                beside = () if self._links.takes_cores else key.under
+                under = sum(self._roofline.seconds(one, Amount(amount.count)) for one in beside)
                 waited = max(0.0, self._links.seconds(key, amount) - under)
                 total.put(f"communication {_axis(key.axes)}", waited)
         return total
