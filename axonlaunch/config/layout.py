@@ -160,9 +160,14 @@ def replicas(config: RunConfig, *, world_size: int) -> int:
     fsdp, ranks = config.strategy.fsdp, max(1, world_size // model_ranks(config.strategy))
     if config.strategy.data_parallel != "fsdp" or fsdp.sharding == "no_shard":
         return ranks
-    if fsdp.sharding != "hybrid_shard" or fsdp.replicate == "auto":
-        return nodes(config)[1]
-    return fsdp.replicate
+    if fsdp.sharding != "hybrid_shard":
+        return 1
+    return _machines_of_a_stage(config) if fsdp.replicate == "auto" else fsdp.replicate
+
+
+def _machines_of_a_stage(config: RunConfig) -> int:
+    """Return how many machines the data-parallel ranks of a pipeline's stage are on."""
+    return max(1, nodes(config)[1] // config.strategy.pipeline.degree)
 
 
 def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
@@ -185,7 +190,7 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
     settings = {"launch.nproc": nproc, "strategy.data_parallel": kind}
     fsdp = strategy.fsdp
     if fsdp.sharding == "hybrid_shard" and fsdp.replicate == "auto" and least == most:
-        settings["strategy.fsdp.replicate"] = most
+        settings["strategy.fsdp.replicate"] = _machines_of_a_stage(config)
     return replaced(config, settings)
 
 

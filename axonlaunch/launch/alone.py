@@ -309,17 +309,16 @@ class _Watch(threading.Thread):
             return None
         me = {place.local_rank: os.getpid()}
         where = stacks.ask(me, {place.local_rank: place.log})[place.local_rank]
-        reason = f"no progress for {waited:g} s: it {where.words}"
-        return Report(
+        about = Report(
             rank=place.rank,
-            kind="waiting" if where.is_waiting else "hang",
-            reason=where.words if where.is_waiting else reason,
-            traceback=where.stack,
+            kind="hang",
+            reason="",
             machine=socket.gethostname(),
             log=str(place.log),
             step=beat.step,
             doing=beat.phase,
         )
+        return where.told(about, timeout_s=waited)
 
     def _fail(self, reports: list[Report]) -> NoReturn:
         """Agree on who was first, tell it on rank 0, and end this process."""

@@ -35,7 +35,7 @@ from axonlaunch.events import (
     Started,
     Stepped,
 )
-from axonlaunch.launch.reports import Crash, Report
+from axonlaunch.launch.reports import Crash, Report, plain_ranks
 
 SLOW = 0.1
 """Share of the time that a slow rank costs the others, from which it is told."""
@@ -236,19 +236,7 @@ def _folded(followers: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]:
         if _PEER_GONE.search(reason):
             reason = "lost the connection to a rank that had ended"
         groups.setdefault(reason, []).append(rank)
-    return [(_ranks(ranks), reason) for reason, ranks in groups.items()]
-
-
-def _ranks(numbers: list[int]) -> str:
-    """Write ranks with their runs shortened: ``ranks 0, 4-7``."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(shown)}"
+    return [(plain_ranks(ranks), reason) for reason, ranks in groups.items()]
 
 
 def quantity(number: float) -> str:

@@ -127,7 +127,27 @@ def redirect(log: Path) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable()
-    faulthandler.register(stacks.SIGNAL, all_threads=True)
+    _answer(log)
+
+
+def _answer(log: Path) -> None:
+    """Tell stacks, and what torch recorded of collectives, whenever ``stacks.SIGNAL`` comes.
+
+    The main thread may wait in C code for ever, where no handler of Python's runs: stacks are
+    written by the signal's own, and a thread learns of it by the file that wakes event loops.
+    """
+    signal.signal(stacks.SIGNAL, lambda number, frame: None)
+    faulthandler.register(stacks.SIGNAL, all_threads=True, chain=True)
+    come, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    def tell() -> None:
+        while numbers := os.read(come, 64):
+            if stacks.SIGNAL in numbers:
+                stacks.write(log)
+
+    threading.Thread(target=tell, name="flight record", daemon=True).start()
 
 
 def claim_cores(place: Place) -> None:

@@ -1,23 +1,31 @@
-"""Where the Python code of a rank is that makes no progress, asked from outside.
+"""Where a rank is that makes no progress, asked from outside: its stack, its open collectives.
 
 A rank's ``faulthandler`` writes its threads' stacks to its log when it gets ``SIGNAL``, even while
-it waits in C code. A process that is stopped says nothing; the system says so in its place.
+it waits in C code, and a thread of it writes what torch recorded of its collectives. A process that
+is stopped says nothing; the system says so in its place.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
+from axonlaunch import flight_record
+from axonlaunch.flight_record import Record
+from axonlaunch.launch.reports import Kind, Report
 from axonlaunch.whereabouts import is_passed_through, state, waits
 
 SIGNAL = signal.SIGUSR1
+FLIGHT_RECORD = ".flight_record"
+"""What a log's name ends in where it is not a log but torch's dump of collectives."""
 _ANSWER_S = 2.0
+_TOLD = "collectives: "
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _RANK = re.compile(r"axonlaunch[/\\]launch[/\\](rank|alone)\.py")
 _BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py")
@@ -48,11 +56,23 @@ class Whereabouts:
         is_waiting: For other ranks.
         words: What it does, in half a sentence.
         stack: Its main thread's frames for people, the innermost last.
+        record: Of its collectives; None where it told none.
     """
 
     is_waiting: bool
     words: str
     stack: str
+    record: Record | None = None
+
+    def told(self, about: Report, *, timeout_s: float) -> Report:
+        """Return the report of a rank that made no progress for some seconds."""
+        kind: Kind = "waiting" if self.is_waiting else "hang"
+        reason = self.words
+        if not self.is_waiting:
+            reason = f"no progress for {timeout_s:g} s: it {reason}"
+        return replace(
+            about, kind=kind, reason=reason, traceback=self.stack or None, record=self.record
+        )
 
 
 def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
@@ -69,19 +89,26 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
         except ProcessLookupError:
             continue
     found: dict[int, Whereabouts] = {}
+    silent = dict(pids)
     deadline = time.monotonic() + _ANSWER_S
-    while len(found) < len(pids) and time.monotonic() < deadline:
+    while silent and time.monotonic() < deadline:
         time.sleep(0.05)
-        for rank, pid in pids.items():
-            if rank in found:
-                continue
-            frames = main_stack(_since(logs[rank], sizes[rank]))
-            if frames:
-                found[rank] = locate(frames, is_asleep=state(pid) == "S")
-    for rank, pid in pids.items():
-        if rank not in found:
-            found[rank] = _silent(state(pid))
-    return found
+        for rank, pid in list(silent.items()):
+            told = _since(logs[rank], sizes[rank])
+            if frames := main_stack(told):
+                where, record = locate(frames, is_asleep=state(pid) == "S"), _record(told)
+                found[rank] = replace(where, record=record)
+                if record is not None:
+                    del silent[rank]
+    return {rank: found.get(rank) or _silent(state(pid)) for rank, pid in pids.items()}
+
+
+def write(log: Path) -> None:
+    """Add this process's record to its log, and put torch's own form of it beside the log."""
+    log.with_suffix(FLIGHT_RECORD).write_bytes(flight_record.dump())
+    line = f"{_TOLD}{flight_record.take().to_json()}\n".encode()
+    with log.open("ab", buffering=0) as stream:
+        stream.write(line)
 
 
 def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:
@@ -112,6 +139,13 @@ def main_stack(text: str) -> list[Frame]:
         if any(_RANK.search(frame.file) and frame.name == "main" for frame in frames):
             return frames
     return []
+
+
+def _record(text: str) -> Record | None:
+    for line in text.splitlines(keepends=True):
+        if line.startswith(_TOLD) and line.endswith("\n"):
+            return Record.of(json.loads(line.removeprefix(_TOLD)))
+    return None
 
 
 def _silent(letter: str) -> Whereabouts:

@@ -218,23 +218,18 @@ class Supervisor:
             {index: rank.process.pid or 0 for index, rank in processes.items()},
             {index: rank.log for index, rank in processes.items()},
         )
-        reports = []
-        for index, rank in processes.items():
-            where = places[index]
-            if where.is_waiting:
-                reports.append(self._report(rank, "waiting", where.words, where.stack))
-                continue
-            reason = f"no progress for {self.timeout_s:g} s: it {where.words}"
-            reports.append(self._report(rank, "hang", reason, where.stack))
+        reports = [
+            places[index].told(self._report(rank, "hang"), timeout_s=self.timeout_s)
+            for index, rank in processes.items()
+        ]
         return sorted(reports, key=lambda report: report.step or 0)
 
-    def _report(self, rank: Rank, kind: Kind, reason: str, stack: str | None = None) -> Report:
+    def _report(self, rank: Rank, kind: Kind, reason: str = "") -> Report:
         beat = self.pulse.read(rank.index)
         return Report(
             rank=rank.number,
             kind=kind,
             reason=reason,
-            traceback=stack or None,
             machine=socket.gethostname(),
             log=str(rank.log),
             step=beat.step,

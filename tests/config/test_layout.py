@@ -38,6 +38,11 @@ def test_what_is_left_to_the_machine_is_resolved(
         (["strategy=fsdp"], 4, 1, 4, 8, 1),
         (["strategy=hsdp", "strategy.fsdp.replicate=2"], 4, 2, 2, 8, 1),
         (["strategy=hsdp"], 4, 1, 4, 8, 1),
+        # Parameters are sharded over all machines but where hybrid sharding is asked for.
+        (["strategy=fsdp", "launch.nnodes=2"], 4, 1, 4, 8, 1),
+        (["strategy=zero2", "launch.nnodes=2"], 4, 1, 4, 8, 1),
+        (["strategy=hsdp", "launch.nnodes=2"], 4, 2, 2, 8, 1),
+        (["strategy=hsdp", "launch.nnodes=2", "strategy.pipeline.degree=2"], 8, 1, 4, 2, 4),
         (["strategy=fsdp", "strategy.fsdp.sharding=no_shard"], 4, 4, 1, 8, 1),
         (["strategy=fsdp", "train.micro_batch_size=2"], 4, 1, 4, 2, 4),
         (["strategy=single"], 1, 1, 1, 32, 1),

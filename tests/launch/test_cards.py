@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from axonlaunch.launch.console import _folded, _own_frames, _ranks
-from axonlaunch.launch.reports import Crash, Report, exit_reason, judge
+from axonlaunch.flight_record import Call, Record
+from axonlaunch.launch.console import _folded, _own_frames
+from axonlaunch.launch.reports import Crash, Report, exit_reason, judge, plain_ranks
 from axonlaunch.launch.stacks import locate, main_stack
 
 
@@ -43,7 +46,7 @@ def test_a_report_of_a_later_version_is_read_by_this_one() -> None:
     [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([5, 0, 1, 7, 6], "ranks 0-1, 5-7")],
 )
 def test_ranks_are_told_in_runs(numbers: list[int], told: str) -> None:
-    assert _ranks(numbers) == told
+    assert plain_ranks(numbers) == told
 
 
 def test_what_a_lost_peer_caused_is_folded_and_the_rest_is_not() -> None:
@@ -67,6 +70,42 @@ def test_torchs_own_frames_are_left_out_but_for_the_innermost() -> None:
     assert _own_frames(head + torch + own + torch + tail) == (
         head + '  File "/home/me/model.py", line 2, in forward\n    g()\n' + torch + tail
     )
+
+
+def waiting(rank: int, *, begun: int, op: str = "", num_bytes: int = 8) -> Report:
+    call = Call(group="g", axis="dp", ranks=(0, 1), number=begun, op=op, num_bytes=num_bytes)
+    record = Record(begun={"g": begun}, open=(call,) if op else ())
+    kind = "waiting" if op else "hang"
+    return replace(report(rank, kind, "waiting" if op else "it sleeps"), record=record)
+
+
+def test_who_never_came_to_a_collective_is_told() -> None:
+    crash = judge([waiting(0, begun=3, op="all_reduce"), waiting(1, begun=2)])
+    assert crash.first.rank == 1
+    told = "waiting: all_reduce 3 of dp (8 bytes), to which rank 1 never came"
+    assert crash.followers == ((0, told),)
+
+
+def test_ranks_in_different_collectives_of_one_number_are_told() -> None:
+    crash = judge([waiting(0, begun=3, op="all_reduce"), waiting(1, begun=3, op="broadcast")])
+    assert "this one waiting: all_reduce 3 of dp" in crash.first.reason
+    assert crash.first.reason.endswith(", where rank 1 is in broadcast of 8 bytes")
+
+
+def test_ranks_that_gather_uneven_parts_are_in_one_collective() -> None:
+    gathers = [waiting(rank, begun=3, op="all_gather", num_bytes=8 * rank) for rank in (0, 1)]
+    assert "where" not in judge(gathers).first.reason
+
+
+def test_a_rank_whose_device_waits_is_not_blamed_though_its_own_code_is_elsewhere() -> None:
+    ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang", reason="it synchronizes")
+    crash = judge([ahead, waiting(1, begun=2)])
+    assert crash.first.rank == 1
+
+
+def test_a_record_travels_between_machines() -> None:
+    one = waiting(0, begun=3, op="all_reduce")
+    assert Report.from_json(one.to_json()) == one
 
 
 STACKS = """

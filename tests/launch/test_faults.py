@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import struct
@@ -143,6 +144,32 @@ def test_who_waits_in_what_and_who_never_came_are_on_the_hang_card(
     ran = served("train", *faulty, "launch.timeout_s=3", arguments, status=1)
     assert "rank 0 of 2 hangs: no progress for 3 s: it is in forward (" in ran.stderr
     assert "faulty_plugin.py:" in ran.stderr
+
+
+def test_the_collective_that_a_rank_never_came_to_is_on_the_hang_card(served: Command) -> None:
+    (served.folder / "late.py").write_text(
+        "import time\n"
+        "import torch, torch.distributed as dist\n"
+        "from axonlaunch.engines.mesh_engine import MeshEngine\n"
+        "update = MeshEngine.update\n"
+        "def late(engine, *args, **kwargs):\n"
+        "    if dist.get_rank() == 1:\n"
+        "        time.sleep(60)\n"
+        "    dist.all_reduce(torch.ones(6))\n"
+        "    return update(engine, *args, **kwargs)\n"
+        "MeshEngine.update = late\n"
+    )
+    words = ["plugins=[late]", "strategy=ddp", "launch.nproc=2", "name=run", "launch.timeout_s=3"]
+    ran = served.train(*words, status=1)
+    told = " ".join(ran.stderr.replace("│", " ").split())
+    assert "rank 1 of 2 hangs: no progress for 3 s: it is in late (" in told
+    assert re.search(
+        r"rank 0: waiting in all_reduce, called by late \S+: all_reduce \d+ of world \(24 bytes\), "
+        "to which rank 1 never came",
+        told,
+    )
+    dumps = (served.folder / "runs/run/logs").glob("*.flight_record")
+    assert sorted(path.name for path in dumps) == ["rank_0.flight_record", "rank_1.flight_record"]
 
 
 @pytest.mark.slow

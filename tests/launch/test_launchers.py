@@ -60,7 +60,9 @@ def test_under_mpirun(axonlaunch: Command, server: Server, expected: list[float]
 def test_under_srun_on_two_nodes(
     axonlaunch: Command, server: Server, cluster: dict[str, str], expected: list[float]
 ) -> None:
-    srun = By(axonlaunch.folder, ["srun", "-N2", "--ntasks-per-node=1"], cluster)
+    # A rank alone on its machine takes all cores, and products of two threads round otherwise.
+    one_core = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))]
+    srun = By(axonlaunch.folder, ["srun", "-N2", "--ntasks-per-node=1", *one_core], cluster)
     srun.served(server)(*RUN, "name=run")
     assert axonlaunch.losses("run") == expected
 

@@ -64,7 +64,9 @@ class Forked:
         names = [output.name for output in self._outputs]
         # No daemon: it may have children.
         self._process = get_context("forkserver").Process(
-            target=_run, args=(program, arguments, folder, environment, names), daemon=False
+            target=_run,
+            args=(program, arguments, folder, environment, os.sched_getaffinity(0), names),
+            daemon=False,
         )
         self._process.start()
 
@@ -96,12 +98,14 @@ def _run(
     arguments: tuple[Any, ...],
     folder: Path,
     environment: dict[str, str],
+    cores: set[int],
     outputs: list[str],
 ) -> None:
     """Become what the shell would have started."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
+    os.sched_setaffinity(0, cores)
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, name in enumerate(outputs, start=1):

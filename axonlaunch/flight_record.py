@@ -1,0 +1,144 @@
+"""Which collectives a rank has begun and not ended, from torch's flight recorder.
+
+It tells what torch records of gloo and NCCL; gloo's sends and receives are not among that. Nothing
+here imports torch before it is asked, for those who read a record train nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A collective that a rank has begun.
+
+    Attributes:
+        group: Backend and group, named alike on every rank.
+        axis: The group for people: a mesh axis, or ``world``.
+        ranks: The group's.
+        number: How many the rank has begun in this group, with this one.
+        op: What it does, as torch calls it.
+        num_bytes: Of its inputs.
+    """
+
+    group: str
+    axis: str
+    ranks: tuple[int, ...]
+    number: int
+    op: str
+    num_bytes: int
+
+    def is_like(self, other: Call) -> bool:
+        """Whether another rank's call of the same number can be the same collective."""
+        return self.op == other.op and (self.num_bytes == other.num_bytes or self.is_uneven)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether its ranks may give different bytes."""
+        return any(word in self.op for word in ("gather", "scatter", "alltoall", "all_to_all"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a rank told of its collectives.
+
+    Attributes:
+        begun: Group -> how many it has begun there.
+        open: Those that are not done, the earliest first.
+    """
+
+    begun: Mapping[str, int]
+    open: tuple[Call, ...]
+
+    def to_json(self) -> str:
+        """Write it in one line."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Self:
+        """Read what ``to_json`` wrote, parsed."""
+        calls = (Call(**{**call, "ranks": tuple(call["ranks"])}) for call in content["open"])
+        return cls(begun=content["begun"], open=tuple(calls))
+
+
+def take() -> Record:
+    """Return this process's record; any of its threads may ask, whatever the others wait for."""
+    begun: dict[str, int] = {}
+    open_: list[tuple[int, Call]] = []
+    ranks = _ranks_of_groups()
+    for entry in _entries():
+        if entry["is_p2p"]:
+            continue
+        backend, _, op = entry["profiling_name"].rpartition(":")
+        name, axis = entry["process_group"]
+        group, number = f"{backend} {name}", entry["collective_seq_id"]
+        begun[group] = max(begun.get(group, 0), number)
+        if entry["retired"] or entry["state"] == "completed":
+            continue
+        call = Call(
+            group=group,
+            axis="world" if axis == "default_pg" else axis.removeprefix("mesh_"),
+            ranks=ranks.get(name, ()),
+            number=number,
+            op=op.strip("_"),
+            num_bytes=_num_bytes(entry["input_sizes"], entry["input_dtypes"]),
+        )
+        open_.append((entry["time_created_ns"], call))
+    open_.sort(key=lambda pair: pair[0])
+    return Record(begun=begun, open=tuple(call for _, call in open_))
+
+
+def dump() -> bytes:
+    """Return all that torch recorded, in the format of its own tools (a pickle).
+
+    Without stacks: to name the lines of two thousand of them takes seconds.
+    """
+    recorder = _recorders("_dump_nccl_trace", "_dump_fr_trace")[0]
+    return bytes(recorder(includeCollectives=True, includeStackTraces=False, onlyActive=False))
+
+
+def _entries() -> Iterator[dict[str, Any]]:
+    """Yield what torch recorded."""
+    for recorder in _recorders("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        yield from json.loads(recorder()).get("entries", ())
+
+
+def _recorders(*names: str) -> list[Any]:
+    """Return those that this build of torch has; NCCL has one of its own."""
+    from torch._C import _distributed_c10d as c10d
+
+    return [getattr(c10d, name) for name in names if hasattr(c10d, name)]
+
+
+def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
+    from torch.distributed.distributed_c10d import _world
+
+    names, ranks = dict(_world.pg_names), dict(_world.pg_group_ranks)
+    return {str(name): tuple(ranks[group]) for group, name in names.items() if group in ranks}
+
+
+def _num_bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
+    """Return the bytes of a call's inputs, of which torch tells types as C++ calls them."""
+    return sum(
+        _BYTES.get(dtype, 1) * _product(size) for size, dtype in zip(sizes, dtypes, strict=True)
+    )
+
+
+def _product(size: list[int]) -> int:
+    found = 1
+    for length in size:
+        found *= length
+    return found
+
+
+_BYTES = {
+    **dict.fromkeys(("Byte", "Char", "Bool"), 1),
+    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
+    **dict.fromkeys(("Float", "Int"), 4),
+    **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
+}

@@ -1,0 +1,59 @@
+"""What torch's flight recorder tells of a rank.
+
+Its names are private to torch. Where this fails after an update, ``axonlaunch/flight_record.py`` is
+the one place to change: look for ``_dump_fr_trace_json`` in torch's ``csrc/distributed/c10d``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from axonlaunch.flight_record import Call, Record
+
+RANK = """
+import os, pickle, sys, time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import init_device_mesh
+
+from axonlaunch import flight_record
+
+rank = int(os.environ["RANK"])
+store = dist.FileStore("store", 3)
+dist.init_process_group("gloo", rank=rank, world_size=3, store=store)
+mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp_shard",))
+pair = dist.new_group([0, 2], group_desc="mesh_tp")
+dist.all_reduce(torch.ones(3))
+if rank != 1:
+    dist.all_reduce(torch.ones(5), group=pair)
+if rank == 0:
+    waiting = dist.all_reduce(torch.ones(7, dtype=torch.bfloat16), group=pair, async_op=True)
+time.sleep(0.2)
+print("TOLD", flight_record.take().to_json())
+assert [entry["collective_seq_id"] for entry in pickle.loads(flight_record.dump())["entries"]]
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_what_a_rank_has_begun_and_not_ended_is_told(
+    run_ranks: Callable[..., list[tuple[int | None, str]]],
+) -> None:
+    told = []
+    for status, text in run_ranks(RANK, world_size=3):
+        assert status == 0, text
+        line = next(line for line in text.splitlines() if line.startswith("TOLD "))
+        told.append(Record.of(json.loads(line.removeprefix("TOLD "))))
+    [world, pair] = told[0].begun
+    assert told[0].begun == {world: 1, pair: 2}
+    assert told[0].open == (
+        Call(group=pair, axis="tp", ranks=(0, 2), number=2, op="all_reduce", num_bytes=14),
+    )
+    assert told[1:] == [
+        Record(begun={world: 1}, open=()),
+        Record(begun={world: 1, pair: 1}, open=()),
+    ]
