@@ -20,6 +20,13 @@ def broken_degrees(config: RunConfig) -> Iterator[Problem]:
     if strategy.tensor.sequence_parallel and strategy.tensor.degree == 1:
         message = "strategy.tensor.degree is 1; use 2 or more, or leave this out"
         yield Problem("strategy.tensor.sequence_parallel", message, True)
+    recomputes = config.train.activation_checkpointing == "full"
+    if strategy.tensor.degree > 1 and config.train.compile and recomputes:
+        message = (
+            "torch's compiler can't compute again what strategy.tensor.degree divides; use "
+            "selective or none, or train.compile=false"
+        )
+        yield Problem("train.activation_checkpointing", message, "full")
     if strategy.context.degree > 1 and strategy.data_parallel == "none":
         message = (
             "ranks that share a sequence have to sum gradients, and data_parallel is none; "

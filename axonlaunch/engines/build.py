@@ -300,7 +300,8 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
     apply_activation_checkpointing(blocks, mode=train.activation_checkpointing)
     if train.compile:
         for block in blocks or [model]:
-            block.compile()
+            # Not the module: what fully_shard hooks to its call is not for a compiler.
+            block.forward = torch.compile(block.forward)
 
 
 def _blocks(plan: _Plan, model: nn.Module) -> list[nn.Module]:

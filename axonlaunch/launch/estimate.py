@@ -62,13 +62,7 @@ def forecast(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
     """
     assert config.launch.nproc != "auto"
     config = _on_named_hardware(resolved(config, accelerators=0))
-    notes = []
-    if config.train.compile:
-        notes.append(
-            "train.compile=true: told for the same run without it; what compiled code allocates "
-            "shows only when it runs"
-        )
-        config = replaced(config, {"train.compile": False})
+    notes: list[str] = []
     foretell = partial(foretold, context, exact=exact)
     found = foretell(config)
     hardware, memory, told = config.hardware, None, []

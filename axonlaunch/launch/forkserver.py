@@ -213,4 +213,6 @@ def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
 
 
 def _run(target: str, args: tuple[Any, ...]) -> None:
+    # Processes of a user's own begin as they would in a process that a shell started.
+    multiprocessing.set_start_method(None, force=True)
     load(target)(*args)

@@ -44,14 +44,12 @@ class Prediction:
         self._first_step: float | None = None
         self.peak_bytes: int | None = None
         self.reason = "no step was done"
-        if config.train.compile:
-            self.reason = "what compiled code allocates shows only when it runs"
-        elif (kept := cache.read(self._config) or cache.read(named)) is not None:
+        if (kept := cache.read(self._config) or cache.read(named)) is not None:
             self._take(kept)
 
     def begin(self) -> None:
         """Begin to trace, unless it is early, done or impossible; called at every logged step."""
-        if self.peak_bytes is not None or self._call is not None or self._config.train.compile:
+        if self.peak_bytes is not None or self._call is not None:
             return
         if self._context is None:
             self.reason = "another launcher started this rank, and it starts no process"

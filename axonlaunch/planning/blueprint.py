@@ -57,12 +57,8 @@ class Blueprint:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Build the model of a checked configuration and read what a sample is.
-
-        What is to be compiled is not.
-        """
+        """Build the model of a checked configuration and read what a sample is."""
         ranks = world_size(config)
-        config = replaced(config, {"train.compile": False})
         shares = layout(config, world_size=ranks)
         dataset = data.build(config.data)
         model, sample = _on_meta(config.model, seed=config.seed), sample_inputs(dataset)

@@ -139,7 +139,8 @@ def _in_flight(shares: Layout) -> float:
 
 
 def _activations(config: RunConfig) -> float:
-    """Return the most that activations take before the update."""
+    """Return the most that activations take before the update; of a compiled run, less."""
+    config = replaced(config, {"train.compile": False})
     events = traced(Blueprint.of(config), 0).events
     before = next(n for n, event in enumerate(events) if event.name[0] == "update")
     saved = CATEGORIES.index("activations")

@@ -57,6 +57,10 @@ class DryRun:
             storing=self.storing,
             boundaries=self._boundaries,
         )
+        if blueprint.config.train.compile:
+            from axonlaunch.planning import fake_compiler  # imports a compiler
+
+            fake_compiler.install()
         self.engine: Engine = build(blueprint.config, world, sample=blueprint.sample, source=source)
 
     def storing(self) -> AbstractContextManager[Any]:

@@ -75,6 +75,12 @@ def operation(error: BaseException) -> str:
 
 
 class _SaysYes(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return True
@@ -92,7 +98,8 @@ _replaced: list[tuple[Any, str, Any]] = []
 """What of torch stands for something else while there is a world: owner, name, and what it was."""
 
 
-def _replace(owner: Any, name: str, value: Any) -> None:
+def replace(owner: Any, name: str, value: Any) -> None:
+    """Let a name of torch's stand for something else while there is a world."""
     _replaced.append((owner, name, getattr(owner, name)))
     setattr(owner, name, value)
 
@@ -110,8 +117,8 @@ def _let_replicas_run_alone() -> None:
         # torch compares annotations, which are strings here; a lambda has none.
         self.register_comm_hook(None, lambda state, bucket: _already_reduced(bucket))
 
-    _replace(nn.parallel.DistributedDataParallel, "__init__", wrap_and_hook)
-    _replace(dist.Reducer, "_rebuild_buckets", lambda self: False)
+    replace(nn.parallel.DistributedDataParallel, "__init__", wrap_and_hook)
+    replace(dist.Reducer, "_rebuild_buckets", lambda self: False)
 
 
 def _already_reduced(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -132,7 +139,7 @@ def _let_pipelines_run_alone() -> None:
         for stage in stages:
             stage._inference_mode = static
 
-    _replace(schedule, "_warmup_p2p", be_static)
+    replace(schedule, "_warmup_p2p", be_static)
 
 
 class _InFlight:
@@ -156,7 +163,7 @@ def _let_messages_hold_tensors() -> None:
         works = begin(messages, *args, **kwargs)
         return [_InFlight(works, [message.tensor for message in messages])]
 
-    _replace(schedules, "_batch_p2p", begin_and_hold)
+    replace(schedules, "_batch_p2p", begin_and_hold)
 
 
 def _let_plans_be_unseen() -> None:
@@ -168,4 +175,4 @@ def _let_plans_be_unseen() -> None:
         with _disable_current_modes():
             return plan(self, *args, **kwargs)
 
-    _replace(propagator, "_propagate_tensor_meta_non_cached", plan_unseen)
+    replace(propagator, "_propagate_tensor_meta_non_cached", plan_unseen)

@@ -26,8 +26,8 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
 
     Bytes are those of live storages, as ``StorageTrace`` counts them: all samples of a rank's step
     are counted as on its device, and what passes through the device on the way from and to host
-    memory, a layer or a parameter at a time, is not. What is compiled is counted as if it were
-    not, which holds more.
+    memory, a layer or a parameter at a time, is not. Of what is compiled it is the wrappers of
+    kernels that are followed, which allocate.
 
     Args:
         config: Checked, with ``launch.nproc`` resolved: the ranks of the world.

@@ -251,7 +251,8 @@ def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
 
 
 def _trace_one(config: RunConfig, world: World) -> _Traced:
-    blueprint = Blueprint.of(config)
+    # What fusing saves is the roofline's: how a compiler cuts a graph into kernels is not traced.
+    blueprint = Blueprint.of(replaced(config, {"train.compile": False}))
     dry = DryRun(blueprint, world)
     trace = OperationTrace(blueprint.shares.axes)
     with dry.storing():

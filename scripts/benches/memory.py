@@ -101,21 +101,18 @@ def _print_errors(rows: list[dict[str, Any]], answers: list[Foretold]) -> None:
     for row, answer in zip(rows, answers, strict=True):
         capacity = published.device_bytes(row)
         if capacity is not None and answer["reserved"] > capacity:
-            misfits.append(f"{row['id']}{'*' if published.run(row).compiled else ''}")
-        compiled = published.run(row).compiled
+            misfits.append(row["id"])
         for kind, bytes_ in published.measured(row).items():
             error = answer[kind] / bytes_ - 1
-            label = f"{kind}*" if compiled else kind
-            errors.setdefault((row["id"].split("-")[0], label), []).append(abs(error))
+            errors.setdefault((row["id"].split("-")[0], kind), []).append(abs(error))
             print(
-                f"{row['id']:<22} {label:<10} {bytes_ / GIB:>9.2f} {answer[kind] / GIB:>9.2f}"
+                f"{row['id']:<22} {kind:<10} {bytes_ / GIB:>9.2f} {answer[kind] / GIB:>9.2f}"
                 f"  {error:>+10.1%}"
             )
-    print("\n* compiled, foretold as if it were not\n")
-    print(f"{'source':<10} {'kind':<10} {'rows':>4} {'median':>7} {'90th':>7}")
+    print(f"\n{'source':<10} {'kind':<10} {'rows':>4} {'median':>7} {'90th':>7}")
     groups = sorted(errors.items())
-    whole = [e for (_, kind), found in groups for e in found if not kind.endswith("*")]
-    for (source, kind), found in [*groups, (("all", "eager"), whole)]:
+    whole = [error for _, found in groups for error in found]
+    for (source, kind), found in [*groups, (("all", ""), whole)]:
         if found:
             print(
                 f"{source:<10} {kind:<10} {len(found):>4} {statistics.median(found):>7.1%} "

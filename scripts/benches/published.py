@@ -29,13 +29,11 @@ class Run:
         overrides: What ``axonlaunch estimate`` would be given.
         expandable: Whether it set ``expandable_segments``.
         scope: Which of the ranks was looked at.
-        compiled: Whether it ran compiled, which an estimate counts as not.
     """
 
     overrides: tuple[str, ...]
     expandable: bool
     scope: Literal["highest", "first", "last"]
-    compiled: bool
 
 
 def measured(row: Row) -> dict[Kind, int]:
@@ -87,6 +85,7 @@ def run(row: Row) -> Run:
         f"train.micro_batch_size={_micro_batch(row)}",
         f"train.activation_checkpointing={_recomputed(row)}",
         "train.precision=bf16",
+        f"train.compile={str(_is_compiled(row)).lower()}",
         f"strategy.tensor.degree={row.get('tp') or 1}",
         f"strategy.pipeline.degree={row.get('pp') or 1}",
     ]
@@ -102,7 +101,6 @@ def run(row: Row) -> Run:
         # Its run_llama_train.sh sets them, but did not yet in March 2024.
         expandable=titan and not first_of_titan,
         scope="highest",
-        compiled=_is_compiled(row),
     )
 
 

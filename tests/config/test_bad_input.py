@@ -874,6 +874,12 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
+        "strategy=tensor train.compile=true train.activation_checkpointing=full",
+        [
+            "train.activation_checkpointing=full: torch's compiler can't compute again what strategy.tensor.degree divides; use selective or none, or train.compile=false",
+        ],
+    ),
+    (
         "strategy=pipeline strategy.pipeline.schedule=zbv_zero_bubble train.compile=true",
         [
             "train.compile=true: strategy.pipeline.schedule=zbv_zero_bubble computes weight gradients apart, which compiled blocks can't; use false, or a schedule that keeps backward whole",

@@ -126,15 +126,16 @@ def test_wrong_words_start_no_rank_and_leave_no_process(axonlaunch: Command) -> 
 def test_a_folder_in_which_a_run_goes_on_takes_no_second_one(
     served: Command, faulty: list[str]
 ) -> None:
-    words = [*faulty, "name=run", "train.steps=4"]
-    first = served.start("train", *words, "model.arguments={pause:0.5}")
+    words = [*faulty, "name=run", "train.steps=1000"]
+    first = served.start("train", *words, "model.arguments={pause:0.2}")
     metrics = served.folder / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and bool(metrics.read_text()))
     ran = served("train", *words, status=2)
     assert "another process is training in" in ran.stderr
+    first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)
-    assert first.returncode == 0
-    assert len(served.losses("run")) == 4
+    assert first.returncode == 130
+    assert len(served.losses("run")) == served.summary("run")["steps"]
 
 
 def test_a_damaged_checkpoint_is_told_rather_than_trained_over(served: Command) -> None:

@@ -20,7 +20,7 @@ LINE = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "
 def test_a_run_leaves_what_the_contract_says(served: Command) -> None:
     ran = served.train("+strategy=fsdp", "name=run", "checkpoint.every=4", "checkpoint.keep=1")
     folder = served.folder / "runs" / "run"
-    assert set(served.lines("run")[0]) == LINE
+    assert set(served.lines("run")[0]) - {"slowest"} == LINE  # told where a rank is slow
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_6"]
     summary = served.summary("run")

@@ -88,7 +88,7 @@ def forget_meshes() -> None:
     A mesh tells threads apart by their identifiers, which the system gives out again: a mesh of
     a later run would be taken for one of an earlier run, whose groups are gone.
     """
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if name.startswith("torch.distributed.tensor"):
             kinds = [member for member in vars(module).values() if isinstance(member, type)]
             for holder in (module, *kinds):

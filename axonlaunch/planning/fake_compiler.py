@@ -1,0 +1,63 @@
+"""Inductor without kernels: compiled blocks allocate as they would, and compute nothing.
+
+Everything of Inductor's that this takes is here, private as most of it is;
+``tests/planning/test_fake_compiler.py`` holds it against code that is really compiled, and says
+what to do when it moves. It is told for a CPU's kernels, whatever the device: what is kept for
+backward and what is computed again is decided before there are any.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+import torch._inductor.config
+from torch._higher_order_ops import wrap
+from torch._inductor import async_compile, cpu_vec_isa
+
+from axonlaunch.planning import fake_world
+
+
+def install() -> None:
+    """Let what is compiled in this process, in its fake world, be so on tensors without bytes."""
+    _generate_alone()
+    _allocate_visibly()
+    _say_nothing_of_it()
+    # A block is less than a bucket, so that there is nothing to split.
+    fake_world.replace(torch._dynamo.config, "optimize_ddp", False)
+
+
+def _generate_alone() -> None:
+    """Let kernels be written and not be built, and nothing of it be kept for who builds them."""
+    fake_world.replace(torch._inductor.config, "fx_graph_cache", False)
+    fake_world.replace(torch._functorch.config, "enable_autograd_cache", False)
+    fake_world.replace(torch._inductor.config, "compile_threads", 1)
+    fake_world.replace(cpu_vec_isa, "valid_vec_isa_list", list)  # it builds a program of each
+    fake_world.replace(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _do_nothing)
+
+
+def _say_nothing_of_it() -> None:
+    """Let who runs this for real be told what torch has to say of it."""
+    fake_world.replace(wrap, "warning_once", _do_nothing)
+
+
+def _allocate_visibly() -> None:
+    """Let what wrappers of kernels do to storages be operations, which modes see."""
+    guards: Any = torch._C._dynamo.guards
+    fake_world.replace(guards, "_empty_strided_cpu", _empty)
+    fake_world.replace(guards, "_reinterpret_tensor", _reinterpreted)
+    fake_world.replace(guards, "assert_size_stride", _do_nothing)
+
+
+def _empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def _reinterpreted(tensor: torch.Tensor, *place: Any) -> torch.Tensor:
+    return torch.as_strided(tensor, *place).detach()  # autograd is to see no view
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass

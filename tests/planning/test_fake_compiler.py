@@ -1,0 +1,136 @@
+"""Compiled blocks allocate in a fake world what they allocate in this one.
+
+Where one of these fails after an update of torch: ``planning/fake_compiler.py`` alone stands in for
+parts of Inductor. Look at the code that it writes (``TORCH_LOGS=output_code``) for what allocates
+and for how kernels are made.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from axonlaunch.config import load
+from axonlaunch.config.layout import resolved
+from axonlaunch.planning import fake_compiler, fake_world, forked
+from axonlaunch.planning.memory import estimate
+from axonlaunch.planning.trace import StorageTrace
+
+HIDDEN, HEADS = 64, 4
+
+# torch's compiler warns of what it imports and does itself.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Block(nn.Module):
+    """A layer with all that decides what is kept: norms, attention, a gate, residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(HIDDEN) for _ in range(2))
+        self.project = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.gate = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False)
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        heads = self.project(self.norms[0](x)).view(batch, length, 3, HEADS, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + mixed.transpose(1, 2).reshape(x.shape)
+        hidden = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
+
+
+def compiled(dtype: torch.dtype) -> nn.Module:
+    torch.set_default_dtype(dtype)
+    blocks = [Block(), Block()]
+    for block in blocks:
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+    return nn.Sequential(nn.Embedding(32, HIDDEN), *blocks)
+
+
+def step(model: nn.Module, tokens: Tensor) -> None:
+    model(tokens).sum().backward()
+
+
+def really(dtype: torch.dtype) -> int:
+    """Return the most that torch's allocator held in a second step beside what it had before."""
+    torch.set_num_threads(1)
+    model, tokens = compiled(dtype), torch.zeros(4, 32, dtype=torch.int64)
+    step(model, tokens)
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step(model, tokens)
+    held = peak = 0
+    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def foretold(dtype: torch.dtype) -> int:
+    fake_world.join(rank=0, world_size=1)
+    fake_compiler.install()
+    with fake_world.tensors_without_bytes():
+        model, tokens = compiled(dtype), torch.zeros(4, 32, dtype=torch.int64)
+        step(model, tokens)
+        model.zero_grad()
+        with StorageTrace() as trace:
+            trace.tag([*model.parameters(), tokens], "parameters")
+            trace.forget()
+            before = sum(trace.now.values())
+            step(model, tokens)
+            trace.finish()
+    return max(sum(point) for event in trace.events for point in event.points) - before
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="nothing builds what is compiled")
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
+def test_compiled_blocks_hold_what_is_foretold_to_the_byte(dtype: torch.dtype) -> None:
+    told, held = forked.run([partial(foretold, dtype), partial(really, dtype)])
+    assert told == held
+
+
+def test_no_kernel_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    [told] = forked.run([partial(foretold, torch.float32)])
+    assert told > 0
+
+
+LLAMA = [
+    *("model=llama_debug", "model.num_hidden_layers=2", "data=synthetic_tokens"),
+    *("data.sequence_length=32", "train.global_batch_size=8", "launch.nproc=2", "hardware=cpu"),
+]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "strategy=fsdp",
+        pytest.param("strategy=ddp train.precision=bf16", marks=pytest.mark.slow),
+        pytest.param("strategy=tensor", marks=pytest.mark.slow),
+        pytest.param("strategy=pipeline", marks=pytest.mark.slow),
+        pytest.param(
+            "strategy=zero2 train.activation_checkpointing=selective", marks=pytest.mark.slow
+        ),
+        pytest.param("strategy=fsdp train.activation_checkpointing=full", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_compiler_computes_again_is_not_kept(words: str) -> None:
+    def peak(compile_: str) -> int:
+        overrides = [*LLAMA, *words.split(), f"train.compile={compile_}"]
+        return estimate(resolved(load(overrides), accelerators=0)).peak_bytes
+
+    eager, fused = peak("false"), peak("true")
+    assert fused < eager or (fused == eager and "full" in words)
