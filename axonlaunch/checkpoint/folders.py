@@ -11,12 +11,13 @@ import errno
 import fcntl
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from zlib_ng.zlib_ng import crc32
 
 from axonlaunch.checkpoint.storage import CHECKPOINTS, delete, is_remote, kept_by, sizes
 from axonlaunch.disk import free_bytes
@@ -188,9 +189,10 @@ def damage(checkpoint: Checkpoint, *, part: int = 0, parts: int = 1) -> list[str
     Args:
         checkpoint: Whose.
         part: Of the files, which share is read.
-        parts: Shares that they are divided into: a rank each.
+        parts: Shares that they are divided into: a rank each, of which as many as wrote them get
+            their own.
     """
-    expected = sorted(files(checkpoint).items())
+    expected = sorted(files(checkpoint).items(), key=lambda one: _order(one[0]))
     return [
         name
         for name, known in expected[part::parts]
@@ -330,6 +332,11 @@ def _described(folder: Path, about: Mapping[str, Any]) -> Checkpoint:
     )
 
 
+def _order(name: str) -> tuple[bool, int, str]:
+    """Put ranks' files by number, and the index, which a load has read by then, last."""
+    return name.startswith("."), len(name), name
+
+
 def _crc32(file: Path) -> int:
     """Return a file's CRC-32; -1 where it can't be read."""
     found = 0
@@ -337,7 +344,7 @@ def _crc32(file: Path) -> int:
     try:
         with file.open("rb") as stream:
             while count := stream.readinto(buffer):
-                found = zlib.crc32(buffer[:count], found)
+                found = crc32(buffer[:count], found)
     except OSError:
         return -1
     return found

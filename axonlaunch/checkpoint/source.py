@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     FileSystemReader,
+    LoadPlan,
     LoadPlanner,
     Metadata,
 )
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.futures import Future
 
 from axonlaunch.checkpoint.storage import is_remote
 
@@ -69,7 +72,12 @@ class _Guarded(FileSystemReader):
 
 
 class _Here(_Guarded):
-    """Reads from a folder."""
+    """Reads from a folder, each file from its beginning to its end."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        where = self.storage_data
+        ordered = sorted(plan.items, key=lambda item: where[item.storage_index].offset)
+        return super().read_data(replace(plan, items=ordered), planner)
 
 
 class _Elsewhere(_Guarded, FsspecReader):

@@ -9,9 +9,7 @@ import io
 import os
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,12 +18,13 @@ from torch import futures
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
+from zlib_ng.zlib_ng import crc32
 
+from axonlaunch.checkpoint.direct import DirectFile
 from axonlaunch.checkpoint.folders import Checkpoint, Sum, complete, partial_of, prepare
 from axonlaunch.checkpoint.source import FileSystem as Remote
 from axonlaunch.checkpoint.storage import is_remote
 
-_SYNC_EVERY = 32 << 20
 _LOWEST = 19
 
 
@@ -48,9 +47,9 @@ class Writer(FileSystemWriter):
         """
         folder = partial_of(about.path)
         where = str(folder)
-        super().__init__(where, sync_files=False)  # ours syncs what torch leaves in its buffer
-        self._summing: _Summing | _SummingRemote
-        self._summing = _SummingRemote() if is_remote(folder) else _Summing()
+        super().__init__(where, sync_files=False)  # ours are on disk once closed
+        self._summing = _SummingRemote() if is_remote(folder) else _SummingLocal()
+        self._summing.sums = {}
         self.fs = cast("FileSystem", self._summing)
         self.path = self.fs.init_path(where)
         self._about = about
@@ -123,41 +122,32 @@ class _Written(list[WriteResult]):
     sums: dict[str, Sum]
 
 
-class _Summing(FileSystem):
-    """Files of this machine, each summed while it is written, and synced."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Sum] = {}
+class _Local(FileSystem):
+    """Files of this machine."""
 
     @contextmanager
     def create_stream(
         self, path: str | os.PathLike[str], mode: str
     ) -> Generator[io.IOBase, None, None]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
+        if mode == "wb":
+            with DirectFile(path) as file:
+                yield file
             return
-        with _SummedFile(path) as file:
-            yield file
-        self.sums[_name(path)] = file.sum
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.sums[_name(new_path)] = self.sums.pop(_name(path))
+        with super().create_stream(path, mode) as stream:
+            yield stream
 
 
-class _SummingRemote(Remote):
-    """Files of a remote place, each summed while it is sent."""
+class _Sums:
+    """Comes before files' own class: each is summed while it is written."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums: dict[str, Sum] = {}
+    sums: dict[str, Sum]
 
     @contextmanager
     def create_stream(
         self, path: str | os.PathLike[str], mode: str
     ) -> Generator[io.IOBase, None, None]:
-        with super().create_stream(path, mode) as stream:
+        files = cast("FileSystem", super())
+        with files.create_stream(path, mode) as stream:
             if mode != "wb":
                 yield stream
                 return
@@ -166,8 +156,16 @@ class _SummingRemote(Remote):
         self.sums[_name(path)] = summed.sum
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
+        cast("FileSystem", super()).rename(path, new_path)
         self.sums[_name(new_path)] = self.sums.pop(_name(path))
+
+
+class _SummingLocal(_Sums, _Local):
+    """Files of this machine, summed."""
+
+
+class _SummingRemote(_Sums, Remote):
+    """Files of a remote place, summed."""
 
 
 class _SummedStream(io.RawIOBase):
@@ -191,40 +189,8 @@ class _SummedStream(io.RawIOBase):
 
 
 def _added(known: Sum, view: memoryview) -> Sum:
-    return Sum(known.bytes + len(view), zlib.crc32(view, known.crc32 or 0))
+    return Sum(known.bytes + len(view), crc32(view, known.crc32 or 0))
 
 
 def _name(path: str | os.PathLike[str]) -> str:
     return os.fspath(path).rpartition("/")[2]
-
-
-class _SummedFile(io.BufferedWriter):
-    """A file that counts and sums what is written, and is on disk when it is closed.
-
-    The disk works while more is written: the kernel alone would begin only when it is asked to
-    sync, or when a tenth of the memory waits.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(io.FileIO(path, "w"))
-        self.sum = Sum(0, 0)
-        self._disk = ThreadPoolExecutor(max_workers=1)
-        self._syncing: Future[None] | None = None
-        self._synced = 0
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.sum = _added(self.sum, view)
-        written = super().write(view)
-        idle = self._syncing is None or self._syncing.done()
-        if idle and self.sum.bytes - self._synced > _SYNC_EVERY:
-            self._synced = self.sum.bytes
-            self._syncing = self._disk.submit(os.fdatasync, self.fileno())
-        return written
-
-    def close(self) -> None:
-        if not self.closed:
-            self._disk.shutdown()
-            self.flush()
-            os.fsync(self.fileno())
-        super().close()

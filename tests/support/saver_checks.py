@@ -67,7 +67,7 @@ def failing(world: World, saver: Saver, run_dir: Path) -> Any:
     saver.save(state(), step=1, samples=8)
     saver.finished(wait=True)
     full = OSError(28, "No space left on device")
-    broken = mock.patch.object(writer._SummedFile, "write", side_effect=full)
+    broken = mock.patch.object(writer.DirectFile, "write", side_effect=full)
     if world.rank == 1:
         broken.start()
     saver.save(state(), step=2, samples=16)

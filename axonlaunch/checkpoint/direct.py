@@ -1,0 +1,130 @@
+"""A file that is written past the kernel's cache, and on disk once it is closed.
+
+A checkpoint is read again after a failure or never: in the kernel's cache it would only take the
+place of data that is read every epoch, and the time that it takes to fill it. Where a file system
+has no such way, the same writes go through the cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import mmap
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+_BUFFER = 16 << 20
+_ALIGNED = 4096
+"""What lengths and places of direct writes are multiples of; the kernel asks for 512 or this."""
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+class DirectFile(io.RawIOBase):
+    """A new file that takes bytes in order; the disk works while more are written."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Create it, or empty one that is there.
+
+        Raises:
+            OSError: It can't be opened.
+        """
+        self._file = _opened(path)
+        self._buffers = [mmap.mmap(-1, _BUFFER) for _ in range(2)]  # aligned as pages are
+        self._filled = 0
+        self._handed = 0
+        self._disk = ThreadPoolExecutor(max_workers=1)
+        self._storing: Future[None] | None = None
+
+    def writable(self) -> bool:
+        """Say yes."""
+        return True
+
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self._handed + self._filled
+
+    def write(self, data: Any) -> int:
+        """Take bytes.
+
+        Raises:
+            OSError: Earlier ones could not be stored.
+        """
+        view = memoryview(data).cast("B")
+        taken = 0
+        while taken < len(view):
+            part = view[taken : taken + _BUFFER - self._filled]
+            self._buffers[0][self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            taken += len(part)
+            if self._filled == _BUFFER:
+                self._hand_over()
+        return len(view)
+
+    def close(self) -> None:
+        """Store what is left, and wait until the disk has it all.
+
+        Raises:
+            OSError: It could not be stored.
+        """
+        if self.closed:
+            return
+        try:
+            self._await()
+            _store(self._file, self._buffers[0], self._filled, self._handed)
+            os.fsync(self._file)
+        finally:
+            self._disk.shutdown()
+            os.close(self._file)
+            super().close()
+
+    def _hand_over(self) -> None:
+        """Let the disk have the full buffer, and go on with the other."""
+        self._await()
+        full = self._buffers[0]
+        self._storing = self._disk.submit(_store, self._file, full, self._filled, self._handed)
+        self._buffers.reverse()
+        self._handed += self._filled
+        self._filled = 0
+
+    def _await(self) -> None:
+        if self._storing is not None:
+            self._storing.result()
+
+
+def _opened(path: str | os.PathLike[str]) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | _DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o666)
+
+
+def _store(file: int, buffer: mmap.mmap, size: int, place: int) -> None:
+    """Write a buffer's first bytes at a place of a file; only its last ones may be unaligned."""
+    whole = size - size % _ALIGNED
+    with memoryview(buffer) as view:
+        _write(file, view[:whole], place)
+        if size > whole:
+            _go_through_cache(file)
+            _write(file, view[whole:size], place + whole)
+
+
+def _write(file: int, view: memoryview, place: int) -> None:
+    done = 0
+    while done < len(view):
+        try:
+            done += os.pwrite(file, view[done:], place + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _go_through_cache(file):
+                raise
+
+
+def _go_through_cache(file: int) -> bool:
+    """Write directly no more; return whether that was so until now."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
+    return bool(flags & _DIRECT)

@@ -1,0 +1,76 @@
+"""What is written past the kernel's cache is what was given, whatever its length."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from axonlaunch.checkpoint import direct
+from axonlaunch.checkpoint.direct import DirectFile
+
+SMALL = 3 * 4096
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_BUFFER", SMALL)
+
+
+@pytest.mark.parametrize("folder", ["disk", "memory"])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, SMALL, SMALL + 1, 5 * SMALL + 4097])
+def test_a_file_holds_what_was_written(tmp_path: Path, size: int, folder: str) -> None:
+    path = tmp_path / "file" if folder == "disk" else Path(f"/dev/shm/axonlaunch-{os.getpid()}")
+    content = random.Random(size).randbytes(size)
+    try:
+        with DirectFile(path) as file:
+            place, cut = 0, random.Random(1)
+            while place < size:
+                part = content[place : place + cut.randrange(1, 2 * SMALL)]
+                assert file.write(part) == len(part)
+                place += len(part)
+                assert file.tell() == place
+        assert path.read_bytes() == content
+    finally:
+        path.unlink()
+
+
+def test_a_file_system_without_direct_writes_takes_others(tmp_path: Path) -> None:
+    refused = []
+    opened, written = os.open, os.pwrite
+
+    def open_(path: str, flags: int, mode: int) -> int:
+        if flags & direct._DIRECT:
+            refused.append("open")
+            raise OSError(errno.EINVAL, "no such flag here")
+        return opened(path, flags, mode)
+
+    with mock.patch.object(os, "open", open_), DirectFile(tmp_path / "one") as file:
+        file.write(b"x" * (SMALL + 5))
+    assert (tmp_path / "one").read_bytes() == b"x" * (SMALL + 5)
+
+    def pwrite(file: int, data: memoryview, place: int) -> int:
+        if len(refused) < 2:
+            refused.append("write")
+            raise OSError(errno.EINVAL, "larger blocks, please")
+        return written(file, data, place)
+
+    with mock.patch.object(os, "pwrite", pwrite), DirectFile(tmp_path / "two") as file:
+        file.write(b"y" * (SMALL + 5))
+    assert (tmp_path / "two").read_bytes() == b"y" * (SMALL + 5)
+    assert refused == ["open", "write"]
+
+
+def test_what_can_not_be_stored_is_an_error_of_a_later_write_or_of_the_end(tmp_path: Path) -> None:
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    file = DirectFile(tmp_path / "file")
+    with mock.patch.object(os, "pwrite", full), pytest.raises(OSError, match="No space left"):
+        for _ in range(3):
+            file.write(b"x" * SMALL)
+    with mock.patch.object(os, "pwrite", full), pytest.raises(OSError, match="No space left"):
+        file.close()
+    assert file.closed
