@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+_OPEN = 4
+"""Open collectives of a group that are told of."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -49,7 +52,8 @@ class Record:
 
     Attributes:
         begun: Group -> how many it has begun there.
-        open: Those that are not done, the earliest first.
+        open: Those that are not done, the earliest first and of a group the earliest few: a host
+            may be thousands ahead of its device.
     """
 
     begun: Mapping[str, int]
@@ -89,8 +93,11 @@ def take() -> Record:
             num_bytes=_num_bytes(entry["input_sizes"], entry["input_dtypes"]),
         )
         open_.append((entry["time_created_ns"], call))
-    open_.sort(key=lambda pair: pair[0])
-    return Record(begun=begun, open=tuple(call for _, call in open_))
+    first: list[Call] = []
+    for _, call in sorted(open_, key=lambda pair: pair[0]):
+        if sum(call.group == other.group for other in first) < _OPEN:
+            first.append(call)
+    return Record(begun=begun, open=tuple(first))
 
 
 def dump() -> bytes:

@@ -60,7 +60,7 @@ class FSDPConfig:
     AdamW's moments; full: all of them, and the update itself runs on the host
     """
     replicate: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """number of replicas under hybrid_shard; auto: one a node"""
+    """number of replicas under hybrid_shard; auto: one a node of a stage"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -299,6 +299,10 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
     train, blocks = plan.config.train, _blocks(plan, model)
     apply_activation_checkpointing(blocks, mode=train.activation_checkpointing)
     if train.compile:
+        import torch._dynamo.config
+
+        # Under DDP it would cut a block where a bucket ends, for which a whole model has reason.
+        torch._dynamo.config.optimize_ddp = False
         for block in blocks or [model]:
             # Not the module: what fully_shard hooks to its call is not for a compiler.
             block.forward = torch.compile(block.forward)

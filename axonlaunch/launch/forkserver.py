@@ -213,6 +213,7 @@ def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
 
 
 def _run(target: str, args: tuple[Any, ...]) -> None:
-    # Processes of a user's own begin as they would in a process that a shell started.
+    # Locks of libraries are of the kind that they are in a process that a shell started; those of
+    # a fork server's children have names, and whoever ends at once leaves them behind.
     multiprocessing.set_start_method(None, force=True)
     load(target)(*args)

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -25,7 +26,7 @@ SIGNAL = signal.SIGUSR1
 FLIGHT_RECORD = ".flight_record"
 """What a log's name ends in where it is not a log but torch's dump of collectives."""
 _ANSWER_S = 2.0
-_TOLD = "collectives: "
+_TOLD = "axonlaunch collectives: "
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _RANK = re.compile(r"axonlaunch[/\\]launch[/\\](rank|alone)\.py")
 _BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py")
@@ -105,10 +106,10 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
 
 def write(log: Path) -> None:
     """Add this process's record to its log, and put torch's own form of it beside the log."""
-    log.with_suffix(FLIGHT_RECORD).write_bytes(flight_record.dump())
     line = f"{_TOLD}{flight_record.take().to_json()}\n".encode()
     with log.open("ab", buffering=0) as stream:
         stream.write(line)
+    log.with_suffix(FLIGHT_RECORD).write_bytes(flight_record.dump())
 
 
 def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:
@@ -144,7 +145,8 @@ def main_stack(text: str) -> list[Frame]:
 def _record(text: str) -> Record | None:
     for line in text.splitlines(keepends=True):
         if line.startswith(_TOLD) and line.endswith("\n"):
-            return Record.of(json.loads(line.removeprefix(_TOLD)))
+            with suppress(ValueError, LookupError, TypeError):  # a user's own line may look so
+                return Record.of(json.loads(line.removeprefix(_TOLD)))
     return None
 
 

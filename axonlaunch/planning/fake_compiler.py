@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
 from torch._higher_order_ops import wrap
@@ -25,8 +24,6 @@ def install() -> None:
     _generate_alone()
     _allocate_visibly()
     _say_nothing_of_it()
-    # A block is less than a bucket, so that there is nothing to split.
-    fake_world.replace(torch._dynamo.config, "optimize_ddp", False)
 
 
 def _generate_alone() -> None:

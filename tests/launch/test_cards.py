@@ -8,7 +8,7 @@ import pytest
 
 from axonlaunch.flight_record import Call, Record
 from axonlaunch.launch.console import _folded, _own_frames
-from axonlaunch.launch.reports import Crash, Report, exit_reason, judge, plain_ranks
+from axonlaunch.launch.reports import Crash, Report, exit_reason, is_conclusive, judge, plain_ranks
 from axonlaunch.launch.stacks import locate, main_stack
 
 
@@ -101,6 +101,26 @@ def test_a_rank_whose_device_waits_is_not_blamed_though_its_own_code_is_elsewher
     ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang", reason="it synchronizes")
     crash = judge([ahead, waiting(1, begun=2)])
     assert crash.first.rank == 1
+
+
+def test_a_rank_that_can_not_tell_is_blamed_before_those_that_wait_for_it() -> None:
+    """A stopped rank answers nothing; on a device its peers' stacks say nothing either."""
+    ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang", reason="it synchronizes")
+    crash = judge([ahead, report(1, "hang", "is stopped")])
+    assert crash.first.rank == 1
+    assert crash.followers[0][1].endswith("(8 bytes), of which rank 1 can't tell")
+
+
+def test_where_all_wait_the_one_that_others_name_is_first() -> None:
+    elsewhere = replace(waiting(1, begun=2), kind="waiting", reason="waiting in recv")
+    crash = judge([waiting(0, begun=3, op="all_reduce"), elsewhere])
+    assert crash.first.rank == 1
+
+
+def test_a_rank_in_an_open_collective_is_not_the_last_word_of_a_machine() -> None:
+    ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang")
+    assert not is_conclusive([ahead])
+    assert is_conclusive([waiting(1, begun=2)])
 
 
 def test_a_record_travels_between_machines() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from axonlaunch import config
+from axonlaunch.config.layout import layout
 from axonlaunch.config.rules import broken_rules, broken_world_rules
 from axonlaunch.planning.candidates import SEARCHED, Candidate, candidates
+from axonlaunch.planning.planner import _overrides
 
 TINY = [
     "model.hidden_size=32",
@@ -31,6 +33,15 @@ def test_each_fills_the_devices_and_breaks_no_rule() -> None:
         assert axes["pp"] * axes["dp_replicate"] * axes["dp_shard"] * axes["cp"] * axes["tp"] == 8
         assert broken_rules(one.config) == []
         assert broken_world_rules(one.config, world_size=8) == []
+
+
+def test_what_is_written_for_several_machines_is_the_layout_that_was_looked_at() -> None:
+    given = config.load(TINY)
+    for one in listed():
+        words = _overrides(given, one, (2, 4))
+        assert words[-2:] == ["launch.nnodes=2", "launch.nproc=4"]
+        run = config.replaced(given, {**one.settings, "launch.nnodes": 2, "launch.nproc": 4})
+        assert layout(run, world_size=8) == one.shares
 
 
 def test_no_two_are_the_same() -> None:
