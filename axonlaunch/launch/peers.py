@@ -17,7 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from axonlaunch.events import Finished
-from axonlaunch.launch.reports import Crash, Report, is_conclusive, judge
+from axonlaunch.launch.judgement import is_conclusive, judge
+from axonlaunch.launch.reports import Crash, Report
 
 _BEAT_S = 0.3
 _FAREWELL_S = 2.0

@@ -18,9 +18,10 @@ from typing import Protocol
 
 from axonlaunch.events import Event, Finished, of_all_ranks
 from axonlaunch.launch import stacks
+from axonlaunch.launch.judgement import judge
 from axonlaunch.launch.pulse import Pulse
 from axonlaunch.launch.rank_messages import Done
-from axonlaunch.launch.reports import Crash, Kind, Report, exit_reason, judge
+from axonlaunch.launch.reports import Crash, Kind, Report, exit_reason
 
 SETTLE_S = 0.3
 """How long to wait after the first failure: peers report a closed connection before the culprit

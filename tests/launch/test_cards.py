@@ -8,7 +8,8 @@ import pytest
 
 from axonlaunch.flight_record import Call, Record
 from axonlaunch.launch.console import _folded, _own_frames
-from axonlaunch.launch.reports import Crash, Report, exit_reason, is_conclusive, judge, plain_ranks
+from axonlaunch.launch.judgement import is_conclusive, judge
+from axonlaunch.launch.reports import Crash, Report, exit_reason, plain_ranks
 from axonlaunch.launch.stacks import locate, main_stack
 
 
