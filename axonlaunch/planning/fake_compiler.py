@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
 from torch._higher_order_ops import wrap
@@ -24,6 +25,8 @@ def install() -> None:
     _generate_alone()
     _allocate_visibly()
     _say_nothing_of_it()
+    # As ``build`` has it; what looks for buckets takes fake tensors for its own.
+    fake_world.replace(torch._dynamo.config, "optimize_ddp", False)
 
 
 def _generate_alone() -> None:
