@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -134,15 +135,8 @@ def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
 def _num_bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
     """Return the bytes of a call's inputs, of which torch tells types as C++ calls them."""
     return sum(
-        _BYTES.get(dtype, 1) * _product(size) for size, dtype in zip(sizes, dtypes, strict=True)
+        _BYTES.get(dtype, 1) * math.prod(size) for size, dtype in zip(sizes, dtypes, strict=True)
     )
-
-
-def _product(size: list[int]) -> int:
-    found = 1
-    for length in size:
-        found *= length
-    return found
 
 
 _BYTES = {

@@ -62,7 +62,6 @@ def forecast(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
     """
     assert config.launch.nproc != "auto"
     config = _on_named_hardware(resolved(config, accelerators=0))
-    notes: list[str] = []
     foretell = partial(foretold, context, exact=exact)
     found = foretell(config)
     hardware, memory, told = config.hardware, None, []
@@ -76,7 +75,7 @@ def forecast(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
         hardware=hardware.name if hardware else None,
         memory_bytes=memory,
         remedies=told,
-        notes=notes,
+        notes=[],
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -99,6 +98,7 @@ class StorageTrace(TorchDispatchMode):
         self._highest = 0
         self._phase: Category | None = None
 
+    # Of an operator that runs others no more is seen than what it returns.
     supports_higher_order_operators = True
 
     @classmethod
@@ -120,8 +120,6 @@ class StorageTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # they come again as the plain tensors that they hold
-        if isinstance(func, HigherOrderOperator):
-            return self._containing(func, args, kwargs or {})
         namespace = func.namespace
         if namespace == "_c10d_functional" and isinstance(args[0], FakeTensor):
             return self._without_values(func, args, kwargs)
@@ -204,15 +202,6 @@ class StorageTrace(TorchDispatchMode):
         self._add(out, self._phase or _category())
         if func is not _ALL_REDUCE:
             self._in_flight[id(out.untyped_storage())] = args[0]
-        self._note()
-        return out
-
-    def _containing(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
-        """Run an operator that runs others, of which no more is seen than what it returns."""
-        out = func(*args, **kwargs)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._add(tensor, self._phase or _category())
         self._note()
         return out
 

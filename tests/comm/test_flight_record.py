@@ -13,7 +13,6 @@ from axonlaunch.flight_record import Call, Record
 
 RANK = """
 import os, pickle, sys, time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
