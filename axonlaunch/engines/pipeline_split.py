@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -150,7 +150,13 @@ def stage_counts(
         in_flight: Micro-batches whose activations a stage holds at once.
     """
     names = block_names(spec, model)
-    saved = _saved_bytes(model, names, sample)
+    if len(names) > 3 and spec.repeats(model):
+        with _without(model, names[2:-1]):
+            few = [*names[:2], names[-1]]
+            start, one, inner, end, rest = _saved_bytes(model, few, sample)
+        saved = [start, one, *[inner] * (len(names) - 2), end, rest]
+    else:
+        saved = _saved_bytes(model, names, sample)
 
     def bytes_of(parameters: Iterator[nn.Parameter], activations: int) -> float:
         count = sum(p.numel() for p in parameters)
@@ -166,6 +172,22 @@ def stage_counts(
         for end, place in zip(spec.ends or ((), ()), (0, -1), strict=True)
     )
     return balanced(costs, num_stages=num_stages, first=first, last=last)
+
+
+@contextmanager
+def _without(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Leave blocks out of a model for a while, as stages do."""
+    taken = []
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        taken.append((owner, child, owner._modules[child]))
+        owner._modules[child] = None
+    try:
+        yield
+    finally:
+        for owner, child, block in taken:
+            owner._modules[child] = block
 
 
 def _saved_bytes(model: nn.Module, names: Sequence[str], sample: Tensor) -> list[int]:

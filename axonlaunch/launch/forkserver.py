@@ -216,4 +216,8 @@ def _run(target: str, args: tuple[Any, ...]) -> None:
     # Locks of libraries are of the kind that they are in a process that a shell started; those of
     # a fork server's children have names, and whoever ends at once leaves them behind.
     multiprocessing.set_start_method(None, force=True)
+    # A user's DataLoader may have workers, which Python refuses a process that ends with its
+    # parent; they are of the rank's group, and end with it.
+    process: Any = multiprocessing.current_process()
+    process._config["daemon"] = False
     load(target)(*args)

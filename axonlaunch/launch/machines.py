@@ -53,15 +53,16 @@ def train(
             while True:
                 config, meeting = me.agree(folder)
                 outcome = attempt(
-                    config, context, meeting, record, console, restarted=me.restarts > 0
+                    config, context, meeting, record, console, restarted=me.attempts > 0
                 )
                 if not me.goes_on(outcome):
                     break
-                assert outcome.crash is not None
                 console.stop()
+                if outcome.crash is None:
+                    console.line("waiting for machines")
+                    continue
                 if meeting.node_rank == 0:
                     tell_crash(config, outcome.crash)
-                me.restarts += 1
                 console.line(
                     f"restart {me.restarts} of {config.launch.max_restarts}: waiting for machines"
                 )

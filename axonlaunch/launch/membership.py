@@ -10,6 +10,7 @@ import hashlib
 import socket
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ class Membership:
     """This machine, over all attempts at a run.
 
     Attributes:
-        restarts: Attempts that failed.
+        attempts: How many there were before this one.
+        restarts: Those of them that failed; the others made room for a machine.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Membership:
         self._rounds: Rounds | None = None
         self._frozen: RunConfig | None = None
         self._peers: Peers | None = None
-        self.restarts = 0
+        self.attempts = self.restarts = 0
 
     def _open(self, *, listens: bool) -> dist.Store:
         """Connect to where the machines meet."""
@@ -119,6 +121,7 @@ class Membership:
             first_ranks=[machine * _count(self._given) for machine in range(now.members)],
             lost_s=LOST_S,
             are_machines=True,
+            newcomers=partial(self._newcomers, now),
         )
         if met is not None:
             self._freeze(peers, met, folder)
@@ -138,11 +141,16 @@ class Membership:
         return config, meeting
 
     def goes_on(self, outcome: Outcome) -> bool:
-        """Whether an attempt that ended so is followed by another."""
-        if outcome.crash is None or was_interrupted(outcome):
-            return False
+        """Whether an attempt that ended so is followed by another, which then counts."""
         assert self._peers is not None
-        return self.restarts < self._given.launch.max_restarts and not self._peers.is_headless
+        if outcome.crash is None:
+            again = self._peers.goes_on and not outcome.killed
+        elif was_interrupted(outcome) or self._peers.is_headless:
+            again = False
+        elif again := self.restarts < self._given.launch.max_restarts:
+            self.restarts += 1
+        self.attempts += again
+        return again
 
     def leave(self) -> None:
         """Tell machines that come later that the run has ended."""
@@ -177,6 +185,12 @@ class Membership:
             problem = Problem("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
             raise ConfigError([problem]) from None
 
+    def _newcomers(self, now: Round) -> bool:
+        """Whether a machine waits that could take part, and nothing is lost by a new start."""
+        if self._rounds is None or now.members == nodes(self._given)[1]:
+            return False
+        return self._given.checkpoint.every > 0 and self._rounds.newcomers() > 0
+
     def _about(self) -> dict[str, Any]:
         return {
             "machine": socket.gethostname(),
@@ -196,7 +210,11 @@ class Membership:
             peers.watch()
             peers.farewell()
             raise
-        told = {"config": configuration.to_yaml(self._frozen), "restarts": self.restarts}
+        told = {
+            "config": configuration.to_yaml(self._frozen),
+            "attempts": self.attempts,
+            "restarts": self.restarts,
+        }
         peers.tell("frozen", told)
 
     def _take(self, peers: Peers) -> None:
@@ -217,7 +235,7 @@ class Membership:
             peers.watch()
             peers.farewell()
             raise ConfigError([Problem("", problem) for problem in told["problems"]])
-        self.restarts = told["restarts"]
+        self.attempts, self.restarts = told["attempts"], told["restarts"]
         self._frozen = configuration.parsed(told["config"])
         run_folder.keep(self._frozen)
 

@@ -22,6 +22,7 @@ from axonlaunch.launch.reports import Crash, Report
 
 _BEAT_S = 0.3
 _FAREWELL_S = 2.0
+_AGAIN = "again"
 _SETTLE_S = 1.5
 """How long member 0 waits for other machines' words after the first failure."""
 
@@ -33,6 +34,7 @@ class Peers:
         store: Where they meet, under what is the run's alone.
         member: Which one this is; 0 leads.
         members: How many there are.
+        goes_on: Once all have ended: whether they meet again, with newcomers.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Peers:
         first_ranks: list[int],
         lost_s: float,
         are_machines: bool,
+        newcomers: Callable[[], bool] = lambda: False,
     ) -> None:
         """Join; nothing is watched before ``watch``.
 
@@ -56,6 +59,8 @@ class Peers:
             are_machines: Whether each supervises a machine's ranks and does nothing else, so that
                 its silence fails the run. One that is a rank may be silent while it works; its
                 silence only explains another's failure.
+            newcomers: Whether somebody waits to join who could; member 0 alone asks, in the
+                thread that listens.
         """
         self.store = store
         self.member = member
@@ -63,6 +68,7 @@ class Peers:
         self._first_ranks = first_ranks
         self._lost_s = lost_s
         self._are_machines = are_machines
+        self._newcomers = newcomers
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._outbox: list[tuple[str, str]] = []
@@ -74,6 +80,7 @@ class Peers:
         self._finished: list[list[dict[str, Any]]] = []
         self._contact = time.monotonic()
         self._is_done = self._is_over = self._all_left = self._gone = False
+        self._is_awaited = self.goes_on = False
         if self.is_lead:
             store.set("reports", "\n")
 
@@ -124,6 +131,10 @@ class Peers:
         with self._lock:
             return bool(self._reports) or (self._are_machines and bool(self._lost()))
 
+    def is_awaited(self) -> bool:
+        """Return whether somebody waits to join; only member 0 knows."""
+        return self._is_awaited
+
     def post(self, report: Report) -> None:
         """Tell of a failure without waiting for a judgement."""
         if self.is_lead:
@@ -138,8 +149,14 @@ class Peers:
             self.post(report)
         return self._judged() if self.is_lead else self._told(reports)
 
-    def finish(self, finished: list[Finished]) -> list[Finished] | Crash:
-        """Wait until all members have ended; return what all ranks told, in their order."""
+    def finish(self, finished: list[Finished], *, again: bool = False) -> list[Finished] | Crash:
+        """Wait until all members have ended; return what all ranks told, in their order.
+
+        Args:
+            finished: What this member's ranks told.
+            again: Whether all are to meet again, with newcomers; member 0 decides.
+        """
+        self.goes_on = again
         told = [dataclasses.asdict(one) for one in finished]
         self._send(f"done/{self.member}", json.dumps(told))
         self._is_done = True
@@ -240,6 +257,7 @@ class Peers:
         if self.store.check(["verdict"]):
             self._verdict = Crash.from_json(self.store.get("verdict").decode())
         elif self._is_done and self.store.check(["over"]):
+            self.goes_on = self.store.get("over").decode() == _AGAIN
             self._is_over = True
 
     def _hear(self) -> None:
@@ -262,8 +280,10 @@ class Peers:
             names = [f"done/{member}" for member in everyone]
             if self.store.check(names):
                 self._finished = [json.loads(told) for told in self.store.multi_get(names)]
-                self.store.set("over", "1")
+                self.store.set("over", _AGAIN if self.goes_on else "1")
                 self._is_over = True
+        if not self._is_done and not self._is_awaited:
+            self._is_awaited = self._newcomers()
         with self._lock:
             names = [f"left/{member}" for member in everyone if member not in self._lost()]
         self._all_left = self.store.check(names)

@@ -32,7 +32,7 @@ class Place:
         pulse: Where it says how far it is, at ``local_rank``.
         threads: For the CPU's parallel loops.
         cores: This rank's share of the machine; None leaves the choice to the system.
-        restarted: Whether the run has failed before and goes on from its own last checkpoint.
+        restarted: Whether this is a later attempt at the run, from its own last checkpoint on.
     """
 
     rank: int

@@ -97,6 +97,10 @@ class Rounds:
         number = int(self._handler._state_holder.state.round)
         return Round(number, info.rank, info.world_size)
 
+    def newcomers(self) -> int:
+        """Return how many machines came since the attempt began, and wait for the next."""
+        return int(self._handler.num_nodes_waiting())
+
     def leave(self) -> None:
         """Let a machine that comes now know that there is nothing more to come to."""
         self._handler.shutdown()

@@ -72,8 +72,16 @@ class Others(Protocol):
     def verdict(self, reports: list[Report]) -> Crash:
         """Agree with them on who failed first; ``reports`` are this machine's failures."""
 
-    def finish(self, finished: list[Finished]) -> list[Finished] | Crash:
-        """Wait until they have ended too; return what all ranks told, in their order."""
+    def is_awaited(self) -> bool:
+        """Return whether a machine waits that could take part from a new start on."""
+
+    def finish(self, finished: list[Finished], *, again: bool) -> list[Finished] | Crash:
+        """Wait until they have ended too; return what all ranks told, in their order.
+
+        Args:
+            finished: What this machine's ranks told.
+            again: Whether a new start is to follow.
+        """
 
 
 @dataclass
@@ -98,6 +106,7 @@ class Supervisor:
     announce: Callable[[str], None]
     others: Others | None = None
     _signals: list[int] = field(default_factory=list)
+    _makes_room: bool = False
 
     def run(self) -> Outcome:
         """Return when every process has ended."""
@@ -134,8 +143,11 @@ class Supervisor:
                 if told > 1:
                     return self._ended_at_once()
                 self.announce("stopping after this step; once more to stop at once")
-                for rank in self.ranks:
-                    _signal(rank.process, signal.SIGTERM)
+                self._stop()
+            elif not self._makes_room and self.others is not None and self.others.is_awaited():
+                self._makes_room = True
+                self.announce("a machine has come: saving, to go on with it")
+                self._stop()
             if all(rank.finished is not None and not rank.open for rank in self.ranks):
                 self.tick()
                 return self._ended()
@@ -152,10 +164,17 @@ class Supervisor:
             return None
         return judge(reports) if self.others is None else self.others.verdict(reports)
 
+    def _stop(self) -> None:
+        """Ask the ranks to stop after this step, all machines' alike."""
+        for rank in self.ranks:
+            _signal(rank.process, signal.SIGTERM)
+
     def _ended(self) -> Outcome:
         told = [rank.finished for rank in self.ranks if rank.finished is not None]
         if self.others is not None:
-            everyone = self.others.finish(told)
+            stopped = any(one.interrupted for one in told)
+            again = self._makes_room and stopped and not self._signals
+            everyone = self.others.finish(told, again=again)
             if isinstance(everyone, Crash):
                 return Outcome(crash=everyone)
             told = everyone

@@ -78,3 +78,27 @@ class ModelSpec:
             message = f"{type(module).__name__} has no such module; at its top it has {held}"
             raise ConfigError([Problem("model.layers", message, self.layers)]) from None
         return {f"{self.layers}.{name}": block for name, block in container.named_children()}
+
+    def repeats(self, module: nn.Module) -> bool:
+        """Say whether a module's blocks are equal, in all that can be seen without running them.
+
+        They are then in an ``nn.ModuleList``, so that a module can do with fewer.
+        """
+        from torch import nn
+
+        blocks = self.blocks(module).values()
+        if not blocks or not isinstance(module.get_submodule(self.layers or ""), nn.ModuleList):
+            return False
+        return len({_looks(block) for block in blocks}) == 1
+
+
+def _looks(block: nn.Module) -> tuple[Any, ...]:
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    settings = [
+        (name, key, value)
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    ]
+    shapes = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
+    return repr(block), tuple(shapes), tuple(settings)

@@ -77,13 +77,13 @@ class Blueprint:
 
     def built(self) -> nn.Module:
         """Return a model of ``num_blocks`` on the meta device."""
-        model, spec = copy.deepcopy(self.model), spec_for(self.config.model)
-        if self.num_blocks < len(spec.blocks(model)):
+        spec, fewer = spec_for(self.config.model), {}
+        if self.num_blocks < len(spec.blocks(self.model)):
             assert spec.layers is not None
-            held = model.get_submodule(spec.layers)
+            held = self.model.get_submodule(spec.layers)
             assert isinstance(held, nn.ModuleList)
-            del held[self.num_blocks :]
-        return model
+            fewer[id(held)] = copy.deepcopy(held[: self.num_blocks])  # the others cost time
+        return copy.deepcopy(self.model, fewer)
 
     @property
     def schedule(self) -> PipelineSchedule:
@@ -102,12 +102,7 @@ class Blueprint:
     @property
     def repeats(self) -> bool:
         """Whether the model can be told from fewer of its blocks."""
-        spec = spec_for(self.config.model)
-        blocks = spec.blocks(self.model)
-        if spec.layers is None or not blocks:
-            return False
-        held = self.model.get_submodule(spec.layers)
-        return isinstance(held, nn.ModuleList) and depth.repeats(blocks.values())
+        return spec_for(self.config.model).repeats(self.model)
 
     def spare_blocks(self, stages: list[int]) -> int:
         """Return how many blocks can be left out of each of these stages."""

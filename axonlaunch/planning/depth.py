@@ -23,11 +23,6 @@ SHALLOW = 2 * NEAR
 _Name: TypeAlias = tuple[str | int, ...]
 
 
-def repeats(blocks: Iterable[nn.Module]) -> bool:
-    """Say whether blocks are equal in all that can be seen of them without running them."""
-    return len({_looks(block) for block in blocks}) <= 1
-
-
 def watch(blocks: Mapping[int, Sequence[nn.Module]], trace: StorageTrace) -> None:
     """Begin an event of the trace wherever a block begins its forward or its backward.
 
@@ -105,15 +100,3 @@ def _watch(block: nn.Module, trace: StorageTrace, *where: int) -> None:
 
     block.register_forward_pre_hook(forward)
     block.register_forward_hook(await_backward)
-
-
-def _looks(block: nn.Module) -> tuple[Any, ...]:
-    tensors = [*block.named_parameters(), *block.named_buffers()]
-    settings = [
-        (name, key, value)
-        for name, module in block.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | str)
-    ]
-    shapes = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
-    return repr(block), tuple(shapes), tuple(settings)

@@ -52,6 +52,7 @@ _PASSING: frozenset[Category] = frozenset({"activations", "temporary"})
 # What they are given to send stays what it is; the other operations between ranks are given
 # buffers that exist for them.
 _SENDS = frozenset({"c10d::send", "c10d::broadcast_", "c10d::allreduce_"})
+_DEVICE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
@@ -102,6 +103,11 @@ class StorageTrace(TorchDispatchMode):
     supports_higher_order_operators = True
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without what keeps Dynamo out of ``__torch_dispatch__``, at a fifth of its time."""
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let what is compiled be compiled: its operations are seen when they run."""
         return True
@@ -118,6 +124,8 @@ class StorageTrace(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # more than half of all that comes
+            return args[0].fake_device
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # they come again as the plain tensors that they hold
         namespace = func.namespace

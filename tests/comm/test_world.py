@@ -236,7 +236,8 @@ from pathlib import Path
 
 def listening():
     links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    inodes = {os.readlink(link)[8:-1] for link in links if link.exists()}
+    opened = [os.readlink(link) for link in links if link.exists()]
+    inodes = {name[8:-1] for name in opened if name.startswith("socket:[")}
     tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     rows = [row.split() for table in tables if table.exists()
             for row in table.read_text().splitlines()[1:]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -164,6 +165,18 @@ def test_no_split_has_a_cheaper_costliest_stage(
     cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
     every = (tuple(b - a for a, b in itertools.pairwise((0, *some, len(costs)))) for some in cuts)
     assert most(tuple(counts)) == min(map(most, every))
+
+
+def test_few_blocks_tell_of_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(hidden_size=32, num_hidden_layers=11, vocab_size=4096)
+    tokens = torch.zeros(2, 64, dtype=torch.int64, device="meta")
+    model, spec = construct(config, seed=0), spec_for(config)
+    balance = partial(stage_counts, spec, model, sample=tokens)
+    names = [name for name, _ in model.named_modules()]
+    few = [balance(num_stages=n, in_flight=n) for n in range(1, 9)]
+    assert [name for name, _ in model.named_modules()] == names
+    monkeypatch.setattr(ModelSpec, "repeats", lambda spec, module: False)
+    assert few == [balance(num_stages=n, in_flight=n) for n in range(1, 9)]
 
 
 def test_a_large_vocabulary_takes_blocks_off_the_ends() -> None:

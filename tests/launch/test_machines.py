@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import TINY, Command
@@ -193,6 +194,36 @@ def test_what_a_machine_must_know_of_the_others_is_asked_for(served: Command) ->
     ]
 
 
+def elastic(three: Machines) -> list[str]:
+    words = ["launch.nnodes=2:3", "launch.nproc=1", "launch.max_restarts=3"]
+    return [*words, f"launch.master_addr={three.addresses[0]}"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_machine_that_comes_late_takes_part_and_no_step_is_lost(
+    axonlaunch: Command, served: Command, faulty: list[str]
+) -> None:
+    words = [*without_launch(faulty), "strategy=fsdp", "train.steps=40", "checkpoint.every=100"]
+    words += ["train.global_batch_size=12", "checkpoint.resume=never"]
+    with machines(axonlaunch.folder, 3) as three:
+
+        def start(machine: int) -> Any:
+            paused = [*elastic(three), "name=run", "model.arguments={pause:0.5}"]
+            return three.command(machine).start("train", *words, *paused)
+
+        processes = [start(machine) for machine in (0, 1)]
+        logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)
+        told = ended([*processes, start(2)], timeout=100)
+    assert [status for status, _, _ in told] == [0, 0, 0], told
+    assert "a machine has come: saving, to go on with it" in told[0][1]
+    assert told[0][1].index("fsdp 2 on cpu") < told[0][1].index("fsdp 3 on cpu")
+    served("train", *words, "name=local", "launch.nproc=1")
+    losses = axonlaunch.losses("run")
+    assert len(losses) == 40
+    assert losses == pytest.approx(served.losses("local"), rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_machine_that_is_lost_is_done_without_and_the_losses_go_on(
@@ -201,11 +232,9 @@ def test_a_machine_that_is_lost_is_done_without_and_the_losses_go_on(
     words = [*without_launch(faulty), "strategy=fsdp", "train.steps=16", "checkpoint.every=2"]
     words += ["train.global_batch_size=12"]
     with machines(axonlaunch.folder, 3) as three:
-        elastic = ["launch.nnodes=2:3", "launch.nproc=1", "launch.max_restarts=3"]
-        elastic.append(f"launch.master_addr={three.addresses[0]}")
         processes = [
             three.command(machine).start(
-                "train", *words, *elastic, "name=run", "model.arguments={pause:0.3}"
+                "train", *words, *elastic(three), "name=run", "model.arguments={pause:0.3}"
             )
             for machine in range(3)
         ]

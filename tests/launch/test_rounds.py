@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from command import wait_for
 
 from axonlaunch.launch.rounds import Round, Rounds
 
@@ -41,6 +42,11 @@ def test_machines_are_numbered_in_their_order_and_rounds_have_numbers_of_their_o
         for number in (0, 1):
             told = [*threads.map(Rounds.next, (second, first))]
             assert told == [Round(number, 1, 2), Round(number, 0, 2)]
+        assert first.newcomers() == 0
+        third = threads.submit(rounds(port, 2, first=False, timeout_s=5).next)
+        wait_for(lambda: first.newcomers() == 1)
+        with pytest.raises(TimeoutError):
+            third.result()
     assert len({one.name for one in (Round(0, 0, 2), Round(1, 0, 2))}) == 2
     first.leave()
     assert threading.active_count() < 50

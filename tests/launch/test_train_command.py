@@ -44,6 +44,22 @@ def test_real_processes_threads_and_one_process_have_the_same_losses(served: Com
         assert served.losses(name) == pytest.approx(one, rel=1e-5), name
 
 
+def test_a_rank_may_have_workers_of_its_own(served: Command) -> None:
+    (served.folder / "workers.py").write_text(
+        "from torch.utils.data import DataLoader\n"
+        "from axonlaunch import worker\n"
+        "real = worker.fit\n"
+        "def fit(*args, **kwargs):\n"
+        "    print('they say', [int(n) for n in DataLoader(range(3), num_workers=1)])\n"
+        "    return real(*args, **kwargs)\n"
+        "worker.fit = fit\n"
+    )
+    served.train("strategy=ddp", "plugins=[workers]", "name=run")
+    for rank in range(2):
+        log = served.folder / "runs/run/logs" / f"rank_{rank}.log"
+        assert "they say [0, 1, 2]" in log.read_text()
+
+
 @pytest.mark.timeout(240)
 def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(served: Command) -> None:
     """2 x 2 x 2 on the default data, as the README's table of strategies has it."""

@@ -6,6 +6,8 @@ import pytest
 from torch import nn
 
 from axonlaunch import config
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning import depth
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.memory import estimate
@@ -64,10 +66,15 @@ def test_they_give_what_tracing_every_block_gives(overrides: str) -> None:
 
 
 def test_blocks_that_differ_in_shape_or_in_a_setting_do_not_repeat() -> None:
-    alike = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(3)]
-    assert depth.repeats(alike)
-    assert not depth.repeats([*alike, nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2))])
-    assert not depth.repeats([*alike, nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.1))])
+    def repeats(*more: nn.Module) -> bool:
+        alike = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(3)]
+        spec = ModelSpec(build=lambda _: module, loss=cross_entropy_sum, layers="held")
+        module = nn.ModuleDict({"held": nn.ModuleList([*alike, *more])})
+        return spec.repeats(module)
+
+    assert repeats()
+    assert not repeats(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)))
+    assert not repeats(nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.1)))
 
 
 def events(*, blocks: int) -> list[Event]:
