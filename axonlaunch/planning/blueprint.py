@@ -104,11 +104,11 @@ class Blueprint:
         """Whether the model can be told from fewer of its blocks."""
         return spec_for(self.config.model).repeats(self.model)
 
-    def spare_blocks(self, stages: list[int]) -> int:
+    def spare_blocks(self, stages: list[int], *, needed: int = depth.SHALLOW) -> int:
         """Return how many blocks can be left out of each of these stages."""
         if not self.repeats:
             return 0
-        return max(0, min(self.counts[stage] for stage in stages) - depth.SHALLOW)
+        return max(0, min(self.counts[stage] for stage in stages) - needed)
 
     def without(self, blocks: int, stages: list[int]) -> Self:
         """Return the same with so many blocks fewer in each of these stages, and one in others."""

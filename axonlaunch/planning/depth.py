@@ -16,7 +16,7 @@ from torch import nn
 
 from axonlaunch.planning.trace import Event, Point, StorageTrace, on_device
 
-NEAR = 3
+NEAR = 2
 """Blocks at each end of a shallow model: FSDP gathers one ahead while another's shards go out."""
 SHALLOW = 2 * NEAR
 

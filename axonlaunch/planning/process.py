@@ -15,7 +15,7 @@ from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.dry_run import DryRun, refusing_untraceable
 from axonlaunch.planning.recorded import Recording, RecordingTrace
 from axonlaunch.planning.reserved import MIB, Allocator, Change
-from axonlaunch.planning.stretched import stretched
+from axonlaunch.planning.stretched import FEWEST, stretched
 from axonlaunch.planning.trace import Category
 
 CUBLAS_WORKSPACE = 32 * MIB
@@ -106,7 +106,7 @@ def record(
         stages: Its pipeline stages.
         on_host: As ``StorageTrace``'s.
     """
-    spare = blueprint.spare_blocks(stages) - 1  # one block in the middle, of no end
+    spare = blueprint.spare_blocks(stages, needed=FEWEST)
     if spare > 0:
         recording, counts = _run(blueprint.without(spare, stages), rank, on_host)
         # A schedule that splits backwards goes through blocks in an order that can't be continued.

@@ -16,6 +16,8 @@ from axonlaunch.planning.reserved import Change
 _NEAR = 2
 """Blocks: what comes and goes within so many of them goes along with its block, and what goes later
 is held until an end of the model."""
+FEWEST = 2 * (_NEAR + 1) + 1
+"""Blocks of a stage that a recording must have: one in the middle, and what is near neither end."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def stretched(recording: Recording, *, blocks: int, counts: Mapping[int, int]) -
     """Return the changes of a model with more blocks.
 
     Args:
-        recording: Of at least ``2 * 3 + 1`` blocks in each stage, all of one kind.
+        recording: Of at least ``FEWEST`` blocks in each stage, all of one kind.
         blocks: How many more each stage has.
         counts: How many each stage has in the recording.
 

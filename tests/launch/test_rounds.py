@@ -42,14 +42,24 @@ def test_machines_are_numbered_in_their_order_and_rounds_have_numbers_of_their_o
         for number in (0, 1):
             told = [*threads.map(Rounds.next, (second, first))]
             assert told == [Round(number, 1, 2), Round(number, 0, 2)]
-        assert first.newcomers() == 0
-        third = threads.submit(rounds(port, 2, first=False, timeout_s=5).next)
-        wait_for(lambda: first.newcomers() == 1)
-        with pytest.raises(TimeoutError):
-            third.result()
     assert len({one.name for one in (Round(0, 0, 2), Round(1, 0, 2))}) == 2
     first.leave()
     assert threading.active_count() < 50
+
+
+@pytest.mark.slow
+def test_a_machine_that_comes_while_there_is_room_is_seen(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    first, second = (rounds(port, order, first=not order, most=3) for order in (0, 1))
+    with ThreadPoolExecutor() as threads:
+        assert [*threads.map(Rounds.next, (second, first))] == [Round(0, 1, 2), Round(0, 0, 2)]
+        assert first.newcomers() == 0
+        late = threads.submit(rounds(port, 2, first=False, most=3, timeout_s=5).next)
+        wait_for(lambda: first.newcomers() == 1)
+        with pytest.raises(TimeoutError):
+            late.result()
 
 
 def test_too_few_machines_are_told(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
