@@ -35,6 +35,12 @@ def command(
     exact: Annotated[
         bool, typer.Option("--exact", help="Trace every layer and micro-batch, also those alike.")
     ] = False,
+    formula: Annotated[
+        bool,
+        typer.Option(
+            "--formula", help="Trace nothing: states alone, of a model that can't be traced."
+        ),
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", help="Also draw a picture, .png or .svg.", show_default=False),
@@ -44,6 +50,10 @@ def command(
     """Foretell the memory of every rank."""
     from axonlaunch.launch import forkserver
 
+    if exact and formula:
+        from axonlaunch.config import ConfigError, Problem
+
+        raise ConfigError([Problem("", "--formula: --exact traces every layer; use one of both")])
     if plot is not None:
         from axonlaunch.engines.picture import check_plot
 
@@ -60,6 +70,7 @@ def command(
                 config_name=config_name,
                 config_dirs=config_dir or [],
                 exact=exact,
+                formula=formula,
             )
     if plot is not None:
         from axonlaunch.planning.memory_plot import plot as draw
@@ -93,6 +104,8 @@ def show(found: Forecast, console: Console) -> None:
     told = found.estimate
     ranks = "1 rank" if told.world_size == 1 else f"{told.world_size} ranks"
     console.print(f"[bold]{found.layout}[/bold]: {ranks}, {quantity(told.parameters)} parameters\n")
+    for note in found.notes:
+        console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
     console.print(report.table(told))
     console.print()
     width = console.width
@@ -107,16 +120,16 @@ def show(found: Forecast, console: Console) -> None:
     if found.memory_bytes is not None:
         room = found.memory_bytes - told.process_bytes
         device = f"{found.hardware}, {report.size(found.memory_bytes)}"
-        if told.fits:
+        if told.fits is None:
+            console.print(f"may fit       {device}: {report.size(room)} are left for the rest")
+        elif told.fits:
             console.print(f"[green]fits[/green]          {device}: {report.size(room)} to spare")
         else:
             console.print(f"[red]does not fit[/red]  {device}: {report.size(-room)} too little")
-            if not found.remedies:
+            if not found.remedies and not found.notes:
                 console.print("no change of the layout makes it fit; use more ranks")
     for remedy in found.remedies:
         console.print()
         console.print(Text(" ".join(remedy.overrides), style="bold"), soft_wrap=True)
         for line in (f"{report.size(remedy.process_bytes)} a rank", *remedy.costs):
             console.print(textwrap.indent(textwrap.fill(line, width - 2), "  "), markup=False)
-    for note in found.notes:
-        console.print(Text.assemble(("note ", "yellow"), note), soft_wrap=True)

@@ -76,6 +76,14 @@ class Layout:
             "tp": self.tensor,
         }
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return where a rank stands on each axis, the last the fastest."""
+        found: dict[str, int] = {}
+        for axis, size in reversed(self.axes.items()):
+            found[axis] = rank % size
+            rank //= size
+        return dict(reversed(found.items()))
+
     def data_shard(self, rank: int) -> int:
         """Return which of the ``data_ranks`` shares of a batch a rank works on."""
         return rank // (self.context * self.tensor) % self.data_ranks

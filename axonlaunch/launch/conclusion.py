@@ -135,29 +135,26 @@ def tell_crash(config: RunConfig, crash: Crash, context: ForkServerContext | Non
     ranks = world_size(config)
     coords = coordinates(config, crash.first.rank)
     console = show_crash(crash, coords=coords, world_size=ranks)
-    # An estimate takes seconds, which nobody is to wait for the card.
-    hint = hints.hint(crash.first, config, context)
-    if hint:
-        show_hint(console, hint)
     content = {
         **dataclasses.asdict(crash.first),
         "coords": coords,
         "world_size": ranks,
-        "hint": hint or None,
+        "hint": None,
         "followers": [{"rank": rank, "reason": reason} for rank, reason in crash.followers],
     }
-    run_folder.write_json(Path(config.run_dir) / CRASH, content)
+    file = Path(config.run_dir) / CRASH
+    run_folder.write_json(file, content)
+    # An estimate takes seconds, for which nobody is to wait for the card.
+    hint = hints.hint(crash.first, config, context)
+    if hint:
+        show_hint(console, hint)
+        run_folder.write_json(file, {**content, "hint": hint})
 
 
 def coordinates(config: RunConfig, rank: int) -> dict[str, int]:
     """Return a rank's place on the mesh axes that have more than one rank, the last fastest."""
-    axes = layout(config, world_size=world_size(config)).axes
-    found: dict[str, int] = {}
-    for axis, size in reversed(axes.items()):
-        if size > 1:
-            found[axis] = rank % size
-        rank //= size
-    return dict(reversed(found.items()))
+    shares = layout(config, world_size=world_size(config))
+    return {axis: n for axis, n in shares.coordinates(rank).items() if shares.axes[axis] > 1}
 
 
 def _rows(config: RunConfig, summary: dict[str, Any]) -> list[tuple[str, str]]:

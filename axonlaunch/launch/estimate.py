@@ -21,9 +21,14 @@ from axonlaunch.config.plugins import import_plugins
 from axonlaunch.launch import forkserver, planned
 from axonlaunch.planning import cache
 from axonlaunch.planning.changes import remedies
-from axonlaunch.planning.record import GIB, Estimate, Forecast
+from axonlaunch.planning.record import GIB, Estimate, Forecast, Remedy
 from axonlaunch.planning.report import size
 from axonlaunch.planning.unread import naming_files, without_files
+
+STATES_ALONE = (
+    "by closed formulas: parameters, their gradients and optimizer states, and what is gathered of "
+    "them; activations, buffers and temporaries come on top, and are not told"
+)
 
 
 def estimate(
@@ -33,8 +38,17 @@ def estimate(
     config_name: str,
     config_dirs: Sequence[Path],
     exact: bool = False,
+    formula: bool = False,
 ) -> Forecast:
     """Check a configuration and foretell its memory.
+
+    Args:
+        context: Of the warm fork server.
+        overrides: The words.
+        config_name: The primary config.
+        config_dirs: Folders of a user's own YAML.
+        exact: Trace every layer and micro-batch.
+        formula: Trace nothing, and tell of states alone.
 
     Raises:
         ConfigError: The configuration can't be run on any machine, or can't be traced.
@@ -51,6 +65,8 @@ def estimate(
         config = forkserver.call(
             context, "axonlaunch.preflight:resolve_anywhere", without_files(config)
         )
+    if formula:
+        return _by_formula(context, config)
     return forecast(context, config, exact=exact)
 
 
@@ -63,20 +79,43 @@ def forecast(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
     assert config.launch.nproc != "auto"
     config = _on_named_hardware(resolved(config, accelerators=0))
     foretell = partial(foretold, context, exact=exact)
-    found = foretell(config)
-    hardware, memory, told = config.hardware, None, []
-    if hardware is not None and hardware.memory_gib is not None:
-        memory = int(hardware.memory_gib * GIB)
+    found, memory, told = foretell(config), _memory(config), []
     if memory is not None and not found.fits:
         told = remedies(config, found, memory=memory, estimate=foretell)
+    return _told(config, found, remedies=told)
+
+
+def _by_formula(context: ForkServerContext, config: RunConfig) -> Forecast:
+    config = _on_named_hardware(resolved(config, accelerators=0))
+    found = forkserver.call(
+        context, "axonlaunch.launch.estimate:without_tracing", without_files(config)
+    )
+    return _told(config, found, notes=[STATES_ALONE])
+
+
+def _told(
+    config: RunConfig,
+    found: Estimate,
+    *,
+    remedies: Sequence[Remedy] = (),
+    notes: Sequence[str] = (),
+) -> Forecast:
     return Forecast(
         layout=str(layout(config, world_size=found.world_size)),
         estimate=found,
-        hardware=hardware.name if hardware else None,
-        memory_bytes=memory,
-        remedies=told,
-        notes=[],
+        hardware=config.hardware.name if config.hardware else None,
+        memory_bytes=_memory(config),
+        remedies=[*remedies],
+        notes=[*notes],
     )
+
+
+def _memory(config: RunConfig) -> int | None:
+    """Return the bytes of a device that the configuration names."""
+    hardware = config.hardware
+    if hardware is None or hardware.memory_gib is None:
+        return None
+    return int(hardware.memory_gib * GIB)
 
 
 def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = False) -> Estimate:
@@ -133,6 +172,19 @@ def trace(config: RunConfig, exact: bool = False) -> Estimate:
     forkserver.lead_group()  # it forks a process for each stage
     import_plugins(config.plugins)
     return memory.estimate(resolve_anywhere(config), exact=exact)
+
+
+def without_tracing(config: RunConfig) -> Estimate:
+    """Check, and count states, in a process forked from the server.
+
+    Raises:
+        ConfigError: The configuration can't be run on any machine.
+    """
+    from axonlaunch.planning import formula
+    from axonlaunch.preflight import resolve_anywhere
+
+    import_plugins(config.plugins)
+    return formula.estimate(resolve_anywhere(config))
 
 
 def _on_named_hardware(config: RunConfig) -> RunConfig:

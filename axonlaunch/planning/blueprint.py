@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch import data
-from axonlaunch.config import RunConfig, replaced
+from axonlaunch.config import ConfigError, Problem, RunConfig, replaced
 from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.data.dataset import sample_inputs
@@ -63,7 +63,7 @@ class Blueprint:
         dataset = data.build(config.data)
         model, sample = _on_meta(config.model, seed=config.seed), sample_inputs(dataset)
         if shares.pipeline > 1:
-            split = stage_blocks(config, shares, model, sample=sample)
+            split = _split(config, shares, model, sample)
             config = replaced(config, {"strategy.pipeline.split": split})
         blocks = len(spec_for(config.model).blocks(model))
         is_text = dataset.kind == "tokens"
@@ -175,6 +175,23 @@ class Blueprint:
         split = {} if self.shares.pipeline == 1 else {"strategy.pipeline.split": counts}
         config = replaced(self.config, split)
         return dataclasses.replace(self, config=config, num_blocks=sum(counts))
+
+
+def _split(config: RunConfig, shares: Layout, model: nn.Module, sample: Tensor) -> list[int]:
+    """Return the blocks of each pipeline stage.
+
+    Raises:
+        ConfigError: The model computes with values, which there are none of.
+    """
+    try:
+        return stage_blocks(config, shares, model, sample=sample)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        message = (
+            f"where {type(model).__name__} is to be cut can't be told without running it ({reason})"
+            "; write the blocks of each stage"
+        )
+        raise ConfigError([Problem("strategy.pipeline.split", message, "auto")]) from error
 
 
 def _on_meta(config: Any, *, seed: int) -> nn.Module:

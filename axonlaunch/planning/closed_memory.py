@@ -12,12 +12,13 @@ from functools import partial
 
 from axonlaunch.config import RunConfig, replaced
 from axonlaunch.config.layout import Layout, of_ranks
+from axonlaunch.config.optimizer import SGDConfig
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.planning import forked
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.place import traced
 from axonlaunch.planning.step_work import StepWork, shortened
-from axonlaunch.planning.trace import CATEGORIES
+from axonlaunch.planning.trace import CATEGORIES, Category
 
 _FP32 = 4
 _MODES = ("none", "selective", "full")
@@ -87,28 +88,10 @@ def peak_bytes(
         layers: Of the stage that has most, all of a rank's stages together.
     """
     half = 1.0 if config.train.precision == "fp32" else 0.5
-    a_layer = one.first.step_layer.gradient_bytes / shares.tensor
-    ends = one.first.step_ends.gradient_bytes / shares.tensor
-    whole = layers * a_layer + ends
-    moments = 2 if config.optimizer.name == "adamw" else 0
-    sharders = shares.dp_shard * shares.context
-    if shares.data_parallel == "fsdp":
-        offload = config.strategy.fsdp.cpu_offload
-        moments = 0 if offload in ("optimizer_states", "full") else moments
-        kept = moments if offload in ("params", "full") else 2 + moments
-        states = kept * whole / sharders
-        working = _WORKING_LAYERS * a_layer * half + max(a_layer, ends) * (1 + half)
-        if shares.pipeline > 1:
-            working = whole * (1 + half)
-        elif config.strategy.fsdp.sharding == "shard_grad_op":
-            working = whole * half + max(a_layer, ends)
-        states += working
-    elif shares.data_parallel == "zero1":
-        states = 2 * whole + moments * whole / shares.gradient_ranks
-    else:
-        states = (2 + moments) * whole
-    if shares.data_parallel != "fsdp" and half < 1:
-        states += whole * half  # autocast keeps what it casts until a forward ends
+    a_layer = one.first.step_layer.gradient_bytes
+    ends = one.first.step_ends.gradient_bytes
+    told = states(config, shares, whole=layers * a_layer + ends, layer=a_layer, ends=ends)
+    held_of_states = sum(told.values())
     mode = config.train.activation_checkpointing
     saved = held[mode]
     divided = 1 / shares.tensor
@@ -121,7 +104,47 @@ def peak_bytes(
         hidden = getattr(config.model, "hidden_size", 0) * one.sample_length * _FP32 * half
         a_layer_keeps += 2 * hidden * (1 + divided)
     passing = layers * _in_flight(shares) * a_layer_keeps + divided * saved.ends
-    return states + samples * passing
+    return held_of_states + samples * passing
+
+
+def states(
+    config: RunConfig, shares: Layout, *, whole: float, layer: float, ends: float
+) -> dict[Category, float]:
+    """Return what parameters, gradients and optimizer states take of a rank's device, in bytes.
+
+    Beside them it tells what is gathered or cast of the parameters while they are worked with.
+
+    Args:
+        config: The layout's run.
+        shares: Its layout.
+        whole: The fp32 parameters of the rank's stages, undivided by other axes.
+        layer: Of these, those of a layer.
+        ends: Of these, those of no layer.
+    """
+    half = 1.0 if config.train.precision == "fp32" else 0.5
+    whole, layer, ends = (size / shares.tensor for size in (whole, layer, ends))
+    moments = num_moments(config) * whole
+    cast = 0.0 if half == 1 else whole * half  # autocast keeps what it casts until a forward ends
+    if shares.data_parallel != "fsdp":
+        moments /= shares.gradient_ranks if shares.data_parallel == "zero1" else 1
+        return {"parameters": whole, "gradients": whole, "optimizer": moments, "temporary": cast}
+    working = _WORKING_LAYERS * layer * half + max(layer, ends) * (1 + half)
+    if shares.pipeline > 1:
+        working = whole * (1 + half)
+    elif config.strategy.fsdp.sharding == "shard_grad_op":
+        working = whole * half + max(layer, ends)
+    offload, shard = config.strategy.fsdp.cpu_offload, 1 / (shares.dp_shard * shares.context)
+    kept = 0.0 if offload in ("params", "full") else whole * shard
+    moments = 0.0 if offload in ("optimizer_states", "full") else moments * shard
+    return {"parameters": kept, "gradients": kept, "optimizer": moments, "communication": working}
+
+
+def num_moments(config: RunConfig) -> int:
+    """Return how many numbers an optimizer keeps of each parameter."""
+    optimizer = config.optimizer
+    if isinstance(optimizer, SGDConfig):
+        return 1 if optimizer.momentum else 0
+    return 2
 
 
 def _in_flight(shares: Layout) -> float:

@@ -5,16 +5,13 @@ A dry run belongs in a process that is forked for it. It measures nothing by its
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
@@ -124,31 +121,3 @@ class DryRun:
                 self.received_bytes += 0 if part.is_first else takes.nbytes
                 self.received_bytes += 0 if part.is_last else gives.nbytes
         return ends
-
-
-@contextmanager
-def refusing_untraceable(config: RunConfig) -> Iterator[None]:
-    """Refuse a run of which an operation needs values, or has no fake kernel.
-
-    Raises:
-        ConfigError: The operation, and the module it is in.
-    """
-    try:
-        yield
-    except fake_world.UNTRACEABLE as error:
-        raise ConfigError([_untraceable(config, error)]) from error
-
-
-def _untraceable(config: RunConfig, error: BaseException) -> Problem:
-    """Say which operation of which module needs values."""
-    module = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module):
-            module = type(found).__name__
-    where = "" if module is None else f" in {module}"
-    message = (
-        f"{fake_world.operation(error)}{where} depends on values or has no fake kernel, so memory "
-        "can't be told without running it"
-    )
-    return Problem("model.name", message, config.model.name)

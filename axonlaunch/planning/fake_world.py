@@ -23,13 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
 
-UNTRACEABLE = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedOperatorException,
-)
-"""What torch raises for an operation that needs values, or that has no fake kernel."""
-
 
 def join(*, rank: int, world_size: int) -> World:
     """Stand as one rank in a world whose other ranks are not there.
@@ -67,11 +60,6 @@ def leave() -> None:
 def tensors_without_bytes() -> Any:
     """Return the mode in which tensors have shapes, types and storages, but no bytes."""
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def operation(error: BaseException) -> str:
-    """Name the operation that one of ``UNTRACEABLE`` is about."""
-    return str(getattr(error, "func", None) or error).removesuffix(".default")
 
 
 class _SaysYes(TorchDispatchMode):

@@ -7,12 +7,12 @@ so is refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import Layout
 from axonlaunch.planning import depth, forked, process
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.place import Place, host_categories
@@ -54,7 +54,7 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
         runs.update(place.traces())
     done = dict(zip(runs, forked.run([*runs.values()]), strict=True))
     a_stage = blueprint.world_size // shares.pipeline
-    ranks = [_of_rank(shares.axes, place.place * a_stage, place.events(done)) for place in places]
+    ranks = [_of_rank(shares, place.place * a_stage, place.events(done)) for place in places]
     highest = max(ranks, key=lambda one: one.peak_bytes)
     memory = None
     if config.hardware is not None and config.hardware.memory_gib is not None:
@@ -106,15 +106,11 @@ def _process(
     )
 
 
-def _of_rank(mesh: dict[str, int], rank: int, events: list[Event]) -> RankEstimate:
+def _of_rank(shares: Layout, rank: int, events: list[Event]) -> RankEstimate:
     point, host = depth.peak(events)
-    inner, coords = math.prod(mesh.values()), {}
-    for axis, size in mesh.items():
-        inner //= size
-        coords[axis] = rank // inner % size
     return RankEstimate(
         rank=rank,
-        coords=coords,
+        coords=shares.coordinates(rank),
         peak_bytes=on_device(point),
         host_bytes=host,
         breakdown=dict(zip(CATEGORIES, point, strict=False)),

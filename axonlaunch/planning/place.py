@@ -22,8 +22,9 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning import actions, depth, fake_world
 from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.dry_run import DryRun, refusing_untraceable
+from axonlaunch.planning.dry_run import DryRun
 from axonlaunch.planning.trace import CATEGORIES, Category, Event, StorageTrace
+from axonlaunch.planning.untraceable import refusing_untraceable
 
 _ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
     CPUOffload.NONE: (),

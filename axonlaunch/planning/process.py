@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning import depth, fake_world
 from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.dry_run import DryRun, refusing_untraceable
+from axonlaunch.planning.dry_run import DryRun
 from axonlaunch.planning.recorded import Recording, RecordingTrace
 from axonlaunch.planning.reserved import MIB, Allocator, Change
 from axonlaunch.planning.stretched import FEWEST, stretched
 from axonlaunch.planning.trace import Category
+from axonlaunch.planning.untraceable import refusing_untraceable
 
 CUBLAS_WORKSPACE = 32 * MIB
 """cuBLAS's workspace on Hopper and later, of torch's allocator, for each thread that multiplies:

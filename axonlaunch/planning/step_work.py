@@ -20,8 +20,9 @@ from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.engines.update import local_part
 from axonlaunch.planning import fake_world, forked
 from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.dry_run import DryRun, refusing_untraceable
+from axonlaunch.planning.dry_run import DryRun
 from axonlaunch.planning.operations import OperationTrace, Work, add
+from axonlaunch.planning.untraceable import refusing_untraceable
 
 _DEPTH = "num_hidden_layers"
 _LAYERS = (1, 2)

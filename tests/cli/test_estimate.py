@@ -38,7 +38,30 @@ class Choosing(nn.Module):
 @register_model("choosing", inputs="tokens")
 def build():
     return Choosing()
+
+class Block(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+class Staged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+        self.layers = nn.ModuleList(Block(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = x if self.embedding is None else self.embedding(x)
+        for layer in self.layers:
+            x = x if layer is None else layer(x)
+        return x if self.head is None else self.head(x)
+
+ENDS = ("embedding",), ("head",)
+
+@register_model("staged", inputs="tokens", layers="layers", ends=ENDS)
+def build_staged():
+    return Staged()
 """
+STATES = ("parameters", "gradients", "optimizer")
 
 
 @pytest.fixture
@@ -118,8 +141,25 @@ def test_a_model_that_can_not_be_traced_is_told_by_operation_and_module(
     ran = axonlaunch("estimate", *words, status=2)
     [error] = ran.stderr.splitlines()
     assert error.startswith("error: model.name=choosing: ")
-    assert "Choosing" in error
-    assert "depends on values" in error
+    assert "in Choosing depends on values" in error
+    assert "axonlaunch estimate --formula" in error
+    told = axonlaunch("estimate", *words, "--formula", "hardware=h100_80gb").stdout
+    assert "note by closed formulas: parameters, their gradients and optimizer states" in told
+    assert "may fit " in told
+
+
+def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
+    axonlaunch: Command,
+) -> None:
+    (axonlaunch.folder / "choosing.py").write_text(CHOOSING)
+    words = ["plugins=[choosing]", "model=staged", "strategy=pipeline", *TINY[3:]]
+    [error] = axonlaunch("estimate", *words, status=2).stderr.splitlines()
+    assert error.startswith("error: strategy.pipeline.split=auto: where Staged is to be cut can't")
+    words += ["strategy.pipeline.split=[2,1]", "--formula", "--json"]
+    told = json.loads(axonlaunch("estimate", *words).stdout)
+    states = [sum(one["breakdown"][name] for name in STATES) for one in told["ranks"]]
+    first, last = 8 * 256 + 2 * 8 * 9, 8 * 9 + 9 * 256
+    assert states == [4 * 4 * first, 4 * 4 * last]  # fp32, as AdamW has it
 
 
 @pytest.mark.parametrize(

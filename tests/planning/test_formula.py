@@ -1,0 +1,41 @@
+"""Closed formulas of states beside what a trace counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from axonlaunch import config
+from axonlaunch.planning import formula, memory
+
+SMALL = [
+    "model.hidden_size=64",
+    "model.num_attention_heads=4",
+    "data=synthetic_tokens",
+    "data.sequence_length=32",
+    "train.global_batch_size=16",
+    "hardware=cpu",
+]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "strategy=ddp launch.nproc=2",
+        "strategy=zero1 launch.nproc=2 optimizer=sgd",
+        "strategy=fsdp launch.nproc=4 train.precision=bf16",
+        "strategy=fsdp launch.nproc=2 strategy.fsdp.cpu_offload=optimizer_states",
+        "strategy=hsdp launch.nproc=4 strategy.fsdp.replicate=2 optimizer=sgd optimizer.momentum=0",
+        "strategy=pipeline launch.nproc=4 strategy.data_parallel=fsdp",
+        "strategy=tensor launch.nproc=2 model=llama_debug",
+    ],
+)
+def test_states_are_those_that_a_trace_counts(overrides: str) -> None:
+    chosen = config.load([*SMALL, *overrides.split()])
+    told, traced = formula.estimate(chosen), memory.estimate(chosen)
+    assert (told.mesh, told.parameters) == (traced.mesh, traced.parameters)
+    for one, other in zip(told.ranks, traced.ranks, strict=True):
+        assert (one.rank, one.coords) == (other.rank, other.coords)
+        for category in ("parameters", "optimizer"):  # at the peak gradients may not be there yet
+            # Norms are not divided by a tensor degree, and vectors not evenly by shards.
+            assert one.breakdown[category] == pytest.approx(other.breakdown[category], rel=0.06)
+        assert one.host_bytes == pytest.approx(other.host_bytes, rel=0.01)
