@@ -15,6 +15,9 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 _BUFFER = 16 << 20
 _ALIGNED = 4096
 """What lengths and places of direct writes are multiples of; the kernel asks for 512 or this."""
@@ -31,7 +34,8 @@ class DirectFile(io.RawIOBase):
             OSError: It can't be opened.
         """
         self._file = _opened(path)
-        self._buffers = [mmap.mmap(-1, _BUFFER) for _ in range(2)]  # aligned as pages are
+        # Memory that is mapped is aligned as pages are.
+        self._buffers = [np.frombuffer(mmap.mmap(-1, _BUFFER), np.uint8) for _ in range(2)]
         self._filled = 0
         self._handed = 0
         self._disk = ThreadPoolExecutor(max_workers=1)
@@ -51,16 +55,17 @@ class DirectFile(io.RawIOBase):
         Raises:
             OSError: Earlier ones could not be stored.
         """
-        view = memoryview(data).cast("B")
+        given = np.frombuffer(data, np.uint8)
         taken = 0
-        while taken < len(view):
-            part = view[taken : taken + _BUFFER - self._filled]
-            self._buffers[0][self._filled : self._filled + len(part)] = part
+        while taken < len(given):
+            part = given[taken : taken + _BUFFER - self._filled]
+            # Of memory views the copy would hold Python's lock, for which a training step waits.
+            np.copyto(self._buffers[0][self._filled : self._filled + len(part)], part)
             self._filled += len(part)
             taken += len(part)
             if self._filled == _BUFFER:
                 self._hand_over()
-        return len(view)
+        return len(given)
 
     def close(self) -> None:
         """Store what is left, and wait until the disk has it all.
@@ -103,14 +108,14 @@ def _opened(path: str | os.PathLike[str]) -> int:
         return os.open(path, flags, 0o666)
 
 
-def _store(file: int, buffer: mmap.mmap, size: int, place: int) -> None:
+def _store(file: int, buffer: npt.NDArray[np.uint8], size: int, place: int) -> None:
     """Write a buffer's first bytes at a place of a file; only its last ones may be unaligned."""
     whole = size - size % _ALIGNED
-    with memoryview(buffer) as view:
-        _write(file, view[:whole], place)
-        if size > whole:
-            _go_through_cache(file)
-            _write(file, view[whole:size], place + whole)
+    view = buffer.data
+    _write(file, view[:whole], place)
+    if size > whole:
+        _go_through_cache(file)
+        _write(file, view[whole:size], place + whole)
 
 
 def _write(file: int, view: memoryview, place: int) -> None:

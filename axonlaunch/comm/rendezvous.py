@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -177,13 +178,23 @@ def meet_at(host: str, port: int, *, listens: bool, timeout: timedelta) -> dist.
 def is_own(host: str) -> bool:
     """Say whether a host is this machine, by trying to be it."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        with socket.socket(family, kind, protocol) as probe:
+        family, address = _resolved(host, 0)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind(address)
     except OSError:
         return False
     return True
+
+
+def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """Return what a socket connects to, by IPv4 where a host has both.
+
+    Raises:
+        OSError: Nothing is known of the host.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, address
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -193,10 +204,9 @@ def listen(host: str, port: int) -> socket.socket:
         ValueError: The address is not this machine's, or the port is taken.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, address = _resolved(host, port)
     except OSError as error:
         raise ValueError(f"MASTER_ADDR={host}: {error.strerror or error}") from error
-    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -243,9 +253,8 @@ def interface_towards(host: str) -> str | None:
     if is_loopback(host):
         return next((name for name in ("lo", "lo0") if name in names), None)
     try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        with socket.socket(family, kind, protocol) as probe:
+        family, address = _resolved(host, 9)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # of datagrams: nothing is sent
             own = probe.getsockname()[0].partition("%")[0]
     except OSError:

@@ -70,7 +70,7 @@ def train(
             latter.
     """
     assert found.local_rank is not None
-    found, member_store, machines = _join(found)
+    member_store, machines = _join(found)
     peers = Peers(
         member_store,
         member=found.rank,
@@ -97,8 +97,8 @@ def train(
         return _run(config, found, peers, started=started, as_json=as_json)
 
 
-def _join(found: Surroundings) -> tuple[Surroundings, dist.Store, list[dict[str, Any]] | None]:
-    """Meet the other ranks.
+def _join(found: Surroundings) -> tuple[dist.Store, list[dict[str, Any]] | None]:
+    """Meet the other ranks; rank 0 learns what each said of itself.
 
     Raises:
         ConfigError: They can't meet.
@@ -132,7 +132,7 @@ def _join(found: Surroundings) -> tuple[Surroundings, dist.Store, list[dict[str,
     except TimeoutError as missing:
         message = f"ranks {missing} did not come within {JOIN_S:g} s"
         raise ConfigError([Problem("WORLD_SIZE", message, found.world_size)]) from None
-    return found, member_store, machines
+    return member_store, machines
 
 
 def _token(found: Surroundings) -> str:

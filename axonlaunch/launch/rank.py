@@ -26,6 +26,7 @@ import torch.distributed as dist
 from axonlaunch import checkpoint, worker
 from axonlaunch import config as configuration
 from axonlaunch.checkpoint import storage
+from axonlaunch.checkpoint.saver import SaveError
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.rendezvous import environment_of
 from axonlaunch.config import RunConfig
@@ -159,7 +160,8 @@ def claim_cores(place: Place) -> None:
 
 def report_of(error: BaseException, place: Place) -> Report:
     """Describe an exception that ends this rank."""
-    text = "".join(traceback.format_exception(error))
+    known = isinstance(error, checkpoint.DamagedError | SaveError)  # whose words say it all
+    text = None if known else "".join(traceback.format_exception(error))
     rank, beat = place.rank, place.pulse.read(place.local_rank)
     if isinstance(error, RankFailedError):
         rank, error = error.rank, error.__cause__ or error

@@ -73,12 +73,21 @@ def _named(config: RunConfig) -> RunConfig:
     if config.name == config.run_dir == "auto":
         folder = claim(default_name(config))
         return dataclasses.replace(config, name=folder.name, run_dir=str(folder))
-    folder = Path("runs", config.name) if config.run_dir == "auto" else Path(config.run_dir)
-    name = folder.name if config.name == "auto" else config.name
-    config = dataclasses.replace(config, name=name, run_dir=str(folder.absolute()))
+    config = named(config)
     _refuse_overwriting(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     return config
+
+
+def named(config: RunConfig) -> RunConfig:
+    """Return a run with its name and its folder, which is not made."""
+    name, folder = config.name, Path(config.run_dir)
+    if name == config.run_dir == "auto":
+        name = free_name(default_name(config))
+    if config.run_dir == "auto":
+        folder = Path("runs", name)
+    name = folder.name if name == "auto" else name
+    return dataclasses.replace(config, name=name, run_dir=str(folder.absolute()))
 
 
 def claim(name: str) -> Path:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, replaced
+from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig
 from axonlaunch.config.url import is_url
 from axonlaunch.launch import run_folder
 
@@ -128,16 +128,6 @@ def _write(config: RunConfig, folder: Path) -> Path:
     (folder / CONFIG).replace(folder / JOB)  # the run is yet to begin
     run_folder.write(folder / SCRIPT, render(config))
     return folder / SCRIPT
-
-
-def named(config: RunConfig) -> RunConfig:
-    """Return a run with a name and a folder, for a script that is only shown."""
-    if config.name == config.run_dir == "auto":
-        name = run_folder.free_name(run_folder.default_name(config))
-        return replaced(config, {"name": name, "run_dir": str(Path("runs", name).absolute())})
-    folder = Path("runs", config.name) if config.run_dir == "auto" else Path(config.run_dir)
-    name = folder.name if config.name == "auto" else config.name
-    return replaced(config, {"name": name, "run_dir": str(folder.absolute())})
 
 
 def problems(config: RunConfig) -> list[Problem]:

@@ -139,7 +139,7 @@ def _submit(
     status = 0
     for config in configs:
         if render:
-            print(slurm.render(slurm.named(config)), end="")
+            print(slurm.render(run_folder.named(config)), end="")
             continue
         status, summary = slurm.submit(config, announce=lambda text: print(text, file=output))
         told.append(summary)
