@@ -21,6 +21,9 @@ from axonlaunch.config.layout import world_size
 from axonlaunch.planning.record import Estimate, RankEstimate
 
 _OURS = ("mlp", "gpt", "llama", "vit")
+_MOST = 1000
+"""Estimates that are kept, of some kilobytes each: those of a source or a torch that was are never
+read again."""
 # What of ``train`` plays no part in a step.
 _IDLE = (
     "steps",
@@ -59,6 +62,16 @@ def write(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None
         return
     content = json.dumps(dataclasses.asdict(estimate))
     keep(_file(config, exact), f"{_hash(content)}\n{content}")
+    _forget_old()
+
+
+def _forget_old() -> None:
+    """Delete the oldest of too many estimates; another process may be at it too."""
+    with suppress(OSError):
+        found = [*folder().glob("*.json")]
+        if len(found) > _MOST:
+            for file in sorted(found, key=lambda one: one.stat().st_mtime)[:-_MOST]:
+                file.unlink()
 
 
 def keep(file: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -117,6 +118,20 @@ def test_nothing_is_kept_of_a_model_whose_source_is_not_ours(kept_here: Path) ->
     cache.write(with_plugin, MADE)
     assert cache.read(with_plugin) is None
     assert not kept_here.exists()
+
+
+def test_of_too_many_the_oldest_are_forgotten(
+    kept_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_MOST", 3)
+    kept_here.mkdir(parents=True)
+    for age in range(4):
+        (kept_here / f"{age}.json").write_text("")
+        os.utime(kept_here / f"{age}.json", (1000 - age, 1000 - age))
+    cache.write(run(), MADE)
+    assert cache.read(run()) == MADE
+    assert {"0.json", "1.json"} < {path.name for path in kept_here.iterdir()}
+    assert len([*kept_here.iterdir()]) == 3
 
 
 def test_a_folder_that_can_not_be_written_keeps_nothing(
