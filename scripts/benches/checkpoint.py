@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from axonlaunch.checkpoint import Retention, latest, load
-from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.saver import Completed, Saver
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.launch import forkserver
 
 TENSORS, ROWS, COLUMNS = 25, 2000, 2000  # 100 million parameters, two states of each
 MB = 1e6
+SILENT = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 def state(ranks: int) -> dict[str, dict[str, DTensor]]:
@@ -42,6 +43,13 @@ def seconds(work: Callable[[], object]) -> float:
     work()
     dist.barrier()
     return time.perf_counter() - began
+
+
+def direct(file: Path, size: int) -> list[str]:
+    """Return what writes as many bytes with no work but the disk's, after all else."""
+    count = f"count={round(size / (16 << 20))}"
+    dd = ["dd", "if=/dev/zero", f"of={file}", "bs=16M", count, "oflag=direct"]
+    return ["nice", "-n", "19", *dd]
 
 
 def copied(held: dict[str, dict[str, DTensor]]) -> list[torch.Tensor]:
@@ -112,27 +120,39 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
             one = latest(here / "run")
             assert one is not None
             mine = sorted(one.path.iterdir())[rank::ranks]
-            for name, work in {
-                "read the files": lambda m=mine: read(m),
-                "load, checksums included": lambda o=one: load(o, held, world=world),
-            }.items():
+            loaded = "load, checksums included", lambda o=one: load(o, held, world=world)
+            whole = "read the files", lambda m=mine: read(m)
+            for name, work in (whole, loaded, loaded, whole):  # disks grow faster and slower
                 if world.is_main:
                     forget(here)
                 note(name, seconds(work))
+
+            def beside(is_going_on: Callable[[], bool]) -> float:
+                times, writing = [], torch.ones(1)
+                while writing:
+                    times.append(step())
+                    writing.fill_(is_going_on())
+                    dist.all_reduce(writing, op=dist.ReduceOp.MAX)
+                return statistics.median(times)
+
+            note("copy of the state", seconds(lambda: copied(held)))
             usual = statistics.median(step() for _ in range(15))
             began = time.perf_counter()
             later.save(held, step=3 * repeat + 2, samples=0)
             note("stall of a save in the background", time.perf_counter() - began)
-            beside = []
-            writing, here_too = torch.ones(1), True
-            while writing:
-                beside.append(step())
-                here_too = here_too and not later.finished()
-                writing.fill_(here_too)
-                dist.all_reduce(writing, op=dist.ReduceOp.MAX)
+            done: list[Completed] = []
+
+            def is_saving(done: list[Completed] = done) -> bool:
+                done += later.finished()
+                return not done
+
+            note("steps beside it, relative", beside(is_saving) / usual)
             later.close()
             note("copy of the state", seconds(lambda: copied(held)))
-            note("steps beside it, relative", statistics.median(beside) / usual)
+            usual = statistics.median(step() for _ in range(15))
+            writer = subprocess.Popen(direct(here / f"direct_{rank}", size // ranks), **SILENT)
+            of_dd = beside(lambda w=writer: w.poll() is None) / usual
+            note("steps beside dd of as much past the cache, relative", of_dd)
     found["megabytes"] = [size / MB]
     return found
 
@@ -153,9 +173,9 @@ def main() -> None:
     for name, values in found.items():
         value = statistics.median(values)
         if "relative" in name:
-            print(f"{name:<40} {value:>8.3f}")
+            print(f"{name:<52} {value:>8.3f}")
         else:
-            print(f"{name:<40} {value:>7.2f} s  {size / value:>6.0f} MB/s")
+            print(f"{name:<52} {value:>7.2f} s  {size / value:>6.0f} MB/s")
     for ours, theirs in (("save", "dd with fsync"), ("load, checksums included", "read the files")):
         ratio = statistics.median(t / o for o, t in zip(found[ours], found[theirs], strict=True))
         print(f"{ours} at {ratio:.2f} of {theirs}")
