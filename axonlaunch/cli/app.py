@@ -91,10 +91,13 @@ def run() -> None:
 
 def _problems(error: Exception) -> list[str] | None:
     """Return a user's mistakes as lines; None for a bug of ours."""
+    from axonlaunch.checkpoint import DamagedError
     from axonlaunch.config.problem import ConfigError
 
     if isinstance(error, ConfigError):
         return [str(problem) for problem in error.problems]
+    if isinstance(error, DamagedError):
+        return [str(error)]
     # Typer's usage errors: some versions raise click's classes, some a copy of them.
     told = getattr(error, "format_message", None)
     return [" ".join(told().split())] if told else None

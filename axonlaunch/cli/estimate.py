@@ -127,7 +127,7 @@ def show(found: Forecast, console: Console) -> None:
         else:
             console.print(f"[red]does not fit[/red]  {device}: {report.size(-room)} too little")
             if not found.remedies and not found.notes:
-                console.print("no change of the layout makes it fit; use more ranks")
+                console.print("none of the changes that were tried makes it fit; use more ranks")
     for remedy in found.remedies:
         console.print()
         console.print(Text(" ".join(remedy.overrides), style="bold"), soft_wrap=True)

@@ -48,6 +48,7 @@ def command(
         print_json(listed)
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -57,5 +58,5 @@ def command(
         if kind is None:
             table.add_row(f"[cyan]{name}[/cyan]", f"[dim]{KINDS[name]}=...[/dim]")
         for option, summary in options.items():
-            table.add_row(option if kind else f"  {option}", summary)
+            table.add_row(option if kind else f"  {option}", escape(summary))
     Console(highlight=False).print(table)

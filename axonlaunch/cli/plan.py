@@ -66,6 +66,7 @@ def command(
             )
     seconds = time.monotonic() - began
     if write is not None:
+        write.parent.mkdir(parents=True, exist_ok=True)
         write.write_text(experiment(overrides or [], found.candidates[0].overrides))
     if as_json:
         print_json(as_object(found, seconds))
@@ -74,6 +75,9 @@ def command(
     show(found, console, seconds=seconds)
     if write is not None:
         console.print(f"\nwritten to {write}", markup=False, soft_wrap=True)
+        if write.parent.name == "experiment":
+            there = f"--config-dir {write.parent.parent} experiment={write.stem}"
+            console.print(f"axonlaunch train {there}", markup=False, soft_wrap=True)
 
 
 def as_object(found: Plan, seconds: float) -> dict[str, Any]:
@@ -117,9 +121,6 @@ def _checked(devices: int | None, write: Path | None) -> int:
         problems.append(Problem("--devices", "is how many to plan for; write 1 or more", given))
     if write is not None and write.suffix != ".yaml":
         problems.append(Problem("--write", "must end in .yaml", str(write)))
-    elif write is not None and not write.parent.is_dir():
-        message = f"there is no folder {write.parent}; make it"
-        problems.append(Problem("--write", message, str(write)))
     if problems:
         raise ConfigError(problems)
     assert devices is not None

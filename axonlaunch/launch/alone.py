@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn, TextIO
 
 import torch.distributed as dist
@@ -82,7 +83,9 @@ def train(
     with ExitStack() as folder:
         if found.rank == 0:
             try:
-                config = folder.enter_context(run_folder.create(compose(_counted(found, machines))))
+                given = compose(_counted(found, machines))
+                tell = partial(print, file=sys.stderr)
+                config = folder.enter_context(run_folder.create(given, tell=tell))
             except ConfigError:
                 peers.tell("frozen", {"refused": True})
                 peers.watch()

@@ -121,7 +121,7 @@ def conclude(
         tell_crash(config, outcome.crash, context)
     summary = finite(summary)
     run_folder.write_json(folder / "summary.json", summary)
-    if finished is not None:
+    if finished is not None or outcome.killed:
         console.summary(_rows(config, summary))
     if interrupted:
         return 130, summary
@@ -172,4 +172,15 @@ def _rows(config: RunConfig, summary: dict[str, Any]) -> list[tuple[str, str]]:
         words = "" if foretold is None else f", {gibibytes(foretold)} foretold"
         rows.append(("peak memory", f"{gibibytes(peak)} a rank{words}"))
     rows.append(("run folder", shortened(config.run_dir)))
+    if summary["status"] == "interrupted":
+        rows.append(("to go on", _to_go_on(config)))
     return rows
+
+
+def _to_go_on(config: RunConfig) -> str:
+    if is_url(config.checkpoint.path or ""):
+        return f"the same command with name={config.name}"
+    last = checkpoint.resolve(Path(config.checkpoint.path or config.run_dir))
+    if last is None:
+        return "there is no checkpoint of it; the same command begins anew"
+    return f"the same command with name={config.name}, from step {last.step}"

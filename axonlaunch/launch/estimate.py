@@ -27,7 +27,7 @@ from axonlaunch.planning.unread import naming_files, without_files
 
 STATES_ALONE = (
     "by closed formulas: parameters, their gradients and optimizer states, and what is gathered of "
-    "them; activations, buffers and temporaries come on top, and are not told"
+    "them; activations, messages and temporaries come on top, and are not told"
 )
 
 

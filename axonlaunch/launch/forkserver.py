@@ -28,11 +28,13 @@ def warm() -> Iterator[ForkServerContext]:
     """Start the server in the background, and end it on leaving."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    resource_tracker.ensure_running()  # by itself it would unblock what is blocked next
     # Blocked while the server starts, and so in it and whatever it forks until they say otherwise:
-    # Ctrl-C in the terminal is the parent's to handle.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Ctrl-C in the terminal, its end and a scheduler's word reach all of this group, and are the
+    # parent's to handle. Without its server it would know nothing of the ranks any more.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
+        resource_tracker.ensure_running()  # it unblocks what is blocked next
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         with _without_working_folder():
             forkserver.ensure_running()
     finally:
@@ -213,6 +215,7 @@ def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
 
 
 def _run(target: str, args: tuple[Any, ...]) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     # Locks of libraries are of the kind that they are in a process that a shell started; those of
     # a fork server's children have names, and whoever ends at once leaves them behind.
     multiprocessing.set_start_method(None, force=True)

@@ -68,8 +68,8 @@ def train(
     Raises:
         ConfigError: The port is taken or the folder can't be made; nothing was started.
     """
-    with _meeting(config) as meeting, run_folder.create(config) as config:
-        console = RunConsole(stream=sys.stderr if as_json else sys.stdout)
+    console = RunConsole(stream=sys.stderr if as_json else sys.stdout)
+    with _meeting(config) as meeting, run_folder.create(config, tell=console.line) as config:
         prediction = Prediction(context, config)
         record = Record(started, console, prediction)
         restarts = 0

@@ -204,7 +204,9 @@ class Membership:
             _agreed(met)
             if self._frozen is None:
                 given = configuration.replaced(self._given, {"launch.node_rank": "auto"})
-                self._frozen = folder.enter_context(run_folder.create(given))
+                self._frozen = folder.enter_context(
+                    run_folder.create(given, tell=self._console.line)
+                )
         except ConfigError as error:
             peers.tell("frozen", {"problems": [str(one) for one in error.problems]})
             peers.watch()

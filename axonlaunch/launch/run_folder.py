@@ -10,21 +10,33 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, to_yaml
+from axonlaunch import checkpoint
+from axonlaunch.checkpoint import storage
+from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, leaves, to_tree, to_yaml
 from axonlaunch.config.layout import layout, world_size
+from axonlaunch.config.problem import plain
+from axonlaunch.config.tree import read_yaml
+
+_LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
+_LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
+"""What of a configuration decides what is learned: a layout and a length don't."""
 
 
 @contextmanager
-def create(config: RunConfig) -> Iterator[RunConfig]:
+def create(config: RunConfig, *, tell: Callable[[str], object]) -> Iterator[RunConfig]:
     """Make the folder, freeze the configuration in it, and hold it while the run goes on.
 
     A name of the run's own choosing is numbered until its folder is new; a name that the user
     chose is taken as it is, for that is how a run is resumed.
+
+    Args:
+        config: Checked.
+        tell: Takes a line for the user.
 
     Raises:
         ConfigError: The folder can't be made, or holds a run that must not be continued.
@@ -39,6 +51,8 @@ def create(config: RunConfig) -> Iterator[RunConfig]:
     try:
         # The kernel lets go of it however the process ends.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if changed := _changed(config):
+            tell(f"goes on with other settings than before: {', '.join(changed)}")
         write(folder / CONFIG, to_yaml(config))
         yield config
     except BlockingIOError:
@@ -46,6 +60,26 @@ def create(config: RunConfig) -> Iterator[RunConfig]:
         raise ConfigError([Problem("run_dir", message)]) from None
     finally:
         os.close(lock)
+
+
+def _changed(config: RunConfig) -> list[str]:
+    """Return what a run that goes on learns by now, and did not before."""
+    file = Path(config.run_dir) / CONFIG
+    if config.checkpoint.resume != "auto" or not file.exists():
+        return []
+    if checkpoint.resolve(storage.root(config)) is None:
+        return []
+    try:
+        before, now = leaves(read_yaml(file.read_text())), leaves(to_tree(config))
+    except (OSError, ValueError):
+        return []
+    keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
+    keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]
+    return [
+        f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
+        for key in keys
+        if now.get(key) != before.get(key)
+    ]
 
 
 def keep(config: RunConfig) -> None:

@@ -104,7 +104,7 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     if shutil.which("sbatch") is None:
         message = "there is no sbatch here; submit from a machine of the cluster"
         raise ConfigError([Problem("launch.name", message, "slurm")])
-    with run_folder.create(config) as config:
+    with run_folder.create(config, tell=announce) as config:
         folder = Path(config.run_dir)
         script = _write(config, folder)
     words = ["sbatch", "--parsable", str(script)]

@@ -260,6 +260,7 @@ class Supervisor:
         del frame
         self._signals.append(number)
         if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel both tell
             silence = os.open(os.devnull, os.O_RDWR)
             for descriptor in range(3):
                 os.dup2(silence, descriptor)

@@ -1,6 +1,6 @@
 """What a run's parameters, gradients and optimizer states take, of a model that can't be traced.
 
-It counts parameters and divides them; of activations, buffers and temporaries it knows nothing, and
+It counts parameters and divides them; of activations, messages and temporaries it knows nothing, and
 whoever shows it has to say so.
 """
 
@@ -59,6 +59,7 @@ def _of_rank(blueprint: Blueprint, place: int) -> RankEstimate:
         config, shares, whole=whole, layer=max(blocks, default=0), ends=whole - sum(blocks)
     )
     breakdown = {category: round(held.get(category, 0)) for category in CATEGORIES}
+    breakdown["parameters"] += sum(b.nbytes for module in modules for b in module.buffers())
     kept = sum(held[category] for category in ("parameters", "gradients", "optimizer"))
     host = 0.0
     if shares.data_parallel == "fsdp" and config.strategy.fsdp.cpu_offload != "none":

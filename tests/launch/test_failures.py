@@ -138,6 +138,15 @@ def test_a_folder_in_which_a_run_goes_on_takes_no_second_one(
     assert len(served.losses("run")) == served.summary("run")["steps"]
 
 
+def test_a_run_that_goes_on_with_other_settings_says_which(served: Command) -> None:
+    words = ["strategy=single", "name=run", "checkpoint.every=3"]
+    assert "other settings" not in served.train(*words, "train.steps=3").stdout
+    assert "other settings" not in served.train(*words, "strategy=ddp").stdout
+    told = served.train(*words, "train.steps=9", "seed=4", "optimizer.lr=1e-5").stdout
+    said = "goes on with other settings than before: seed=4 (was 0), optimizer.lr=1e-05 (was 0.003)"
+    assert said in " ".join(told.split())
+
+
 def test_a_damaged_checkpoint_is_told_rather_than_trained_over(served: Command) -> None:
     words = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep=1"]
     served.train(*words)
