@@ -1,7 +1,7 @@
 """What a run's parameters, gradients and optimizer states take, of a model that can't be traced.
 
-It counts parameters and divides them; of activations, messages and temporaries it knows nothing, and
-whoever shows it has to say so.
+It counts parameters and divides them; of activations, messages and temporaries it knows nothing,
+and whoever shows it has to say so.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def planned(*, step_s: float, fits: bool = True, **breakdown: float) -> Planned:
 def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)
     words = [*MODEL, "strategy.tensor.degree=2", "train.global_batch_size=1"]
-    ran = axonlaunch("plan", *words, "--devices", "2", "--json", "--write", "best.yaml")
+    ran = axonlaunch("plan", *words, "--devices", "2", "--json", "--write", "experiment/best.yaml")
     told = json.loads(ran.stdout)
     assert told["searched"] > 1
     assert told["seconds"] > 0
@@ -64,8 +64,6 @@ def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: S
     estimated = json.loads(axonlaunch("estimate", *words, *best["overrides"], "--json").stdout)
     assert estimated["peak_bytes"] == best["peak_bytes"]
     assert estimated["mesh"] == best["mesh"]
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "best.yaml").rename(tmp_path / "experiment" / "best.yaml")
     chosen = config.load(["experiment=best"], config_dirs=[tmp_path])
     assert chosen == config.load([*words, *best["overrides"]])
 
