@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses import fake_tensor
 from torch.distributed import pipelining
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
+from axonlaunch.planning.fake_tensors import RememberingMode
 
 
 def join(*, rank: int, world_size: int) -> World:
@@ -59,11 +59,15 @@ def leave() -> None:
 
 def tensors_without_bytes() -> Any:
     """Return the mode in which tensors have shapes, types and storages, but no bytes."""
-    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    return RememberingMode()
 
 
 class _SaysYes(TorchDispatchMode):
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -48,8 +48,8 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
     places = [Place.of(blueprint, one, exact=exact) for one in where]
     runs: dict[Any, Callable[[], Any]] = {}
     on_gpu = config.hardware is None or config.hardware.name != "cpu"
-    if on_gpu and len(places) == 1:  # the longest to run, and all know whose it is
-        runs["process"] = _recorded(blueprint, 0)
+    if on_gpu:  # the longest to run, and the first place most often holds most
+        runs["process", 0] = _recorded(blueprint, 0)
     for place in places:
         runs.update(place.traces())
     done = dict(zip(runs, forked.run([*runs.values()]), strict=True))
@@ -61,9 +61,10 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
         memory = int(config.hardware.memory_gib * GIB)
     reserved = held = highest.peak_bytes
     if on_gpu:
-        if "process" not in done:
-            [done["process"]] = forked.run([_recorded(blueprint, highest.coords["pp"])])
-        found = _process(blueprint, highest, done["process"], memory=memory)
+        whose = "process", highest.coords["pp"]
+        if whose not in done:
+            [done[whose]] = forked.run([_recorded(blueprint, whose[1])])
+        found = _process(blueprint, highest, done[whose], memory=memory)
         reserved, held = found.allocator, found.process
     return Estimate(
         world_size=blueprint.world_size,

@@ -135,14 +135,14 @@ def _steps(
     spec = spec_for(blueprint.config.model)
     blocks = {n: [*spec.blocks(part).values()] for n, part in enumerate(dry.engine.modules)}
     depth.watch(blocks, trace)
-    with dry.storing(), fake_world.answering_yes():
+    with dry.storing():
         batch = dry.batch()
         if blueprint.shares.pipeline > 1:
             dry.settle()
         for _ in range(1 if blueprint.shares.pipeline > 1 else 2):
             dry.engine.backward(batch)
             trace.begin("update")
-            with trace.during("temporary"):
+            with trace.during("temporary"), fake_world.answering_yes():
                 dry.engine.update()
             trace.tag(dry.engine.state_dict()["optimizer"].values(), "optimizer")
             trace.follow(parameter for _, parameter in dry.engine.named_parameters())

@@ -1,0 +1,152 @@
+"""What is remembered of torch's fake tensors is what torch would make.
+
+If a private name of ``torch._subclasses.fake_tensor`` moved: ``planning/fake_tensors.py`` alone
+uses them; ``FakeTensorMode(allow_non_fake_inputs=True)`` in its place is slower and says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from axonlaunch.planning import fake_tensors
+from axonlaunch.planning.fake_tensors import RememberingMode
+
+
+def base() -> Tensor:
+    return torch.empty(6, 4)
+
+
+def attended() -> Tensor:
+    heads = torch.empty(2, 3, 8, 4)
+    return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+def normed() -> tuple[Tensor, ...]:
+    x = base()
+    return torch.native_layer_norm(x, [4], torch.empty(4), None, 1e-5)
+
+
+def copied_out() -> Tensor:
+    x, out = base(), torch.empty(6, 4)
+    torch.add(x, x, out=out)
+    return out
+
+
+def updated() -> Tensor:
+    x = base()
+    torch._foreach_add_([x, x], 1.0)
+    return x
+
+
+OPERATIONS: dict[str, Callable[[], Any]] = {
+    "fresh": lambda: base() @ base().t(),
+    "of another type": lambda: base().to(torch.bfloat16),
+    "a view": lambda: base().view(3, 8)[1:],
+    "a view of a view": lambda: base()[2:].t()[1],
+    "parts": lambda: base().chunk(2, dim=1),
+    "unfolded": lambda: base().unfold(0, 2, 1),
+    "changed in place": lambda: base().mul_(2),
+    "written into": copied_out,
+    "changed in a list": updated,
+    "a reduction": lambda: base().sum(),
+    "attention": attended,
+    "several": normed,
+    "expanded": lambda: torch.empty(1, 4).expand(6, 4),
+    "padded rows": lambda: torch.empty_strided((3, 2), (4, 1)).contiguous(),
+}
+
+
+def told(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        storage = result.untyped_storage().nbytes()
+        facts = result.shape, result.stride(), result.storage_offset(), result.dtype
+        return *facts, storage, result.device, result._is_view()
+    return [told(one) for one in result]
+
+
+@pytest.fixture(autouse=True)
+def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RememberingMode, "_recipes", {})
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_result_from_memory_is_the_one_that_torch_makes(name: str) -> None:
+    run = OPERATIONS[name]
+    with FakeTensorMode():
+        expected = told(run())
+    mode = RememberingMode()
+    with mode:
+        first = told(run())
+        remembered = dict(RememberingMode._recipes)
+        again = told(run())
+    assert first == again == expected
+    assert remembered == RememberingMode._recipes  # nothing was worked out anew
+    assert all(recipe is not None for recipe in remembered.values())
+
+
+def test_a_view_from_memory_stands_in_its_tensor_s_storage() -> None:
+    with RememberingMode():
+        for _ in range(2):
+            x = base()
+            assert x.t().untyped_storage() is x.untyped_storage()
+            assert x.mul_(2) is x
+            assert (x * 2).untyped_storage() is not x.untyped_storage()
+
+
+def test_numbers_that_are_equal_but_of_other_types_are_told_apart() -> None:
+    with RememberingMode():
+        whole = torch.empty(3, dtype=torch.int64)
+        assert (whole + 1).dtype == torch.int64
+        assert (whole + 1.0).dtype == torch.float32
+        assert (whole + True).dtype == torch.int64
+
+
+def test_gradients_are_the_shapes_that_torch_makes() -> None:
+    def gradients() -> Any:
+        weight = torch.empty(4, 4, requires_grad=True)
+        loss = torch.nn.functional.gelu(base() @ weight).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert weight.grad is not None
+        return told(weight.grad), loss.requires_grad
+
+    with FakeTensorMode():
+        expected = gradients()
+    with RememberingMode():
+        assert gradients() == gradients() == expected
+
+
+def test_what_changes_its_tensor_s_shape_is_done_each_time() -> None:
+    with RememberingMode():
+        for _ in range(2):
+            x = base()
+            x.resize_(2, 2)
+            assert x.shape == (2, 2)
+            x.t_()
+            assert x.stride() == (1, 2)
+
+
+def test_a_mode_remembers_for_the_next() -> None:
+    with RememberingMode():
+        base()
+    before = dict(RememberingMode._recipes)
+    with RememberingMode() as second:
+        assert isinstance(base(), FakeTensor)
+        assert base().fake_mode is second  # type: ignore[attr-defined]
+    assert before == RememberingMode._recipes
+
+
+def test_the_private_names_are_where_they_were() -> None:
+    assert callable(RememberingMode._should_skip_dynamo)
+    assert callable(torch._C._dispatch_key_set)
+    with RememberingMode() as mode:
+        x = base()
+    assert isinstance(x, FakeTensor)
+    assert (x.fake_mode, x.fake_device, x.constant) == (mode, torch.device("cpu"), None)
+    assert torch.ops.aten.lift_fresh.default in mode.lift_fns
+    assert fake_tensors._recipe(None, []) is not None
