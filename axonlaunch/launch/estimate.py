@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -78,10 +78,11 @@ def forecast(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
     """
     assert config.launch.nproc != "auto"
     config = _on_named_hardware(resolved(config, accelerators=0))
-    foretell = partial(foretold, context, exact=exact)
-    found, memory, told = foretell(config), _memory(config), []
-    if memory is not None and not found.fits:
-        told = remedies(config, found, memory=memory, estimate=foretell)
+    found, told = foretold(context, config, exact=exact), []
+    if found.fits is False:
+        told = forkserver.call(
+            context, "axonlaunch.launch.estimate:remedied", without_files(config), found
+        )
     return _told(config, found, remedies=told)
 
 
@@ -130,11 +131,17 @@ def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
         ConfigError: It can't be run on any machine, or can't be traced.
     """
     config = without_files(config)
+    make = partial(forkserver.call, context, "axonlaunch.launch.estimate:trace", config, exact)
+    return _through_cache(config, make, exact=exact)
+
+
+def _through_cache(
+    config: RunConfig, make: Callable[[], Estimate], *, exact: bool = False
+) -> Estimate:
     kept = cache.read(config, exact=exact)
     if kept is None:
-        made: Estimate = forkserver.call(context, "axonlaunch.launch.estimate:trace", config, exact)
-        cache.write(config, made, exact=exact)
-        return made
+        kept = make()
+        cache.write(config, kept, exact=exact)
     return kept
 
 
@@ -172,6 +179,33 @@ def trace(config: RunConfig, exact: bool = False) -> Estimate:
     forkserver.lead_group()  # it forks a process for each stage
     import_plugins(config.plugins)
     return memory.estimate(resolve_anywhere(config), exact=exact)
+
+
+def remedied(config: RunConfig, found: Estimate) -> list[Remedy]:
+    """Look for what makes a run fit, in a process forked from the server.
+
+    Args:
+        config: With ``launch.nproc`` resolved, and hardware whose memory is told.
+        found: Its estimate.
+
+    Raises:
+        ConfigError: The model can't be traced on one device.
+    """
+    from axonlaunch.planning import memory
+    from axonlaunch.planning.closed_memory import Formulas
+    from axonlaunch.preflight import resolve_anywhere
+
+    forkserver.lead_group()
+    import_plugins(config.plugins)
+    room = _memory(config)
+    assert room is not None
+    return remedies(
+        config,
+        found,
+        memory=room,
+        formula=Formulas.of(config).process_bytes,
+        estimate=lambda one: _through_cache(one, lambda: memory.estimate(resolve_anywhere(one))),
+    )
 
 
 def without_tracing(config: RunConfig) -> Estimate:

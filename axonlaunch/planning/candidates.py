@@ -103,7 +103,7 @@ def candidates(
             settings = {
                 **parallel,
                 "strategy.tensor.degree": tensor,
-                "strategy.tensor.sequence_parallel": tensor > 1 and _takes_sequences(config),
+                "strategy.tensor.sequence_parallel": tensor > 1 and takes_sequences(config),
                 "strategy.context.degree": context,
                 "strategy.pipeline.degree": pipeline,
                 "strategy.pipeline.schedule": schedule,
@@ -121,7 +121,7 @@ def _degrees(config: RunConfig, *, devices: int, in_node: int) -> Iterator[tuple
     shared = getattr(model, "num_key_value_heads", None) or heads
     depth = getattr(model, "num_hidden_layers", 1)
     length = getattr(config.data, "sequence_length", 1)
-    contexts = _powers(in_node) if length >= _LONG and _takes_sequences(config) else [1]
+    contexts = _powers(in_node) if length >= _LONG and takes_sequences(config) else [1]
     for tensor, pipeline, context in itertools.product(
         _powers(in_node), divisors(devices), contexts
     ):
@@ -133,7 +133,8 @@ def _degrees(config: RunConfig, *, devices: int, in_node: int) -> Iterator[tuple
             yield tensor, pipeline, context
 
 
-def _takes_sequences(config: RunConfig) -> bool:
+def takes_sequences(config: RunConfig) -> bool:
+    """Say whether a model's sequences can be divided over ranks."""
     return config.model.name in ("gpt", "llama")
 
 

@@ -1,13 +1,11 @@
 """The smallest changes that make a run fit its devices, each with what it costs.
 
-Of one setting, then of two and three together, it takes those that a closed formula says may fit,
-in a fixed order of cost, and has each estimated. It refuses nothing: what can't be run is passed
-over.
+Of one setting, then of two and three together, it takes those that closed formulas say may fit, in
+a fixed order of cost, and has each estimated. It refuses nothing: what can't be run is passed over.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -16,10 +14,10 @@ from typing import Any
 from axonlaunch.config import ConfigError, RunConfig, replaced, to_tree, typed
 from axonlaunch.config.layout import Layout, layout, world_size
 from axonlaunch.config.problem import plain
+from axonlaunch.planning.candidates import takes_sequences
 from axonlaunch.planning.record import Estimate, Remedy
 
 Settings = Mapping[str, Any]
-Keeps = Mapping[str, float]
 
 MOST = 3
 TOGETHER = 3
@@ -27,8 +25,9 @@ TOGETHER = 3
 TRACED = 8
 """Changes that are estimated, at most: a person waits."""
 
-_STATES = ("parameters", "gradients", "optimizer")
-_PASSING = ("activations", "communication", "temporary")
+_SHARDING = "strategy.fsdp.sharding"
+_LIKELY = 1.15
+"""Times the memory of a device that formulas may find at most: they are not right to the byte."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,10 @@ class Option:
     Attributes:
         settings: Dotted keys and values.
         cost: What it costs, in words.
-        keeps: The least fraction that can be left of each category of memory; 1 of the others.
     """
 
     settings: Settings
     cost: str
-    keeps: Keeps
 
 
 Lever = Sequence[Option]
@@ -64,12 +61,17 @@ def levers(config: RunConfig) -> list[Lever]:
         _sequence_parallel(config),
         _tensor(config, shares),
         _pipeline(config, shares),
-        _offload(config),
+        _offload(config, shares),
     ]
 
 
 def remedies(
-    config: RunConfig, found: Estimate, *, memory: float, estimate: Callable[[RunConfig], Estimate]
+    config: RunConfig,
+    found: Estimate,
+    *,
+    memory: float,
+    formula: Callable[[RunConfig], float],
+    estimate: Callable[[RunConfig], Estimate],
 ) -> list[Remedy]:
     """Return up to three changes after which a run fits, the cheapest first.
 
@@ -77,28 +79,27 @@ def remedies(
         config: Of a run that does not fit, with ``launch.nproc`` resolved.
         found: Its estimate.
         memory: Bytes of a device.
+        formula: The bytes of the highest rank of a changed configuration, about.
         estimate: Of a changed configuration; raises ``ConfigError`` where it can't be run.
     """
     told: list[Remedy] = []
     enough: list[set[int]] = []
-    seen: dict[int, Keeps] = {}
     traced = 0
+    # Formulas are judged by themselves and by how far they are off where the answer is known.
+    off = min(1.0, found.process_bytes / formula(config))
     for which, options in _candidates(levers(config)):
         if len(told) == MOST or traced == TRACED:
             break
         if any(fewer <= set(which) for fewer in enough):
             continue
-        keeps = [seen.get(id(option), option.keeps) for option in options]
-        if _least(found, keeps) > memory:
-            continue
         settings = {key: value for option in options for key, value in option.settings.items()}
+        if off * formula(replaced(config, settings)) > _LIKELY * memory:
+            continue
         try:
             after = estimate(changed(config, settings))
         except ConfigError:
             continue
         traced += 1
-        if len(options) == 1:
-            seen[id(options[0])] = _kept(found, after)
         if after.process_bytes <= memory:
             overrides = [f"{key}={plain(value)}" for key, value in settings.items()]
             costs = [option.cost for option in options]
@@ -116,23 +117,6 @@ def _candidates(available: Sequence[Lever]) -> Iterator[tuple[tuple[int, ...], t
                 yield which, tuple(option for _, option in way)
 
 
-def _least(found: Estimate, keeps: Sequence[Keeps]) -> float:
-    """Return bytes that the highest rank can't come below."""
-    return max(
-        sum(
-            size * math.prod(kept.get(category, 1.0) for kept in keeps)
-            for category, size in one.breakdown.items()
-        )
-        for one in found.ranks
-    )
-
-
-def _kept(before: Estimate, after: Estimate) -> Keeps:
-    """Return what an option left of each category on the highest rank, now that it is known."""
-    old, new = (max(e.ranks, key=lambda one: one.peak_bytes).breakdown for e in (before, after))
-    return {category: new[category] / size for category, size in old.items() if size}
-
-
 def changed(config: RunConfig, settings: Settings) -> RunConfig:
     """Return a configuration with some settings changed.
 
@@ -148,22 +132,19 @@ def _micro_batches(shares: Layout) -> Lever:
     while size % 2 == 0:
         size, count = size // 2, count * 2
         cost = f"{count} smaller micro-batches: smaller matrix products, as much compute"
-        keeps = dict.fromkeys(_PASSING, size / shares.micro_batch_size)
-        options.append(Option({"train.micro_batch_size": size}, cost, keeps))
+        options.append(Option({"train.micro_batch_size": size}, cost))
     return options
 
 
 def _recomputing(config: RunConfig) -> Lever:
     """Backward computes twice what forward does: Kaplan et al., 2020, section 2.1."""
     key, now = "train.activation_checkpointing", config.train.activation_checkpointing
-    keeps = dict.fromkeys(("activations", "temporary"), 0.0)
     options = [
         Option(
             {key: "selective"},
             "recomputes every second matrix product of the forward: about 1/6 more compute",
-            keeps,
         ),
-        Option({key: "full"}, "recomputes the forward: about 1/3 more compute", keeps),
+        Option({key: "full"}, "recomputes the forward: about 1/3 more compute"),
     ]
     return options[("none", "selective", "full").index(now) :]
 
@@ -176,25 +157,17 @@ def _sharding(config: RunConfig, shares: Layout) -> Lever:
     """
     if shares.data_ranks == 1:
         return []
-    kind, sharding = "strategy.data_parallel", "strategy.fsdp.sharding"
+    kind, sharding = "strategy.data_parallel", _SHARDING
     count = shares.micro_batches
-    share = 1 / shares.data_ranks
-    sharded = dict.fromkeys(_STATES, share) | {"communication": 0.0, "temporary": 0.0}
     options = [
-        Option(
-            {kind: "zero1"},
-            f"gathers updated parameters: {_traffic(1.5)}",
-            {"optimizer": share, "temporary": 0.0},
-        ),
+        Option({kind: "zero1"}, f"gathers updated parameters: {_traffic(1.5)}"),
         Option(
             {kind: "fsdp", sharding: "shard_grad_op"},
             f"gathers parameters for every micro-batch: {_traffic(count)}",
-            sharded,
         ),
         Option(
             {kind: "fsdp", sharding: "full_shard"},
             f"gathers parameters in every forward and backward: {_traffic(1.5 * count)}",
-            sharded,
         ),
     ]
     is_sharded = shares.data_parallel == "fsdp"
@@ -213,31 +186,31 @@ def _sequence_parallel(config: RunConfig) -> Lever:
     if tensor.degree == 1 or tensor.sequence_parallel:
         return []
     cost = "an all-gather and a reduce-scatter for each all-reduce: as much traffic"
-    keeps = dict.fromkeys(_PASSING, 1 / tensor.degree)
-    return [Option({"strategy.tensor.sequence_parallel": True}, cost, keeps)]
+    return [Option({"strategy.tensor.sequence_parallel": True}, cost)]
 
 
 def _tensor(config: RunConfig, shares: Layout) -> Lever:
-    """Source: Shoeybi et al., "Megatron-LM", 2019, section 3."""
+    """Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
+
+    What it does not divide, sequence parallelism does, for as much traffic.
+    """
     cost = "4 all-reduces of activations more a layer and micro-batch"
+    more: Settings = {}
     if shares.tensor > 1:
         cost = "smaller matrix products between as many all-reduces, over more ranks"
+    elif takes_sequences(config):
+        cost = f"all-gathers and reduce-scatters: as much as {cost}"
+        more = {"strategy.tensor.sequence_parallel": True}
     return [
         Option(
-            {"strategy.tensor.degree": degree, **_same_micro_batch(config, shares)},
-            cost,
-            dict.fromkeys(_STATES + _PASSING, shares.tensor / degree),
+            {"strategy.tensor.degree": degree, **more, **_same_micro_batch(config, shares)}, cost
         )
         for degree in _doubled(shares.tensor, shares)
     ]
 
 
 def _pipeline(config: RunConfig, shares: Layout) -> Lever:
-    """Ranks are idle for (p - 1) / (v m + p - 1): Narayanan et al., 2021, section 2.2.
-
-    By the same source the first stage of 1F1B holds min(p, m) micro-batches.
-    """
-    in_flight = min(shares.pipeline, shares.round_microbatches)
+    """Ranks are idle for (p - 1) / (v m + p - 1): Narayanan et al., 2021, section 2.2."""
     options = []
     for degree in _doubled(shares.pipeline, shares):
         settings = {"strategy.pipeline.degree": degree, **_same_micro_batch(config, shares)}
@@ -247,36 +220,29 @@ def _pipeline(config: RunConfig, shares: Layout) -> Lever:
             continue
         idle = (degree - 1) / (new.stages_per_rank * new.round_microbatches + degree - 1)
         cost = f"ranks wait {idle:.0%} of a step for each other"
-        keeps = dict.fromkeys(_STATES + _PASSING, shares.pipeline / degree)
-        keeps["activations"] *= min(degree, new.round_microbatches) / in_flight
-        options.append(Option(settings, cost, keeps))
+        options.append(Option(settings, cost))
     return options
 
 
-def _offload(config: RunConfig) -> Lever:
+def _offload(config: RunConfig, shares: Layout) -> Lever:
     """What crosses the link to the host: Ren et al., "ZeRO-Offload", 2021, section 4."""
-    fsdp = config.strategy.fsdp
-    if config.strategy.data_parallel != "fsdp" or fsdp.cpu_offload == "full":
-        return []
-    key = "strategy.fsdp.cpu_offload"
-    options = [
-        Option(
-            {key: "params"},
-            "parameters and gradients cross the link to host memory every step",
-            {"parameters": 0.0, "gradients": 0.0, "temporary": 0.0},
-        ),
-        Option(
-            {key: "optimizer_states"},
-            "optimizer states cross the link to host memory both ways every step",
-            {"optimizer": 0.0, "temporary": 0.0},
-        ),
-        Option(
-            {key: "full"},
-            "parameters and gradients cross the link to host memory, whose cores do the update",
-            dict.fromkeys((*_STATES, "temporary"), 0.0),
-        ),
-    ]
-    return options if fsdp.cpu_offload == "none" else options[-1:]
+    key, now = "strategy.fsdp.cpu_offload", config.strategy.fsdp.cpu_offload
+    costs = {
+        "params": "parameters and gradients cross the link to host memory every step",
+        "optimizer_states": "optimizer states cross the link to host memory both ways every step",
+        "full": "parameters and gradients cross the link to host memory, whose cores do the update",
+    }
+    sharded = config.strategy.data_parallel == "fsdp"
+    if not sharded:
+        if shares.data_ranks == 1:
+            return []
+        before: Settings = {"strategy.data_parallel": "fsdp", _SHARDING: "full_shard"}
+        return [
+            Option({**before, key: value}, f"parameters are sharded, and {cost}")
+            for value, cost in costs.items()
+        ]
+    left = {"none": [*costs], "full": []}.get(now, ["full"])
+    return [Option({key: value}, costs[value]) for value in left]
 
 
 def _same_micro_batch(config: RunConfig, shares: Layout) -> Settings:

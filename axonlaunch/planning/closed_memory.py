@@ -7,17 +7,20 @@ traced. Rounding, buckets and messages between stages are left out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Self
 
 from axonlaunch.config import RunConfig, replaced
-from axonlaunch.config.layout import Layout, of_ranks
+from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
 from axonlaunch.config.optimizer import SGDConfig
 from axonlaunch.config.schedules import SCHEDULES
-from axonlaunch.planning import forked
+from axonlaunch.config.schema import StrategyConfig
+from axonlaunch.planning import forked, process
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.place import traced
-from axonlaunch.planning.step_work import StepWork, shortened
+from axonlaunch.planning.step_work import StepWork, rehearse, shortened, step_work
 from axonlaunch.planning.trace import CATEGORIES, Category
 
 _FP32 = 4
@@ -28,6 +31,8 @@ _WITH_GRADIENT = 1.5
 """Logits and their loss at the start of backward, beside what they are before."""
 _WORKING_LAYERS = 2
 """Layers that FSDP has gathered at once."""
+_CACHED = 1.05
+"""What the allocator keeps, beside what closed formulas say of tensors: a little, to lose none."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,64 @@ class Held:
 
     layer: float
     ends: float
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """A model, traced on one device: what all of its layouts are told from.
+
+    Attributes:
+        one: The work of a step of one sample.
+        held: What a sample leaves behind under each kind of recomputation.
+    """
+
+    one: StepWork
+    held: dict[str, Held]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Trace the model of a run; this process must have no world.
+
+        Raises:
+            ConfigError: It can't be traced.
+        """
+        alone = on_one_device(config)
+        rehearse(alone)
+        runs: list[Callable[[], Any]] = [
+            partial(step_work, alone, world_size=1),
+            partial(activations, alone),
+        ]
+        return cls(*forked.run(runs))
+
+    def process_bytes(self, config: RunConfig, shares: Layout | None = None) -> float:
+        """Return what the highest rank of a layout holds of its device, about.
+
+        Args:
+            config: The layout's run, with ``launch.nproc`` resolved.
+            shares: Its layout; None: to be found.
+        """
+        shares = shares or layout(config, world_size=world_size(config))
+        layers = -(-sum(self.one.layers) // shares.pipeline)
+        tensors = peak_bytes(config, shares, one=self.one, held=self.held, layers=layers)
+        if config.hardware is not None and config.hardware.name == "cpu":
+            return tensors
+        rest = process.CUDA_CONTEXT + process.communicators(shares.axes.values())
+        return _CACHED * tensors + rest
+
+
+def on_one_device(config: RunConfig) -> RunConfig:
+    """Return a run of the same model on one device, a sample a step."""
+    return replaced(
+        config,
+        {
+            "strategy": StrategyConfig(data_parallel="none"),
+            "train.global_batch_size": 1,
+            "train.micro_batch_size": 1,
+            "train.activation_checkpointing": "none",
+            "train.compile": False,
+            **of_ranks(1),
+        },
+    )
 
 
 def activations(config: RunConfig) -> dict[str, Held]:

@@ -13,27 +13,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from axonlaunch.config import ConfigError, Problem, RunConfig, leaves, replaced
+from axonlaunch.config import ConfigError, Problem, RunConfig, leaves
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import Layout, of_ranks, world_size
+from axonlaunch.config.layout import world_size
 from axonlaunch.config.problem import plain
-from axonlaunch.config.schema import StrategyConfig
-from axonlaunch.planning import closed_memory, forked, process
+from axonlaunch.planning import forked
 from axonlaunch.planning.candidates import Candidate, candidates
+from axonlaunch.planning.closed_memory import Formulas
 from axonlaunch.planning.memory import estimate
 from axonlaunch.planning.record import GIB, Plan, Planned
 from axonlaunch.planning.roofline import figure
 from axonlaunch.planning.scaled_work import scaled
 from axonlaunch.planning.step_time import StepTime
-from axonlaunch.planning.step_work import StepWork, rehearse, step_work
+from axonlaunch.planning.step_work import step_work
 from axonlaunch.planning.throughput import Throughput, timed
 
 TIMED = 6
 """Layouts whose work is traced."""
 TRIED = 4
 """Layouts whose memory is estimated at most: a person waits."""
-_CACHED = 1.05
-"""What the allocator keeps, beside what closed formulas say of tensors: a little, to lose none."""
 _REFUSED = 200
 """Layouts that a run's own checks may refuse before the search gives up."""
 
@@ -74,14 +72,8 @@ def plan(
     )
     if not listed:
         raise ConfigError([_indivisible(config, devices, kept)])
-    alone = on_one_device(config)
-    rehearse(alone)
-    runs: list[Callable[[], Any]] = [
-        partial(step_work, alone, world_size=1),
-        partial(closed_memory.activations, alone),
-    ]
-    one, held = forked.run(runs)
-    likely = _likely(listed, one=one, held=held, hardware=hardware, memory=memory)
+    formulas = Formulas.of(config)
+    likely = _likely(listed, formulas=formulas, hardware=hardware, memory=memory)
     first = _fastest(_legal(likely, check), hardware=hardware)
     machines = devices // in_node if devices % in_node == 0 else 1
     found = _estimated(first, config=config, ranks=(machines, devices // machines), wanted=wanted)
@@ -99,26 +91,10 @@ class _Likely:
     bytes: float
 
 
-def on_one_device(config: RunConfig) -> RunConfig:
-    """Return a run of the same model on one device, a sample a step."""
-    return replaced(
-        config,
-        {
-            "strategy": StrategyConfig(data_parallel="none"),
-            "train.global_batch_size": 1,
-            "train.micro_batch_size": 1,
-            "train.activation_checkpointing": "none",
-            "train.compile": False,
-            **of_ranks(1),
-        },
-    )
-
-
 def _likely(
     listed: Iterable[Candidate],
     *,
-    one: StepWork,
-    held: dict[str, closed_memory.Held],
+    formulas: Formulas,
     hardware: HardwareConfig,
     memory: float,
 ) -> list[_Likely]:
@@ -128,12 +104,7 @@ def _likely(
     smallest: _Likely | None = None
     for candidate in listed:
         shares = candidate.shares
-        layers = _layers(sum(one.layers), shares.num_stages)
-        most = -(-sum(one.layers) // shares.pipeline)
-        tensors = closed_memory.peak_bytes(
-            candidate.config, shares, one=one, held=held, layers=most
-        )
-        size = _CACHED * tensors + _besides(shares)
+        size = formulas.process_bytes(candidate.config, shares)
         if size > memory:
             if smallest is None or size < smallest.bytes:
                 smallest = _Likely(candidate, math.inf, size)
@@ -141,7 +112,8 @@ def _likely(
         if (kept_there := (candidate.family, candidate.offload)) in done:
             continue  # what recomputes less comes first
         done.add(kept_there)
-        work = scaled(one, candidate.config, shares, layers=layers)
+        layers = _layers(sum(formulas.one.layers), shares.num_stages)
+        work = scaled(formulas.one, candidate.config, shares, layers=layers)
         seconds = StepTime(candidate.config, shares, hardware).about(work)
         known = best.get(candidate.family)
         if known is None or seconds < known.step_s:
@@ -154,11 +126,6 @@ def _likely(
 
 def _layers(depth: int, stages: int) -> tuple[int, ...]:
     return tuple(depth // stages + (stage < depth % stages) for stage in range(stages))
-
-
-def _besides(shares: Layout) -> float:
-    """Return bytes of a device that no tensor has."""
-    return process.CUDA_CONTEXT + process.communicators(shares.axes.values())
 
 
 def _legal(likely: list[_Likely], check: Callable[[RunConfig], RunConfig]) -> list[Candidate]:

@@ -13,6 +13,7 @@ from axonlaunch.config.layout import layout, resolved
 from axonlaunch.planning.changes import levers, remedies
 from axonlaunch.planning.record import Estimate, RankEstimate
 
+HEADS = ["model.num_attention_heads=8", "data.sequence_length=64"]
 STATES = 1000
 SAMPLE = 100
 
@@ -41,8 +42,13 @@ def estimate(chosen: RunConfig) -> Estimate:
     )
 
 
+def formula(chosen: RunConfig) -> float:
+    """Formulas that say a tenth too much."""
+    return 1.1 * estimate(chosen).process_bytes
+
+
 def told(chosen: RunConfig, memory: int) -> list[list[str]]:
-    found = remedies(chosen, estimate(chosen), memory=memory, estimate=estimate)
+    found = remedies(chosen, estimate(chosen), memory=memory, formula=formula, estimate=estimate)
     assert all(one.process_bytes <= memory and one.costs for one in found)
     return [one.overrides for one in found]
 
@@ -68,8 +74,14 @@ def test_what_a_change_leaves_alone_is_not_traced_in_vain() -> None:
         tried.append(one)
         return estimate(one)
 
-    remedies(chosen, estimate(chosen), memory=950, estimate=counting)
-    assert all(one.train.activation_checkpointing == "none" for one in tried)
+    remedies(chosen, estimate(chosen), memory=800, formula=formula, estimate=counting)
+    assert tried
+    for one in tried:
+        strategy = one.strategy
+        assert (
+            strategy.data_parallel == "fsdp"
+            or strategy.tensor.degree * strategy.pipeline.degree > 1
+        )
 
 
 def test_where_no_one_change_is_enough_several_are_told() -> None:
@@ -80,6 +92,26 @@ def test_where_no_one_change_is_enough_several_are_told() -> None:
         "strategy.fsdp.sharding=shard_grad_op",
     ]
     assert len(found) <= 3
+
+
+def test_replicas_are_sharded_before_anything_of_them_goes_to_the_host() -> None:
+    offloading = levers(run("strategy=ddp"))[-1]
+    assert [option.settings["strategy.fsdp.cpu_offload"] for option in offloading] == [
+        "params",
+        "optimizer_states",
+        "full",
+    ]
+    assert all(option.settings["strategy.data_parallel"] == "fsdp" for option in offloading)
+    assert levers(run("strategy=tensor", "strategy.tensor.degree=8", *HEADS))[-1] == []
+
+
+def test_what_tensor_parallelism_leaves_whole_is_divided_by_the_sequence() -> None:
+    [*_, tensor, _, _] = levers(run("strategy=fsdp", *HEADS))
+    assert tensor[0].settings == {
+        "strategy.tensor.degree": 2,
+        "strategy.tensor.sequence_parallel": True,
+        "train.micro_batch_size": 8,
+    }
 
 
 def test_where_nothing_is_enough_nothing_is_told() -> None:
@@ -94,7 +126,7 @@ def test_what_can_not_be_run_is_passed_over() -> None:
             raise ConfigError([Problem("model", "no")])
         return estimate(one)
 
-    found = remedies(chosen, estimate(chosen), memory=600, estimate=picky)
+    found = remedies(chosen, estimate(chosen), memory=600, formula=formula, estimate=picky)
     assert [one.overrides for one in found] == [["train.micro_batch_size=4"]]
 
 

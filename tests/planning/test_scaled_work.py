@@ -7,9 +7,9 @@ import pytest
 from axonlaunch import config
 from axonlaunch.config.layout import layout
 from axonlaunch.planning import closed_memory, forked
+from axonlaunch.planning.closed_memory import on_one_device
 from axonlaunch.planning.memory import estimate
 from axonlaunch.planning.operations import Attention, Exchange, Product, Work
-from axonlaunch.planning.planner import on_one_device
 from axonlaunch.planning.scaled_work import scaled
 from axonlaunch.planning.step_work import StepWork, step_work
 
