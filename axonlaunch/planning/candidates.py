@@ -21,7 +21,8 @@ _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _MOST_STAGES = 32
 _SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
 _LONG = 32_768
-"""Positions of a sequence from which a ring of ranks is worth its merges."""
+"""Positions of a sequence from which a ring of ranks is worth its merges, samples or not."""
+_CONTEXT = "strategy.context.degree"
 _OFFLOAD = "strategy.fsdp.cpu_offload"
 _OFFLOADED = ("none", "optimizer_states", "params")
 _RECOMPUTE = "train.activation_checkpointing"
@@ -34,7 +35,7 @@ SEARCHED = (
     _OFFLOAD,
     "strategy.tensor.degree",
     "strategy.tensor.sequence_parallel",
-    "strategy.context.degree",
+    _CONTEXT,
     "strategy.pipeline.degree",
     "strategy.pipeline.schedule",
     "train.micro_batch_size",
@@ -86,7 +87,9 @@ def candidates(
         offloads: Whether a device has a host whose memory it could use.
     """
     batch = config.train.global_batch_size
-    for tensor, pipeline, context in _degrees(config, devices=devices, in_node=in_node):
+    for tensor, pipeline, context in _degrees(
+        config, devices=devices, in_node=in_node, context=kept.get(_CONTEXT)
+    ):
         ranks = devices // (tensor * pipeline * context)
         if batch % ranks:
             continue
@@ -104,7 +107,7 @@ def candidates(
                 **parallel,
                 "strategy.tensor.degree": tensor,
                 "strategy.tensor.sequence_parallel": tensor > 1 and takes_sequences(config),
-                "strategy.context.degree": context,
+                _CONTEXT: context,
                 "strategy.pipeline.degree": pipeline,
                 "strategy.pipeline.schedule": schedule,
                 "train.micro_batch_size": size,
@@ -115,22 +118,32 @@ def candidates(
                 yield Candidate(made, layout(made, world_size=devices), settings)
 
 
-def _degrees(config: RunConfig, *, devices: int, in_node: int) -> Iterator[tuple[int, int, int]]:
+def _degrees(
+    config: RunConfig, *, devices: int, in_node: int, context: int | None
+) -> Iterator[tuple[int, int, int]]:
     model: Any = config.model
     heads = getattr(model, "num_attention_heads", 0)  # without any, none are divided
     shared = getattr(model, "num_key_value_heads", None) or heads
     depth = getattr(model, "num_hidden_layers", 1)
     length = getattr(config.data, "sequence_length", 1)
-    contexts = _powers(in_node) if length >= _LONG and takes_sequences(config) else [1]
-    for tensor, pipeline, context in itertools.product(
+    batch, contexts = config.train.global_batch_size, [1]
+    if context is not None:
+        contexts = [context]
+    elif takes_sequences(config):
+        contexts = _powers(in_node)
+    for tensor, pipeline, around in itertools.product(
         _powers(in_node), divisors(devices), contexts
     ):
-        if devices % (tensor * pipeline * context) or pipeline > min(depth, _MOST_STAGES):
+        if devices % (tensor * pipeline * around) or pipeline > min(depth, _MOST_STAGES):
             continue
         if heads % tensor or shared % tensor or getattr(model, "vocab_size", tensor) % tensor:
             continue
-        if context == 1 or (length % (2 * context * tensor) == 0 and not config.train.compile):
-            yield tensor, pipeline, context
+        if around > 1:
+            if length % (2 * around * tensor) or config.train.compile:
+                continue
+            if context is None and length < _LONG and devices // (tensor * pipeline) <= batch:
+                continue  # its merges cost, and there are samples for everyone
+        yield tensor, pipeline, around
 
 
 def takes_sequences(config: RunConfig) -> bool:

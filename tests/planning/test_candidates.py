@@ -79,10 +79,13 @@ def test_tensor_parallelism_stays_in_a_node_and_divides_the_heads() -> None:
     assert {one.shares.tensor for one in listed("model.num_attention_heads=2")} == {1, 2}
 
 
-def test_context_is_for_long_sequences() -> None:
+def test_context_is_for_long_sequences_and_few_samples() -> None:
     assert {one.shares.context for one in listed()} == {1}
     long = listed("data.sequence_length=65536", "model.max_position_embeddings=65536")
     assert {one.shares.context for one in long} == {1, 2, 4}
+    few = listed("train.global_batch_size=2", "model.num_attention_heads=1", "strategy=single")
+    assert {(one.shares.data_ranks, one.shares.context) for one in few} == {(2, 4), (1, 4)}
+    assert {one.shares.context for one in listed(**{"strategy.context.degree": 2})} == {2}
 
 
 def test_what_the_user_has_set_stays() -> None:
