@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, telling
 
 HELP = "Draw the pipeline's schedule: who does what when, and who waits."
 EXAMPLES = """Examples:
@@ -17,6 +17,7 @@ EXAMPLES = """Examples:
   axonlaunch schedule strategy=pipeline strategy.pipeline.degree=4 strategy.pipeline.schedule=gpipe
   axonlaunch schedule strategy=pipeline strategy.pipeline.degree=4 \\
       strategy.pipeline.schedule=zbv_zero_bubble --plot bubble.svg
+  axonlaunch schedule strategy=pipeline model=llama3_8b --memory
 """
 
 
@@ -28,11 +29,15 @@ def command(
         Path | None,
         typer.Option("--plot", help="Also draw a picture, .png or .svg.", show_default=False),
     ] = None,
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="Also trace what the activations of each stage take."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Draw the pipeline's schedule."""
     from axonlaunch import config as configuration
-    from axonlaunch.config import ConfigError, Problem
+    from axonlaunch.config import ConfigError, Problem, replaced
     from axonlaunch.config.layout import layout, resolved, world_size
     from axonlaunch.config.rules import broken_world_rules
 
@@ -67,6 +72,14 @@ def command(
         schedule, forward=1 / schedule.stages_per_rank, backward=2 / schedule.stages_per_rank
     )
     stats = PipelineMemoryStats.from_schedule(schedule)
+    if memory:
+        from axonlaunch.launch import forkserver
+        from axonlaunch.launch.estimate import foretold
+        from axonlaunch.planning.memory_stats import pipeline_stats
+
+        with forkserver.warm() as context, telling("tracing a step"):
+            found = foretold(context, replaced(config, {"hardware": None}))
+        stats = pipeline_stats(found, schedule)
     if plot is not None:
         pipeline_plot.plot(times, plot)
     if as_json:
@@ -80,6 +93,7 @@ def command(
                 "bubble_fraction": stats.bubble_fraction,
                 "span": times.span,
                 "live_activations": list(stats.live_activations),
+                "activation_bytes": stats.activation_bytes,
                 "ranks": [
                     {
                         "rank": rank,
@@ -105,5 +119,10 @@ def command(
     )
     console.print(text_timeline(times, width=console.width), no_wrap=True)
     console.print(text_stats(stats, width=console.width), markup=False)
+    if stats.activation_bytes is not None:
+        from axonlaunch.planning.report import size
+
+        held = " ".join(f"{n}:{size(held)}" for n, held in enumerate(stats.activation_bytes))
+        console.print(f"in bytes     {held}", markup=False)
     if plot is not None:
         console.print(f"picture      {plot}", markup=False, soft_wrap=True)

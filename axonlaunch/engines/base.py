@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from axonlaunch.data.dataset import Batch
+from axonlaunch.engines.fsdp_memory import FSDPMemoryStats
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class Engine(Protocol):
 
     def update(self) -> tuple[Tensor | None, bool]:
         """Clip and update; return the gradient's norm, and whether the update was left out."""
+
+    def memory_stats(self) -> FSDPMemoryStats | None:
+        """Return what this rank holds of sharded parameters; None where none are."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank holds by its name in the whole model, divided ones as DTensors."""

@@ -70,6 +70,7 @@ class _Plan:
 
     Attributes:
         owners: The global rank that holds each of the two ends of a tied weight.
+        sharded: What of the model fully_shard divides.
     """
 
     config: RunConfig
@@ -80,6 +81,7 @@ class _Plan:
     source: Source
     context: ContextAxis | None = None
     owners: dict[str, int] = field(default_factory=dict)
+    sharded: list[FSDP] = field(default_factory=list)
 
     @property
     def splits_backward(self) -> bool:
@@ -153,6 +155,7 @@ def build(
         passes,
         update=_update(plan, trained),
         replicas=wrapped if isinstance(wrapped, DDP) else None,
+        sharded=plan.sharded,
         tied=tied,
         aliases={n: crossing[n] for n in trained if n in crossing},
         loss=loss,
@@ -329,6 +332,7 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
         keep_gathered=plan.shares.stages_per_rank > 1,
     )
     _fill(plan, model)
+    plan.sharded.append(sharded)
     return sharded
 
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,22 @@ class FSDPMemoryStats:
     savings: float
     device_peak_bytes: int | None
 
+    @classmethod
+    def together(cls, parts: Sequence[FSDPMemoryStats]) -> Self:
+        """Return what a rank holds of several sharded modules; their peaks are taken as one."""
+        return cls.of(
+            sum(part.current_bytes for part in parts),
+            sum(part.peak_bytes for part in parts),
+            sum(part.total_bytes for part in parts),
+            parts[0].device_peak_bytes if parts else None,
+        )
+
+    @classmethod
+    def of(cls, current: int, peak: int, total: int, device_peak: int | None) -> Self:
+        """Add what follows from the rest."""
+        savings = 1 - current / total if total else 0.0
+        return cls(current, peak, total, savings, device_peak)
+
 
 class MemoryWatch:
     """Follows the storages of a sharded module's parameters."""
@@ -60,8 +76,7 @@ class MemoryWatch:
         device_peak = None
         if self._device.type != "cpu":
             device_peak = torch.accelerator.max_memory_allocated(self._device)
-        savings = 1 - current / self._total if self._total else 0.0
-        return FSDPMemoryStats(current, self._peak, self._total, savings, device_peak)
+        return FSDPMemoryStats.of(current, self._peak, self._total, device_peak)
 
     def _sample(self, module: nn.Module, inputs: Any) -> None:
         del inputs

@@ -5,7 +5,7 @@ It composes what the other files offer; how a layout computes or synchronises is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import StepResult
 from axonlaunch.engines.context import ContextAxis
 from axonlaunch.engines.ddp import DDP, GradSyncStrategy
+from axonlaunch.engines.fsdp import FSDP
+from axonlaunch.engines.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.passes import Loss, Passes
 from axonlaunch.engines.precision import LossScale
 from axonlaunch.engines.tied import TiedGradients
@@ -35,6 +37,7 @@ class MeshEngine:
         *,
         update: Update,
         replicas: DDP | None,
+        sharded: Sequence[FSDP],
         tied: TiedGradients | None,
         aliases: Mapping[str, str],
         loss: Loss,
@@ -56,6 +59,7 @@ class MeshEngine:
             passes: Forward and backward.
             update: The optimizer's side.
             replicas: Who averages gradients that forward and backward leave apart; None: nobody.
+            sharded: What of the model fully_shard divides.
             tied: Sums gradients of weights that two pipeline stages share.
             aliases: ``{name here: name in the whole model}`` of this rank's copies of a weight
                 that another stage owns.
@@ -78,6 +82,7 @@ class MeshEngine:
         self._passes = passes
         self._update = update
         self._replicas = replicas
+        self._sharded = sharded
         self._tied = tied
         self._aliases = dict(aliases)
         self._loss = loss
@@ -95,6 +100,11 @@ class MeshEngine:
         self._buffers = [b for module in self.modules for b in persistent_buffers(module)]
         # Ranks of a tensor axis compute the same loss: one of them tells it.
         self._tells_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
+
+    def memory_stats(self) -> FSDPMemoryStats | None:
+        """Return what this rank holds of sharded parameters; None where none are."""
+        stats = [one.memory_stats() for one in self._sharded]
+        return FSDPMemoryStats.together(stats) if stats else None
 
     def train_step(self, batch: Batch) -> StepResult:
         """Run every micro-batch: forward, backward, synchronisation, clipping, update."""

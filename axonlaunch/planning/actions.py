@@ -9,6 +9,7 @@ neighbours, so the result is exact to about one activation between stages.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, get_args
 from torch.distributed import pipelining
 
 from axonlaunch.engines.pipeline_schedule import Action, Kind
-from axonlaunch.planning.trace import Event, Point, StorageTrace, on_device
+from axonlaunch.planning.trace import CATEGORIES, Event, Point, StorageTrace, on_device
 
 _ACTION = "action"
 _SETTLED = 3
@@ -126,7 +127,7 @@ def prolonged(events: Sequence[Event], *, rounds: Sequence[Sequence[Action]]) ->
         An event before the first action, one of each action, and those after the last.
     """
     starts = [n for n, event in enumerate(events) if _action(event) is not None]
-    after = next(n for n in range(starts[-1] + 1, len(events)) if events[n].name[0] == "update")
+    after = _first_update(events)
     parts = zip(starts, [*starts[1:], after], strict=True)
     done = [_action(events[n]) for n in starts]
     likes = _likes(_in_rounds([one for one in done if one is not None]))
@@ -149,9 +150,34 @@ def prolonged(events: Sequence[Event], *, rounds: Sequence[Sequence[Action]]) ->
     return found + [shifted(event, shift) for event in events[after:]]
 
 
+def left_by_forward(events: Sequence[Event]) -> dict[int, int]:
+    """Return what a micro-batch's forward leaves for its backward, in bytes.
+
+    Args:
+        events: Of a step that was watched by ``watch``.
+
+    Returns:
+        ``{stage: bytes of activations}``, of the last forward of each: first ones may make what
+        all share.
+    """
+    kept = CATEGORIES.index("activations")
+    starts = [n for n, event in enumerate(events) if _action(event) is not None]
+    found = {}
+    for start, stop in itertools.pairwise([*starts, _first_update(events)]):
+        action = _action(events[start])
+        assert action is not None
+        if action.kind == "F":
+            found[action.stage] = events[stop].points[0][kept] - events[start].points[0][kept]
+    return found
+
+
 def shifted(event: Event, shift: Point) -> Event:
     """Return an event with more, or less, held all along."""
     return Event(event.name, [_plus(point, shift) for point in event.points])
+
+
+def _first_update(events: Sequence[Event]) -> int:
+    return next(n for n, event in enumerate(events) if event.name[0] == "update")
 
 
 def _action(event: Event) -> Action | None:

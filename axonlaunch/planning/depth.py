@@ -60,11 +60,12 @@ def deepened(shallow: Sequence[Event], deeper: Sequence[Event], *, blocks: int) 
         if len(event.points) != len(other.points):
             # An operation for each parameter, say: what they hold most is linear.
             pairs = [pairs[0], (max(event.points, key=on_device), max(other.points, key=on_device))]
-        found.append(Event(name, [_further(a, b, blocks) for a, b in pairs]))
+        found.append(Event(name, [further(a, b, blocks) for a, b in pairs]))
     return found
 
 
-def _further(point: Point, other: Point, times: int) -> Point:
+def further(point: Iterable[int], other: Iterable[int], times: int) -> Point:
+    """Return a deeper model's numbers from a shallow one's and those with one block more."""
     return tuple(a + times * (b - a) for a, b in zip(point, other, strict=True))
 
 

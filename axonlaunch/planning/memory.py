@@ -7,18 +7,17 @@ so is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout
 from axonlaunch.planning import depth, forked, process
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.place import Place, host_categories
 from axonlaunch.planning.record import GIB, Estimate, RankEstimate
 from axonlaunch.planning.reserved import Change
-from axonlaunch.planning.trace import CATEGORIES, Event, on_device
+from axonlaunch.planning.trace import CATEGORIES, on_device
 
 
 def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> Estimate:
@@ -54,7 +53,7 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
         runs.update(place.traces())
     done = dict(zip(runs, forked.run([*runs.values()]), strict=True))
     a_stage = blueprint.world_size // shares.pipeline
-    ranks = [_of_rank(shares, place.place * a_stage, place.events(done)) for place in places]
+    ranks = [_of_rank(place, place.place * a_stage, done) for place in places]
     highest = max(ranks, key=lambda one: one.peak_bytes)
     memory = None
     if config.hardware is not None and config.hardware.memory_gib is not None:
@@ -107,12 +106,14 @@ def _process(
     )
 
 
-def _of_rank(shares: Layout, rank: int, events: list[Event]) -> RankEstimate:
-    point, host = depth.peak(events)
+def _of_rank(place: Place, rank: int, done: Mapping[Any, Any]) -> RankEstimate:
+    point, host = depth.peak(place.events(done))
     return RankEstimate(
         rank=rank,
-        coords=shares.coordinates(rank),
+        coords=place.whole.shares.coordinates(rank),
         peak_bytes=on_device(point),
         host_bytes=host,
         breakdown=dict(zip(CATEGORIES, point, strict=False)),
+        sharded_parameters=place.sharded(done),
+        microbatch_bytes=place.left_by_forward(done),
     )

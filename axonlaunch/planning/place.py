@@ -18,6 +18,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.fsdp import CPUOffload
+from axonlaunch.engines.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning import actions, depth, fake_world
@@ -45,11 +46,13 @@ class Traced:
         fed: Samples and targets of a micro-batch; without a pipeline, where no action shows it,
             also its loss, which is kept.
         received: Buffers for what other stages send of one.
+        sharded: What the rank holds of parameters that are sharded; None where none are.
     """
 
     events: list[Event]
     fed: int
     received: int
+    sharded: FSDPMemoryStats | None
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,7 @@ class Place:
     def events(self, done: Mapping[Key, Traced]) -> list[Event]:
         """Return the place's step."""
         told = [done[key] for key in self._keys()]
-        events = told[0].events
-        if self.spare:
-            events = depth.deepened(events, told[1].events, blocks=self.spare)
+        events = self._short_step(done)
         short, whole = self.short.shares, self.whole.shares
         more = dict.fromkeys(CATEGORIES, 0)
         more["activations"] = (whole.micro_batches - short.micro_batches) * told[0].fed
@@ -106,6 +107,27 @@ class Place:
             return events
         step = self.whole.schedule.actions[self.place]
         return actions.prolonged(events, rounds=[step] * min(2, whole.rounds))
+
+    def sharded(self, done: Mapping[Key, Traced]) -> dict[str, int] | None:
+        """Return bytes of the rank's sharded parameters, by name; None where there are none."""
+        few, *more = (_of_parameters(done[key].sharded) for key in self._keys())
+        if not more or not few:
+            return few or None
+        # They grow by as much with every block, as a moment of a step does.
+        return dict(
+            zip(few, depth.further(few.values(), more[0].values(), self.spare), strict=True)
+        )
+
+    def left_by_forward(self, done: Mapping[Key, Traced]) -> list[int]:
+        """Return what a micro-batch leaves for its backward on each of the rank's stages."""
+        if self.whole.shares.pipeline == 1:
+            return []
+        return [*actions.left_by_forward(self._short_step(done)).values()]
+
+    def _short_step(self, done: Mapping[Key, Traced]) -> list[Event]:
+        """Return the step of the short run, as deep as the place is."""
+        told = [done[key].events for key in self._keys()]
+        return depth.deepened(*told, blocks=self.spare) if self.spare else told[0]
 
     def _keys(self) -> dict[Key, int]:
         depths = (self.spare, self.spare - 1) if self.spare else (0,)
@@ -135,7 +157,17 @@ def traced(blueprint: Blueprint, rank: int) -> Traced:
     fed = (batch.inputs.nbytes + batch.targets.nbytes) // blueprint.shares.micro_batches
     if blueprint.shares.pipeline == 1:
         fed += torch.float32.itemsize
-    return Traced(trace.events, fed, dry.received_bytes)
+    return Traced(trace.events, fed, dry.received_bytes, dry.engine.memory_stats())
+
+
+def _of_parameters(stats: FSDPMemoryStats | None) -> dict[str, int]:
+    if stats is None:
+        return {}
+    return {
+        "current_bytes": stats.current_bytes,
+        "peak_bytes": stats.peak_bytes,
+        "total_bytes": stats.total_bytes,
+    }
 
 
 def measure(

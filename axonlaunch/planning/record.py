@@ -5,7 +5,7 @@ It holds numbers; ``memory`` finds them and ``report`` shows them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ class RankEstimate:
         peak_bytes: Most bytes on its device in a steady step.
         host_bytes: Most bytes that it keeps offloaded in host memory.
         breakdown: What ``peak_bytes`` is made of, by category.
+        sharded_parameters: ``FSDPMemoryStats`` of what fully_shard divides: ``current_bytes`` at
+            rest, ``peak_bytes``, ``total_bytes``; None where nothing is.
+        microbatch_bytes: Of each of its pipeline stages: activations that a micro-batch's forward
+            leaves for its backward; [] without a pipeline.
     """
 
     rank: int
@@ -31,6 +35,8 @@ class RankEstimate:
     peak_bytes: int
     host_bytes: int
     breakdown: dict[Category, int]
+    sharded_parameters: dict[str, int] | None = None
+    microbatch_bytes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

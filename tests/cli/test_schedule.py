@@ -102,6 +102,7 @@ def test_json_has_every_action_of_every_rank(schedule: Schedule) -> None:
         "bubble_fraction": pytest.approx(1 / 3),
         "span": 9.0,
         "live_activations": [2, 1],
+        "activation_bytes": None,
         "ranks": [
             {"rank": 0, "stages": [0], "actions": ["0F0", "0F1", "0B0", "0B1"]},
             {"rank": 1, "stages": [1], "actions": ["1F0", "1B0", "1F1", "1B1"]},
@@ -231,6 +232,18 @@ def test_pictures_name_what_they_show(name: str, schedule: Schedule, tmp_path: P
     assert any(line.startswith(f"{name}: 2 ranks") and "bubble" in line for line in written)
     assert {"rank 0", "rank 1", "forward", "waits"} <= set(written)
     assert any("time" in line for line in written)
+
+
+@pytest.mark.timeout(120)
+def test_activations_are_told_in_bytes_of_a_traced_step(schedule: Schedule) -> None:
+    words = ["strategy=pipeline", "train.micro_batch_size=4", "--memory"]
+    told = in_json(schedule, *words)
+    assert told["live_activations"] == [2, 1]
+    first, last = told["activation_bytes"]
+    assert first > last > 2**20
+    status, output, _ = schedule(*words)
+    assert status == 0
+    assert re.fullmatch(r"in bytes     0:[\d.]+ MiB 1:[\d.]+ MiB", output.splitlines()[-1])
 
 
 def test_drawing_changes_nothing_of_matplotlibs(tmp_path: Path) -> None:

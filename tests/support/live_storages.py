@@ -14,13 +14,16 @@ import torch.distributed as dist
 from axonlaunch import config, data
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
+from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import Batch, sample_inputs
 from axonlaunch.data.loader import rank_loader
+from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
+from axonlaunch.engines.fsdp_memory import FSDPMemoryStats
 from axonlaunch.launch import forkserver
 from axonlaunch.models.build import spec_for
-from axonlaunch.planning import depth
+from axonlaunch.planning import actions, depth
 from axonlaunch.planning.place import host_categories, measure, step
 from axonlaunch.planning.trace import CATEGORIES, StorageTrace, on_device
 
@@ -34,6 +37,7 @@ SMALL = [
 ]
 
 Held = dict[str, int]
+Stats = tuple[FSDPMemoryStats | None, dict[int, int]]
 
 
 def held(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Held]]:
@@ -50,6 +54,40 @@ def held(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Held]]:
     return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
 
+def stats(overrides: tuple[str, ...], *, ranks: int) -> list[Stats]:
+    """Train on ranks of this machine and return what their engines' own statistics say.
+
+    Returns:
+        By rank: ``FSDPMemoryStats`` of sharded parameters, if there are any, and bytes of
+        activations that a micro-batch left on each stage.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    with tempfile.TemporaryDirectory() as folder:
+        calls = [(overrides, rank, ranks, folder) for rank in range(ranks)]
+        return forkserver.call_together(context, "live_storages:_stats_on_rank", calls)
+
+
+def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: str) -> Stats:
+    os.environ.update(local_place(rank, ranks))
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    with World.init(backend="gloo", store=store) as world:
+        trace = StorageTrace()
+        actions.watch(trace)
+        engine, batch = _engine(overrides, world, trace)
+        with trace:
+            for _ in range(2):
+                engine.backward(batch)
+                trace.begin("update")
+                engine.update()
+                stats = engine.memory_stats()
+                trace.finish()
+                left = actions.left_by_forward(trace.events)
+                trace.forget()
+        return stats, left
+
+
 def _on_rank(cases: Sequence[tuple[str, ...]], rank: int, ranks: int, folder: str) -> list[Held]:
     os.environ.update(local_place(rank, ranks))
     torch.set_num_threads(1)
@@ -58,17 +96,26 @@ def _on_rank(cases: Sequence[tuple[str, ...]], rank: int, ranks: int, folder: st
         return [_held(case, world) for case in cases]
 
 
-def _held(overrides: tuple[str, ...], world: World) -> Held:
-    chosen = config.load([*SMALL, f"launch.nproc={world.world_size}", *overrides])
+def _chosen(overrides: tuple[str, ...], world: World) -> RunConfig:
+    return config.load([*SMALL, f"launch.nproc={world.world_size}", *overrides])
+
+
+def _engine(overrides: tuple[str, ...], world: World, trace: StorageTrace) -> tuple[Engine, Batch]:
+    chosen = _chosen(overrides, world)
     shares = layout(chosen, world_size=world.world_size)
     loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
     # Rows of the loader's batch have a target more than inputs between them: laid out otherwise.
     given = loader.batch(0)
     batch = Batch(given.inputs.contiguous(), given.targets.contiguous())
-    trace = StorageTrace(on_host=host_categories(chosen))
     # Meshes, which are made before there is any storage, hold a few bytes on the host.
     source = Source(storing=lambda: trace)
-    engine = build(chosen, world, sample=sample_inputs(loader.dataset), source=source)
+    return build(chosen, world, sample=sample_inputs(loader.dataset), source=source), batch
+
+
+def _held(overrides: tuple[str, ...], world: World) -> Held:
+    chosen = _chosen(overrides, world)
+    trace = StorageTrace(on_host=host_categories(chosen))
+    engine, batch = _engine(overrides, world, trace)
     with trace:
         engine.backward(batch)
         with trace.during("temporary"):

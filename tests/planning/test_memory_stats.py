@@ -1,0 +1,62 @@
+"""What an estimate says of the engines' own statistics is what real processes say of theirs."""
+
+from __future__ import annotations
+
+import live_storages
+import pytest
+from live_storages import SMALL
+
+from axonlaunch import config
+from axonlaunch.config import RunConfig
+from axonlaunch.planning.blueprint import Blueprint
+from axonlaunch.planning.memory import estimate
+from axonlaunch.planning.memory_stats import fsdp_stats, pipeline_stats
+
+SHARDED = ["strategy=fsdp", "strategy=zero2", "strategy=fsdp strategy.tensor.degree=2"]
+PIPELINES = [
+    "strategy=pipeline strategy.pipeline.schedule=gpipe",
+    "strategy=pipeline strategy.pipeline.schedule=1f1b model.num_hidden_layers=12",
+    "strategy=pipeline strategy.pipeline.schedule=interleaved_1f1b strategy.data_parallel=fsdp",
+]
+
+
+def run(case: str, ranks: int) -> RunConfig:
+    return config.load([*SMALL, f"launch.nproc={ranks}", "hardware=cpu", *case.split()])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", SHARDED)
+def test_sharded_parameters_are_foretold_as_the_engine_tells_them(case: str) -> None:
+    ranks = 4 if "tensor" in case else 2
+    [told] = estimate(run(case, ranks)).ranks
+    expected = fsdp_stats(told)
+    for stats, _ in live_storages.stats(tuple(case.split()), ranks=ranks):
+        assert stats is not None
+        assert (stats.current_bytes, stats.peak_bytes) == (
+            expected.current_bytes,
+            expected.peak_bytes,
+        )
+        assert (stats.total_bytes, stats.savings) == (expected.total_bytes, expected.savings)
+    assert expected.device_peak_bytes == told.peak_bytes
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", PIPELINES)
+def test_a_pipeline_s_activations_are_foretold_as_its_storages_show_them(case: str) -> None:
+    chosen = run(case, 2)
+    told = estimate(chosen)
+    schedule = Blueprint.of(chosen).schedule
+    stats = pipeline_stats(told, schedule)
+    left: dict[int, int] = {}
+    for _, of_rank in live_storages.stats(tuple(case.split()), ranks=2):
+        left |= of_rank
+    assert stats.activation_bytes == tuple(
+        held * left[stage] for stage, held in enumerate(stats.live_activations)
+    )
+    assert min(left.values()) > 0
+
+
+def test_nothing_is_told_of_shards_where_there_are_none() -> None:
+    [told] = estimate(run("strategy=ddp", 2)).ranks
+    with pytest.raises(ValueError, match="no parameters are sharded"):
+        fsdp_stats(told)
