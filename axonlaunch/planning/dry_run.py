@@ -18,7 +18,7 @@ from axonlaunch.engines.build import Source, build
 from axonlaunch.engines.pipeline_split import Part, block_names
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.initialization import materialize
-from axonlaunch.planning import boundaries, fake_world
+from axonlaunch.planning import boundaries, fake_tensors, fake_world
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.trace import StorageTrace
 
@@ -47,7 +47,7 @@ class DryRun:
             world.rank * blueprint.shares.pipeline // blueprint.world_size
         )
         self.received_bytes = 0
-        self._mode = fake_world.tensors_without_bytes()
+        self._mode = fake_tensors.tensors_without_bytes()
         source = Source(
             construct=self._construct,
             start=self._start,

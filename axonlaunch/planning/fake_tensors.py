@@ -9,7 +9,8 @@ arguments is left to torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from types import MethodType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,79 +33,87 @@ _VALUES = frozenset(
 )
 
 
-class RememberingMode(FakeTensorMode):
-    """torch's fake mode, which works out each operation on the same shapes once a process."""
+_recipes: dict[Any, _Recipe | None] = {}
+"""What has been worked out in this process: None where it has to be each time."""
+_repeatable: dict[Any, bool] = {}
 
-    _recipes: ClassVar[dict[Any, _Recipe | None]] = {}
-    _repeatable: ClassVar[dict[Any, bool]] = {}
 
-    def __init__(self) -> None:
-        """Take tensors with values too, which become fake when they are met."""
-        super().__init__(allow_non_fake_inputs=True)
+def tensors_without_bytes() -> FakeTensorMode:
+    """Return torch's fake mode, which takes tensors with values too, with a memory.
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Do without what keeps Dynamo out of ``__torch_dispatch__``, at a fifth of its time."""
+    It is of torch's very type, by which operators that run others find their rules.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.__torch_dispatch__ = MethodType(_dispatch, mode)  # type: ignore[method-assign]
+    return mode
+
+
+def _dispatch(
+    mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    """Take an operation's result from memory, or have the mode work it out."""
+    named = kwargs or {}
+    key: list[Any] = [func, torch.is_inference_mode_enabled()]
+    tensors: list[Any] = []
+    if not _is_repeatable(func, mode) or not _describe(mode, args, named, key, tensors):
+        return FakeTensorMode.__torch_dispatch__(mode, func, types, args, named)
+    asked = tuple(key)
+    recipe = _recipes.get(asked)
+    if recipe is not None:
+        return recipe(mode, tensors)
+    result = FakeTensorMode.__torch_dispatch__(mode, func, types, args, named)
+    if asked not in _recipes:
+        again: list[Any] = key[:2]
+        _describe(mode, args, named, again, [])
+        # What changes the shape of what it is given would have to do so again.
+        _recipes[asked] = _recipe(result, tensors) if tuple(again) == asked else None
+    return result
+
+
+def _is_repeatable(func: Any, mode: FakeTensorMode) -> bool:
+    known = _repeatable.get(func)
+    if known is None:
+        known = _repeatable[func] = (
+            isinstance(func, torch._ops.OpOverload)
+            and func.namespace in _NAMESPACES
+            and func not in mode.lift_fns
+            and not any(tag in func.tags for tag in _DECIDED_OTHERWISE)
+        )
+    return known
+
+
+def _describe(
+    mode: FakeTensorMode, args: Any, named: dict[str, Any], key: list[Any], tensors: list[Any]
+) -> bool:
+    """Add what decides a result to a key, and the tensors among it; False: there is more."""
+    if not _describe_each(mode, args, key, tensors):
         return False
+    key.extend(named)
+    return _describe_each(mode, named.values(), key, tensors)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        key: list[Any] = [func, torch.is_inference_mode_enabled()]
-        tensors: list[Any] = []
-        if not self._is_repeatable(func) or not self._describe(args, named, key, tensors):
-            return super().__torch_dispatch__(func, types, args, named)
-        asked = tuple(key)
-        recipe = self._recipes.get(asked)
-        if recipe is not None:
-            return recipe(self, tensors)
-        result = super().__torch_dispatch__(func, types, args, named)
-        if asked not in self._recipes:
-            again: list[Any] = key[:2]
-            self._describe(args, named, again, [])
-            # What changes the shape of what it is given would have to do so again.
-            self._recipes[asked] = _recipe(result, tensors) if tuple(again) == asked else None
-        return result
 
-    def _is_repeatable(self, func: Any) -> bool:
-        known = self._repeatable.get(func)
-        if known is None:
-            known = self._repeatable[func] = (
-                isinstance(func, torch._ops.OpOverload)
-                and func.namespace in _NAMESPACES
-                and func not in self.lift_fns
-                and not any(tag in func.tags for tag in _DECIDED_OTHERWISE)
-            )
-        return known
-
-    def _describe(
-        self, args: Sequence[Any], named: dict[str, Any], key: list[Any], tensors: list[Any]
-    ) -> bool:
-        """Add what decides a result to a key, and the tensors among it; False: there is more."""
-        if not self._describe_each(args, key, tensors):
-            return False
-        key.extend(named)
-        return self._describe_each(named.values(), key, tensors)
-
-    def _describe_each(self, values: Iterable[Any], key: list[Any], tensors: list[Any]) -> bool:
-        for value in values:
-            kind = type(value)
-            if kind is FakeTensor:
-                if value.fake_mode is not self or value.constant is not None:
-                    return False
-                if value.layout is not torch.strided or value.dtype.is_complex:
-                    return False
-                key.append((value.shape, value.stride(), value.storage_offset()))
-                key.append((value.dtype, value.fake_device))
-                tensors.append(value)
-            elif kind in _VALUES:
-                key.append((kind, value))  # 1, 1.0 and True are equal
-            elif kind is list or kind is tuple:
-                key.append((kind, len(value)))
-                if not self._describe_each(value, key, tensors):
-                    return False
-            else:
+def _describe_each(
+    mode: FakeTensorMode, values: Iterable[Any], key: list[Any], tensors: list[Any]
+) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.fake_mode is not mode or value.constant is not None:
                 return False
-        return True
+            if value.layout is not torch.strided or value.dtype.is_complex:
+                return False
+            key.append((value.shape, value.stride(), value.storage_offset()))
+            key.append((value.dtype, value.fake_device))
+            tensors.append(value)
+        elif kind in _VALUES:
+            key.append((kind, value))  # 1, 1.0 and True are equal
+        elif kind is list or kind is tuple:
+            key.append((kind, len(value)))
+            if not _describe_each(mode, value, key, tensors):
+                return False
+        else:
+            return False
+    return True
 
 
 def _recipe(result: Any, tensors: Sequence[Any]) -> _Recipe | None:

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
-from axonlaunch.planning.fake_tensors import RememberingMode
 
 
 def join(*, rank: int, world_size: int) -> World:
@@ -55,11 +54,6 @@ def leave() -> None:
     while _replaced:
         owner, name, value = _replaced.pop()
         setattr(owner, name, value)
-
-
-def tensors_without_bytes() -> Any:
-    """Return the mode in which tensors have shapes, types and storages, but no bytes."""
-    return RememberingMode()
 
 
 class _SaysYes(TorchDispatchMode):

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from axonlaunch.config import load
 from axonlaunch.config.layout import resolved
 from axonlaunch.planning import fake_compiler, fake_world, forked
+from axonlaunch.planning.fake_tensors import tensors_without_bytes
 from axonlaunch.planning.memory import estimate
 from axonlaunch.planning.trace import StorageTrace
 
@@ -80,7 +81,7 @@ def really(dtype: torch.dtype) -> int:
 def foretold(dtype: torch.dtype) -> int:
     fake_world.join(rank=0, world_size=1)
     fake_compiler.install()
-    with fake_world.tensors_without_bytes():
+    with tensors_without_bytes():
         model, tokens = compiled(dtype), torch.zeros(4, 32, dtype=torch.int64)
         step(model, tokens)
         model.zero_grad()

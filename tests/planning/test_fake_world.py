@@ -22,6 +22,7 @@ from torch.testing._internal.distributed import fake_pg
 from axonlaunch import config
 from axonlaunch.config import ConfigError
 from axonlaunch.planning import fake_world, forked
+from axonlaunch.planning.fake_tensors import tensors_without_bytes
 from axonlaunch.planning.memory import estimate
 from axonlaunch.planning.step_work import rehearse
 from axonlaunch.planning.trace import StorageTrace, on_device
@@ -59,7 +60,7 @@ def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
     def largest() -> int:
         world = fake_world.join(rank=0, world_size=2)
         mesh = init_device_mesh("cpu", (world.world_size,))
-        with fake_world.tensors_without_bytes(), StorageTrace() as trace:
+        with tensors_without_bytes(), StorageTrace() as trace:
             local = torch.ones(1 << 20)
             shards = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             trace.forget()
@@ -81,7 +82,7 @@ def test_a_backward_is_told_by_its_graph_task() -> None:
 
 
 def test_a_value_that_is_asked_for_is_an_error_of_a_known_kind() -> None:
-    with fake_world.tensors_without_bytes():
+    with tensors_without_bytes():
         value = torch.ones(2).sum()
         with pytest.raises(UNTRACEABLE):
             bool(value > 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from axonlaunch.planning import fake_world
+from axonlaunch.planning.fake_tensors import tensors_without_bytes
 from axonlaunch.planning.operations import (
     Amount,
     Attention,
@@ -24,7 +24,7 @@ def trace() -> OperationTrace:
 
 @pytest.fixture(autouse=True)
 def without_bytes() -> Iterator[None]:
-    with fake_world.tensors_without_bytes():
+    with tensors_without_bytes():
         yield
 
 
