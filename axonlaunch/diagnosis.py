@@ -16,8 +16,7 @@ import torch.distributed as dist
 from axonlaunch import host
 from axonlaunch.comm import World, all_reduce_sum, nccl
 from axonlaunch.comm.rendezvous import local_place
-
-GIB = 1024**3
+from axonlaunch.config.hardware import GIB
 
 
 def machine() -> dict[str, Any]:

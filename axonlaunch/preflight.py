@@ -15,6 +15,7 @@ from axonlaunch import data, host
 from axonlaunch.checkpoint.problems import checkpoint_problems
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import broken_sizes
@@ -25,7 +26,6 @@ from axonlaunch.division import context_problems, pipeline_problems, tensor_prob
 from axonlaunch.models.build import construct, spec_for
 from axonlaunch.models.spec import ModelSpec
 
-GIB = 1024**3
 STATE_BYTES = {"adamw": 16, "sgd": 12}
 """fp32 parameter, gradient and optimizer states of one parameter, in bytes."""
 
@@ -204,8 +204,8 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Pro
     per_rank = int(held * share.get(shares.data_parallel, whole))
     assert config.launch.nproc != "auto"
     hardware, memory = config.hardware, None
-    if hardware is not None and hardware.memory_gib is not None:
-        memory, where = int(hardware.memory_gib * GIB), f"hardware={hardware.name}"
+    if hardware is not None and hardware.memory_bytes is not None:
+        memory, where = hardware.memory_bytes, f"hardware={hardware.name}"
     elif accelerators() and config.launch.backend in ("auto", "nccl"):
         memory, where = torch.accelerator.get_memory_info(0)[1], "a device here"
     else:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+GIB = 1024**3
+
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
@@ -74,3 +76,13 @@ class HardwareConfig:
     """bandwidth of a device to its host's memory, one direction, GB/s (1e9)"""
     host_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of that bandwidth that copies of pinned memory reach"""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is this machine, whose ranks have cores and no GPU's allocator or driver."""
+        return self.name == "cpu"
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of one device; None where it is not told."""
+        return None if self.memory_gib is None else int(self.memory_gib * GIB)

@@ -8,10 +8,9 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.config.hardware import GIB
 from axonlaunch.disk import free_bytes
 from axonlaunch.launch import forkserver, measuring
-
-GIB = 1024**3
 
 
 def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from pathlib import Path
 from axonlaunch import config as configuration
 from axonlaunch import host
 from axonlaunch.config import Composed, ConfigError, Problem, RunConfig, replaced
+from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.launch import forkserver, planned
 from axonlaunch.planning import cache
 from axonlaunch.planning.changes import remedies
-from axonlaunch.planning.record import GIB, Estimate, Forecast, Remedy
+from axonlaunch.planning.record import Estimate, Forecast, Remedy
 from axonlaunch.planning.report import size
 from axonlaunch.planning.unread import naming_files, without_files
 
@@ -105,18 +106,10 @@ def _told(
         layout=str(layout(config, world_size=found.world_size)),
         estimate=found,
         hardware=config.hardware.name if config.hardware else None,
-        memory_bytes=_memory(config),
+        memory_bytes=config.hardware.memory_bytes if config.hardware else None,
         remedies=[*remedies],
         notes=[*notes],
     )
-
-
-def _memory(config: RunConfig) -> int | None:
-    """Return the bytes of a device that the configuration names."""
-    hardware = config.hardware
-    if hardware is None or hardware.memory_gib is None:
-        return None
-    return int(hardware.memory_gib * GIB)
 
 
 def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = False) -> Estimate:
@@ -197,7 +190,8 @@ def remedied(config: RunConfig, found: Estimate) -> list[Remedy]:
 
     forkserver.lead_group()
     import_plugins(config.plugins)
-    room = _memory(config)
+    assert config.hardware is not None
+    room = config.hardware.memory_bytes
     assert room is not None
     return remedies(
         config,
@@ -230,7 +224,7 @@ def _on_named_hardware(config: RunConfig) -> RunConfig:
     hardware, nproc = config.hardware, config.launch.nproc
     if hardware is None or hardware.memory_gib is not None:
         return config
-    if hardware.name != "cpu":
+    if not hardware.is_cpu:
         message = (
             f"the memory of {hardware.name} is not told, so whether a run fits it can't be; write "
             "one device's, in GiB, or leave hardware out"

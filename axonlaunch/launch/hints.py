@@ -8,14 +8,12 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch.config import ConfigError, RunConfig, replaced
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.disk import free_bytes
 from axonlaunch.launch.estimate import forecast, foretold
 from axonlaunch.launch.reports import Report
 from axonlaunch.planning.report import size
-
-GIB = 1024**3
 
 
 def hint(report: Report, config: RunConfig, context: ForkServerContext | None = None) -> str:

@@ -18,18 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch import host
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.launch import forkserver
 from axonlaunch.planning import cache
 
-GIB = 1024**3
 _ROUND = 4
 """Digits of a figure that a measurement bears."""
-
-
-def is_this_machine(hardware: HardwareConfig) -> bool:
-    """Return whether hardware is the machine that this runs on, whose figures are measured."""
-    return hardware.name == "cpu"
 
 
 def of_this_machine(

@@ -74,7 +74,7 @@ def searched(
         message = f"is needed: speed and room depend on the devices; use {one_of(known)}"
         raise ConfigError([Problem("hardware", message)])
     hardware = config.hardware
-    if measuring.is_this_machine(hardware):
+    if hardware.is_cpu:
         if nodes(config)[1] > 1:
             message = "is measured on one machine; use the hardware of all of them, with a network"
             raise ConfigError([Problem("hardware", message, hardware.name)])

@@ -113,7 +113,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "train": {k: v for k, v in to_tree(config.train).items() if k not in _IDLE},
         "world_size": world_size(config),
         "memory_gib": hardware.memory_gib if hardware else None,
-        "is_cpu": hardware is not None and hardware.name == "cpu",
+        "is_cpu": hardware is not None and hardware.is_cpu,
         "exact": exact,
         "axonlaunch": version("axonlaunch"),
         "torch": version("torch"),

@@ -85,7 +85,7 @@ class Formulas:
         shares = shares or layout(config, world_size=world_size(config))
         layers = -(-sum(self.one.layers) // shares.pipeline)
         tensors = peak_bytes(config, shares, one=self.one, held=self.held, layers=layers)
-        if config.hardware is not None and config.hardware.name == "cpu":
+        if config.hardware is not None and config.hardware.is_cpu:
             return tensors
         rest = process.CUDA_CONTEXT + process.communicators(shares.axes.values())
         return _CACHED * tensors + rest

@@ -13,7 +13,7 @@ from axonlaunch.engines.pipeline_split import cut, parts
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.closed_memory import num_moments, states
-from axonlaunch.planning.record import GIB, Estimate, RankEstimate
+from axonlaunch.planning.record import Estimate, RankEstimate
 from axonlaunch.planning.trace import CATEGORIES
 
 _FP32 = 4
@@ -31,10 +31,8 @@ def estimate(config: RunConfig) -> Estimate:
     blueprint = Blueprint.of(config)
     ranks = [_of_rank(blueprint, place) for place in range(blueprint.shares.pipeline)]
     peak = max(one.peak_bytes for one in ranks)
-    hardware = config.hardware
-    fits = None
-    if hardware is not None and hardware.memory_gib is not None:
-        fits = None if peak <= hardware.memory_gib * GIB else False
+    memory = config.hardware.memory_bytes if config.hardware else None
+    fits = False if memory is not None and peak > memory else None
     return Estimate(
         world_size=blueprint.world_size,
         mesh=blueprint.shares.axes,

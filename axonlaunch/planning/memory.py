@@ -15,7 +15,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.planning import depth, forked, process
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.place import Place, host_categories
-from axonlaunch.planning.record import GIB, Estimate, RankEstimate
+from axonlaunch.planning.record import Estimate, RankEstimate
 from axonlaunch.planning.reserved import Change
 from axonlaunch.planning.trace import CATEGORIES, on_device
 
@@ -46,7 +46,8 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
         where = sorted({*where[:2], where[-1]})
     places = [Place.of(blueprint, one, exact=exact) for one in where]
     runs: dict[Any, Callable[[], Any]] = {}
-    on_gpu = config.hardware is None or config.hardware.name != "cpu"
+    hardware = config.hardware
+    on_gpu = hardware is None or not hardware.is_cpu
     if on_gpu:  # the longest to run, and the first place most often holds most
         runs["process", 0] = _recorded(blueprint, 0)
     for place in places:
@@ -55,9 +56,7 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
     a_stage = blueprint.world_size // shares.pipeline
     ranks = [_of_rank(place, place.place * a_stage, done) for place in places]
     highest = max(ranks, key=lambda one: one.peak_bytes)
-    memory = None
-    if config.hardware is not None and config.hardware.memory_gib is not None:
-        memory = int(config.hardware.memory_gib * GIB)
+    memory = hardware.memory_bytes if hardware else None
     reserved = held = highest.peak_bytes
     if on_gpu:
         whose = "process", highest.coords["pp"]

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any
 
 from axonlaunch.config import ConfigError, Problem, RunConfig, leaves
-from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import world_size
 from axonlaunch.config.problem import plain
 from axonlaunch.planning import forked
 from axonlaunch.planning.candidates import Candidate, candidates
 from axonlaunch.planning.closed_memory import Formulas
 from axonlaunch.planning.memory import estimate
-from axonlaunch.planning.record import GIB, Plan, Planned
+from axonlaunch.planning.record import Plan, Planned
 from axonlaunch.planning.roofline import figure
 from axonlaunch.planning.scaled_work import scaled
 from axonlaunch.planning.step_time import StepTime

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from axonlaunch.planning.trace import Category
 
-GIB = 1024**3
-
 
 @dataclass(frozen=True)
 class RankEstimate:

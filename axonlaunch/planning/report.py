@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from axonlaunch.planning.record import GIB, Estimate, RankEstimate
+from axonlaunch.config.hardware import GIB
+from axonlaunch.planning.record import Estimate, RankEstimate
 
 if TYPE_CHECKING:
     from axonlaunch.planning.trace import Category
