@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import Json, print_json, telling
+from axonlaunch.cli.options import Json, print_json
+from axonlaunch.launch.telling import telling
 
 if TYPE_CHECKING:
     from axonlaunch.checkpoint import Checkpoint

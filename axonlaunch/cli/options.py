@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,12 +26,3 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 def print_json(content: dict[str, Any]) -> None:
     """Print one object on standard output."""
     sys.stdout.write(json.dumps(content, indent=1) + "\n")
-
-
-@contextmanager
-def telling(doing: str) -> Iterator[None]:
-    """Say on a terminal's standard error what is being done, while it is."""
-    from rich.console import Console
-
-    with Console(stderr=True, highlight=False).status(doing):
-        yield

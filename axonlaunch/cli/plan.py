@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, telling
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.launch.telling import telling
 
 if TYPE_CHECKING:
     from rich.console import Console

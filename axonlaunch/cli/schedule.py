@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, telling
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.launch.telling import telling
 
 HELP = "Draw the pipeline's schedule: who does what when, and who waits."
 EXAMPLES = """Examples:

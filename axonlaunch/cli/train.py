@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from axonlaunch.cli.estimate import as_object, show
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, telling
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.launch.telling import telling
 
 HELP = "Train a model."
 EXAMPLES = """Examples:

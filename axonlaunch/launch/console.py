@@ -21,6 +21,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.status import Status
 from rich.text import Text
 
 from axonlaunch.config.url import is_url
@@ -62,6 +63,7 @@ class RunConsole:
             force_terminal=False if is_plain else None,
         )
         self._progress: Progress | None = None
+        self._status: Status | None = None
         self._suspect: int | None = None
         self._told: int | None = None
         self._task: TaskID | None = None
@@ -89,6 +91,13 @@ class RunConsole:
             case Finished():
                 self.stop()
 
+    def wait(self, doing: str) -> None:
+        """Say on a terminal what is being done, until there is something to show."""
+        self.stop()
+        if self._console.is_terminal:
+            self._status = self._console.status(doing)
+            self._status.start()
+
     def line(self, text: str) -> None:
         """Print a line above the progress bar."""
         self._console.print(text)
@@ -98,7 +107,10 @@ class RunConsole:
         self._console.print(Text(text), soft_wrap=True)
 
     def stop(self) -> None:
-        """Take the progress bar away and leave the terminal as it was."""
+        """Take away what moves and leave the terminal as it was."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -111,6 +123,7 @@ class RunConsole:
             self._console.print(f"[dim]{name:<{width}}[/dim]  {escape(value)}", soft_wrap=True)
 
     def _start(self, event: Started) -> None:
+        self.stop()
         self.line(
             f"[bold]{event.layout}[/bold] on {event.device}: "
             f"{quantity(event.parameters)} parameters, {quantity(event.samples)} samples, "

@@ -77,8 +77,8 @@ def train(
             outcome = attempt(config, context, meeting, record, console)
             while outcome.crash is not None and restarts < config.launch.max_restarts:
                 restarts += 1
-                tell_crash(config, outcome.crash, context)
                 console.stop()
+                tell_crash(config, outcome.crash, context)
                 console.line(f"restart {restarts} of {config.launch.max_restarts}")
                 with _meeting(config) as again:
                     outcome = attempt(config, context, again, record, console, restarted=True)
@@ -98,6 +98,8 @@ def attempt(
     restarted: bool = False,
 ) -> Outcome:
     """Start this machine's ranks and follow them to their end."""
+    count = world_size(config)
+    console.wait("starting 1 rank" if count == 1 else f"starting {count} ranks")
     pulse = Pulse.of(_processes(config), context)
     ranks = _spawn(config, context, meeting, pulse, restarted)
     supervisor = Supervisor(

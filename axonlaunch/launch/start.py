@@ -23,6 +23,7 @@ from axonlaunch.config.layout import nodes
 from axonlaunch.launch import forkserver, local, planned, run_folder, surroundings
 from axonlaunch.launch.planned import Compose
 from axonlaunch.launch.surroundings import Surroundings
+from axonlaunch.launch.telling import telling
 
 
 def start(
@@ -111,7 +112,9 @@ def _run(
         )
         return status, [summary] if summary else []
     summaries, statuses = [], []
-    for config in resolved(context, loaded):
+    with telling("checking"):
+        configs = resolved(context, loaded)
+    for config in configs:
         status, told = local.train(config, context, started=started, as_json=as_json)
         summaries.append(told)
         statuses.append(status)

@@ -14,6 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from command import Command
 from rich.console import Console
 
 from axonlaunch.cli.app import run
@@ -235,14 +236,13 @@ def test_pictures_name_what_they_show(name: str, schedule: Schedule, tmp_path: P
 
 
 @pytest.mark.timeout(120)
-def test_activations_are_told_in_bytes_of_a_traced_step(schedule: Schedule) -> None:
-    words = ["strategy=pipeline", "train.micro_batch_size=4", "--memory"]
-    told = in_json(schedule, *words)
+def test_activations_are_told_in_bytes_of_a_traced_step(axonlaunch: Command) -> None:
+    words = ["schedule", "strategy=pipeline", BATCH, "train.micro_batch_size=4", "--memory"]
+    told = json.loads(axonlaunch(*words, "--json").stdout)
     assert told["live_activations"] == [2, 1]
     first, last = told["activation_bytes"]
     assert first > last > 2**20
-    status, output, _ = schedule(*words)
-    assert status == 0
+    output = axonlaunch(*words).stdout
     assert re.fullmatch(r"in bytes     0:[\d.]+ MiB 1:[\d.]+ MiB", output.splitlines()[-1])
 
 
