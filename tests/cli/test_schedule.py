@@ -14,8 +14,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from command import Command
+from command import Served
 from rich.console import Console
+from served import Server
 
 from axonlaunch.cli.app import run
 from axonlaunch.config.problem import ConfigError
@@ -236,7 +237,8 @@ def test_pictures_name_what_they_show(name: str, schedule: Schedule, tmp_path: P
 
 
 @pytest.mark.timeout(120)
-def test_activations_are_told_in_bytes_of_a_traced_step(axonlaunch: Command) -> None:
+def test_activations_are_told_in_bytes_of_a_traced_step(tmp_path: Path, server: Server) -> None:
+    axonlaunch = Served(tmp_path, server)
     words = ["schedule", "strategy=pipeline", BATCH, "train.micro_batch_size=4", "--memory"]
     told = json.loads(axonlaunch(*words, "--json").stdout)
     assert told["live_activations"] == [2, 1]
