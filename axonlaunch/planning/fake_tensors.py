@@ -20,6 +20,13 @@ _Recipe: TypeAlias = Callable[[FakeTensorMode, Sequence[Any]], Any]
 """Makes an operation's result again, in a mode, from its tensors."""
 
 _NAMESPACES = frozenset({"aten", "fsdp", "_c10d_functional"})
+_WITHOUT_TENSORS = frozenset(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
+"""What FSDP, optimizers and pipelines mark their parts with."""
 _DECIDED_OTHERWISE = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -53,6 +60,8 @@ def _dispatch(
 ) -> Any:
     """Take an operation's result from memory, or have the mode work it out."""
     named = kwargs or {}
+    if func in _WITHOUT_TENSORS:
+        return func(*args, **named)
     key: list[Any] = [func, torch.is_inference_mode_enabled()]
     tensors: list[Any] = []
     if not _is_repeatable(func, mode) or not _describe(mode, args, named, key, tensors):
