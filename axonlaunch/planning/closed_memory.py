@@ -20,7 +20,7 @@ from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.planning import forked, process
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.place import traced
-from axonlaunch.planning.step_work import StepWork, rehearse, shortened, step_work
+from axonlaunch.planning.step_work import StepWork, shortened, step_work
 from axonlaunch.planning.trace import CATEGORIES, Category
 
 _FP32 = 4
@@ -62,13 +62,12 @@ class Formulas:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Trace the model of a run; this process must have no world.
+        """Trace the model of a run.
 
         Raises:
             ConfigError: It can't be traced.
         """
         alone = on_one_device(config)
-        rehearse(alone)
         runs: list[Callable[[], Any]] = [
             partial(step_work, alone, world_size=1),
             partial(activations, alone),

@@ -17,8 +17,6 @@ import torch._inductor.config
 from torch._higher_order_ops import wrap
 from torch._inductor import async_compile, cpu_vec_isa
 
-from axonlaunch.planning import fake_world
-
 
 def install() -> None:
     """Let what is compiled in this process, in its fake world, be so on tensors without bytes."""
@@ -26,29 +24,30 @@ def install() -> None:
     _allocate_visibly()
     _say_nothing_of_it()
     # As ``build`` has it; what looks for buckets takes fake tensors for its own.
-    fake_world.replace(torch._dynamo.config, "optimize_ddp", False)
+    torch._dynamo.config.optimize_ddp = False
 
 
 def _generate_alone() -> None:
     """Let kernels be written and not be built, and nothing of it be kept for who builds them."""
-    fake_world.replace(torch._inductor.config, "fx_graph_cache", False)
-    fake_world.replace(torch._functorch.config, "enable_autograd_cache", False)
-    fake_world.replace(torch._inductor.config, "compile_threads", 1)
-    fake_world.replace(cpu_vec_isa, "valid_vec_isa_list", list)  # it builds a program of each
-    fake_world.replace(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _do_nothing)
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+    torch._inductor.config.compile_threads = 1
+    # It builds a program of each.
+    cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]
+    async_compile.AsyncCompile.cpp_pybinding = lambda *_, **__: _do_nothing  # type: ignore[method-assign]
 
 
 def _say_nothing_of_it() -> None:
     """Let who runs this for real be told what torch has to say of it."""
-    fake_world.replace(wrap, "warning_once", _do_nothing)
+    wrap.warning_once = _do_nothing  # type: ignore[assignment]
 
 
 def _allocate_visibly() -> None:
     """Let what wrappers of kernels do to storages be operations, which modes see."""
     guards: Any = torch._C._dynamo.guards
-    fake_world.replace(guards, "_empty_strided_cpu", _empty)
-    fake_world.replace(guards, "_reinterpret_tensor", _reinterpreted)
-    fake_world.replace(guards, "assert_size_stride", _do_nothing)
+    guards._empty_strided_cpu = _empty
+    guards._reinterpret_tensor = _reinterpreted
+    guards.assert_size_stride = _do_nothing
 
 
 def _empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

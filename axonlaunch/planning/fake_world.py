@@ -48,14 +48,6 @@ def join(*, rank: int, world_size: int) -> World:
     )
 
 
-def leave() -> None:
-    """End the world that this process is in, and let torch be as it was."""
-    dist.destroy_process_group()
-    while _replaced:
-        owner, name, value = _replaced.pop()
-        setattr(owner, name, value)
-
-
 class _SaysYes(TorchDispatchMode):
     supports_higher_order_operators = True
 
@@ -80,16 +72,6 @@ def answering_yes() -> Iterator[None]:
         yield
 
 
-_replaced: list[tuple[Any, str, Any]] = []
-"""What of torch stands for something else while there is a world: owner, name, and what it was."""
-
-
-def replace(owner: Any, name: str, value: Any) -> None:
-    """Let a name of torch's stand for something else while there is a world."""
-    _replaced.append((owner, name, getattr(owner, name)))
-    setattr(owner, name, value)
-
-
 def _let_replicas_run_alone() -> None:
     """Let torch's DDP go through its steps without values.
 
@@ -103,8 +85,8 @@ def _let_replicas_run_alone() -> None:
         # torch compares annotations, which are strings here; a lambda has none.
         self.register_comm_hook(None, lambda state, bucket: _already_reduced(bucket))
 
-    replace(nn.parallel.DistributedDataParallel, "__init__", wrap_and_hook)
-    replace(dist.Reducer, "_rebuild_buckets", lambda self: False)
+    nn.parallel.DistributedDataParallel.__init__ = wrap_and_hook  # type: ignore[method-assign]
+    dist.Reducer._rebuild_buckets = lambda self: False  # type: ignore[method-assign]
 
 
 def _already_reduced(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -125,7 +107,7 @@ def _let_pipelines_run_alone() -> None:
         for stage in stages:
             stage._inference_mode = static
 
-    replace(schedule, "_warmup_p2p", be_static)
+    schedule._warmup_p2p = be_static
 
 
 class _InFlight:
@@ -149,7 +131,7 @@ def _let_messages_hold_tensors() -> None:
         works = begin(messages, *args, **kwargs)
         return [_InFlight(works, [message.tensor for message in messages])]
 
-    replace(schedules, "_batch_p2p", begin_and_hold)
+    schedules._batch_p2p = begin_and_hold
 
 
 def _let_plans_be_unseen() -> None:
@@ -161,4 +143,4 @@ def _let_plans_be_unseen() -> None:
         with _disable_current_modes():
             return plan(self, *args, **kwargs)
 
-    replace(propagator, "_propagate_tensor_meta_non_cached", plan_unseen)
+    propagator._propagate_tensor_meta_non_cached = plan_unseen

@@ -146,26 +146,6 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     return StepWork(first, last, layers, parameters, length)
 
 
-def rehearse(config: RunConfig) -> None:
-    """Trace a step of one layer, and forget it.
-
-    What torch learns of its operations is with every process forked from this one, whose first
-    trace takes half the time.
-
-    Raises:
-        ConfigError: The run can't be traced.
-    """
-    ranks = world_size(config)
-    has_depth = getattr(config.model, _DEPTH, None) is not None
-    least = shortened(config, world_size=ranks, layers=int(has_depth), micro_batches=1)
-    world = fake_world.join(rank=0, world_size=ranks)
-    try:
-        with refusing_untraceable(config):
-            _trace_one(least, world)
-    finally:
-        fake_world.leave()
-
-
 def shortened(config: RunConfig, *, world_size: int, layers: int, micro_batches: int) -> RunConfig:
     """Return a run like this one in every axis but a shorter pipeline, in a world to fit.
 

@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 import pytest
@@ -22,9 +23,9 @@ from torch.testing._internal.distributed import fake_pg
 from axonlaunch import config
 from axonlaunch.config import ConfigError
 from axonlaunch.planning import fake_world, forked
+from axonlaunch.planning.closed_memory import Formulas
 from axonlaunch.planning.fake_tensors import tensors_without_bytes
 from axonlaunch.planning.memory import estimate
-from axonlaunch.planning.step_work import rehearse
 from axonlaunch.planning.trace import StorageTrace, on_device
 from axonlaunch.planning.untraceable import UNTRACEABLE
 
@@ -122,18 +123,19 @@ def test_an_update_that_looks_for_overflow_is_traced() -> None:
     assert estimate(chosen).peak_bytes > 0
 
 
-def test_a_world_that_is_left_leaves_torch_as_it_was() -> None:
-    kept = [(owner, name, getattr(owner, name)) for owner, name in replaced()]
-    config_of_one = config.load([*TINY, "launch.nproc=1"])
-    rehearse(config_of_one)
-    assert not dist.is_initialized()
-    assert [getattr(owner, name) for owner, name, _ in kept] == [value for *_, value in kept]
+def test_what_forks_its_traces_computes_no_gradient_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A build for GPUs starts threads for that, without which its forks can compute none."""
+    graph: Any = torch.autograd.graph
+    run, here = graph._engine_run_backward, os.getpid()
 
+    def run_elsewhere(*args: Any, **kwargs: Any) -> Any:
+        assert os.getpid() != here
+        return run(*args, **kwargs)
 
-def replaced() -> list[tuple[Any, str]]:
-    """What a world puts something else in the place of."""
-    fake_world.join(rank=0, world_size=2)
-    found = [(owner, name) for owner, name, _ in fake_world._replaced]
-    fake_world.leave()
-    assert len(found) >= 3
-    return found
+    for owner in (graph, torch.autograd):
+        monkeypatch.setattr(owner, "_engine_run_backward", run_elsewhere)
+    chosen = config.load([*TINY, "strategy=pipeline", "launch.nproc=2", "hardware=h100_80gb"])
+    assert estimate(chosen).fits
+    assert Formulas.of(chosen).process_bytes(chosen) > 0
