@@ -147,11 +147,13 @@ def peak_bytes(
         shares: Its layout.
         one: Work of one device, for the sizes of parameters.
         held: As ``activations`` gives it.
-        layers: Of the stage that has most, all of a rank's stages together.
+        layers: Of the stage that has most, all of a rank's stages together; 0 of a model whose
+            layers are not known: it is cut evenly.
     """
     half = 1.0 if config.train.precision == "fp32" else 0.5
     a_layer = one.first.step_layer.gradient_bytes
-    ends = one.first.step_ends.gradient_bytes
+    cut = 1.0 if layers else 1 / shares.pipeline
+    ends = cut * one.first.step_ends.gradient_bytes
     told = states(config, shares, whole=layers * a_layer + ends, layer=a_layer, ends=ends)
     held_of_states = sum(told.values())
     mode = config.train.activation_checkpointing
@@ -165,7 +167,9 @@ def peak_bytes(
         # It keeps what is gathered and reduced, twice each in a layer's forward.
         hidden = getattr(config.model, "hidden_size", 0) * one.sample_length * _FP32 * half
         a_layer_keeps += 2 * hidden * (1 + divided)
-    passing = layers * _in_flight(shares) * a_layer_keeps + divided * saved.ends
+    in_flight = _in_flight(shares)
+    kept_of_ends = saved.ends if layers else cut * in_flight * saved.ends
+    passing = layers * in_flight * a_layer_keeps + divided * kept_of_ends
     return held_of_states + samples * passing
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from axonlaunch import config
@@ -91,3 +93,18 @@ def test_memory_by_formulas_is_near_what_is_traced(
     shares = layout(chosen, world_size=2)
     told = closed_memory.peak_bytes(chosen, shares, one=one, held=held, layers=4)
     assert told == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
+
+
+def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
+    one: StepWork, held: dict[str, closed_memory.Held]
+) -> None:
+    def of_ranks(ranks: int) -> float:
+        words = ["strategy=pipeline", f"strategy.pipeline.degree={ranks}", f"launch.nproc={ranks}"]
+        chosen = config.load([*MODEL, *words])
+        formulas = closed_memory.Formulas(replace(one, layers=(0,)), held)
+        return formulas.process_bytes(chosen)
+
+    whole, halves, quarters = of_ranks(1), of_ranks(2), of_ranks(4)
+    assert quarters < halves < whole
+    states = 4 * one.first.step_ends.gradient_bytes
+    assert whole - halves == pytest.approx(states / 2)
