@@ -71,7 +71,7 @@ def _dispatch(
     if recipe is not None:
         return recipe(mode, tensors)
     result = FakeTensorMode.__torch_dispatch__(mode, func, types, args, named)
-    if asked not in _recipes:
+    if asked not in _recipes and not _overlap(tensors):
         again: list[Any] = key[:2]
         _describe(mode, args, named, again, [])
         # What changes the shape of what it is given would have to do so again.
@@ -147,6 +147,12 @@ def _recipe(result: Any, tensors: Sequence[Any]) -> _Recipe | None:
     shared = _shared(result, tensors)
     recipe = _fresh(result) if shared is None else _view(result, shared)
     return recipe if _same(result, recipe(result.fake_mode, tensors)) else None
+
+
+def _overlap(tensors: Sequence[Tensor]) -> bool:
+    """Say whether some stand in one storage, so that a result does not tell whose it took."""
+    storages = [one.untyped_storage() for one in tensors]
+    return len({id(storage) for storage in storages}) < len(storages)
 
 
 def _shared(result: Tensor, tensors: Sequence[Tensor]) -> int | None:

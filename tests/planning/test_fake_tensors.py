@@ -99,6 +99,15 @@ def test_a_view_from_memory_stands_in_its_tensor_s_storage() -> None:
             assert (x * 2).untyped_storage() is not x.untyped_storage()
 
 
+def test_what_was_given_twice_tells_nothing_of_what_is_given_apart() -> None:
+    mode, sum_into = tensors_without_bytes(), torch.ops.aten.add.out
+    with mode:
+        x, y, z = base(), base(), base()
+    assert mode.__torch_dispatch__(sum_into, [], (x, y), {"out": y}) is y
+    assert mode.__torch_dispatch__(sum_into, [], (x, y), {"out": z}) is z
+    assert mode.__torch_dispatch__(sum_into, [], (x, y), {"out": y}) is y
+
+
 def test_numbers_that_are_equal_but_of_other_types_are_told_apart() -> None:
     with tensors_without_bytes():
         whole = torch.empty(3, dtype=torch.int64)
