@@ -43,7 +43,8 @@ from axonlaunch.engines.zero1 import ShardedUpdate
 from axonlaunch.models.build import construct, spec_for, start
 from axonlaunch.models.spec import ModelSpec
 
-Boundaries = Callable[[nn.Module, Sequence[Part]], Mapping[int, tuple[Tensor, Tensor]]]
+Divide = Callable[[nn.Module], None]
+Boundaries = Callable[[Divide, Sequence[Part]], Mapping[int, tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ class Source:
         construct: As ``models.build.construct``.
         start: As ``models.build.start``.
         storing: What surrounds whatever allocates storage.
-        boundaries: Whole model, divided as a stage is, and all stages, to what each stage takes
-            and gives of a micro-batch; None: a micro-batch is passed through the ranks to see.
+        boundaries: What divides a whole model as a stage is, and all stages, to what each stage
+            takes and gives of a micro-batch; None: a micro-batch is passed through the ranks to
+            see.
     """
 
     construct: Callable[..., nn.Module] = construct
@@ -268,13 +270,15 @@ def _pipeline(
 def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tensor, Tensor]] | None:
     if plan.source.boundaries is None:
         return None
-    model = plan.construct()
-    _parallelize(plan, model)
-    if plan.shares.data_parallel == "fsdp":
-        model.to(DTYPES[plan.config.train.precision])  # as it is gathered
-    else:
-        _replicated_arithmetic(plan, model)
-    return plan.source.boundaries(model, stages)
+
+    def divide(model: nn.Module) -> None:
+        _parallelize(plan, model)
+        if plan.shares.data_parallel == "fsdp":
+            model.to(DTYPES[plan.config.train.precision])  # as it is gathered
+        else:
+            _replicated_arithmetic(plan, model)
+
+    return plan.source.boundaries(divide, stages)
 
 
 def _wrap(plan: _Plan, model: nn.Module) -> DDP | FSDP | None:

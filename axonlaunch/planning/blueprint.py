@@ -45,6 +45,7 @@ class Blueprint:
         sample: Inputs of one sample [...]; values don't matter.
         is_text: Whether each input has a target; else each sample has one.
         num_blocks: Blocks that are run, the first ones of ``model``.
+        repeats: Whether the model can be told from fewer of its blocks.
     """
 
     config: RunConfig
@@ -54,6 +55,7 @@ class Blueprint:
     sample: Tensor
     is_text: bool
     num_blocks: int
+    repeats: bool
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -65,9 +67,17 @@ class Blueprint:
         if shares.pipeline > 1:
             split = _split(config, shares, model, sample)
             config = replaced(config, {"strategy.pipeline.split": split})
-        blocks = len(spec_for(config.model).blocks(model))
-        is_text = dataset.kind == "tokens"
-        return cls(config, shares, ranks, model, sample, is_text, blocks)
+        spec = spec_for(config.model)
+        return cls(
+            config,
+            shares,
+            ranks,
+            model,
+            sample,
+            is_text=dataset.kind == "tokens",
+            num_blocks=len(spec.blocks(model)),
+            repeats=spec.repeats(model),
+        )
 
     @property
     def counts(self) -> list[int]:
@@ -75,14 +85,15 @@ class Blueprint:
         split = self.config.strategy.pipeline.split
         return [self.num_blocks] if self.shares.pipeline == 1 or split == "auto" else split
 
-    def built(self) -> nn.Module:
-        """Return a model of ``num_blocks`` on the meta device."""
+    def built(self, num_blocks: int | None = None) -> nn.Module:
+        """Return a model of as many of the first blocks, or ``num_blocks``, on the meta device."""
         spec, fewer = spec_for(self.config.model), {}
-        if self.num_blocks < len(spec.blocks(self.model)):
+        count = num_blocks or self.num_blocks
+        if count < len(spec.blocks(self.model)):
             assert spec.layers is not None
             held = self.model.get_submodule(spec.layers)
             assert isinstance(held, nn.ModuleList)
-            fewer[id(held)] = copy.deepcopy(held[: self.num_blocks])  # the others cost time
+            fewer[id(held)] = copy.deepcopy(held[:count])  # the others cost time
         return copy.deepcopy(self.model, fewer)
 
     @property
@@ -98,11 +109,6 @@ class Blueprint:
     def stages_of(self, place: int) -> list[int]:
         """Return the stages of a rank, by its place on the pp axis."""
         return [0] if self.shares.pipeline == 1 else list(self.schedule.stages_of(place))
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the model can be told from fewer of its blocks."""
-        return spec_for(self.config.model).repeats(self.model)
 
     def spare_blocks(self, stages: list[int], *, needed: int = depth.SHALLOW) -> int:
         """Return how many blocks can be left out of each of these stages."""

@@ -22,8 +22,9 @@ def find(
     """Return what each stage takes and gives, as tensors of the shape and type.
 
     Args:
-        model: Whole; it computes in the types that its stages would.
-        blocks: Full names of what stages are made of, in order.
+        model: Whole, or with fewer of blocks that are all alike; it computes in the types that its
+            stages would.
+        blocks: Full names of what it has of what stages are made of, in order.
         stages: All of them.
         inputs: One micro-batch.
 
@@ -50,10 +51,14 @@ def find(
     model.train(was_training)
     for hook in hooks:
         hook.remove()
+
+    def passed_by(block: int) -> Tensor:
+        return after[min(block, len(blocks) - 1)]
+
     return {
         stage.index: (
-            inputs if stage.is_first else after[stage.first - 1],
-            outputs if stage.is_last else after[stage.last - 1],
+            inputs if stage.is_first else passed_by(stage.first - 1),
+            outputs if stage.is_last else passed_by(stage.last - 1),
         )
         for stage in stages
     }

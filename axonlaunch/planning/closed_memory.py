@@ -17,7 +17,7 @@ from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
 from axonlaunch.config.optimizer import SGDConfig
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.config.schema import StrategyConfig
-from axonlaunch.planning import forked, process
+from axonlaunch.planning import fake_tensors, forked, process
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.place import traced
 from axonlaunch.planning.step_work import StepWork, shortened, step_work
@@ -72,7 +72,7 @@ class Formulas:
             partial(step_work, alone, world_size=1),
             partial(activations, alone),
         ]
-        return cls(*forked.run(runs))
+        return cls(*forked.run(runs, memory=fake_tensors.recipes))
 
     def process_bytes(self, config: RunConfig, shares: Layout | None = None) -> float:
         """Return what the highest rank of a layout holds of its device, about.
@@ -124,7 +124,7 @@ def activations(config: RunConfig) -> dict[str, Held]:
         for layers in depths:
             short = shortened(changed, world_size=2, layers=layers, micro_batches=1)
             runs.append(partial(_activations, short))
-    told = iter(forked.run(runs))
+    told = iter(forked.run(runs, memory=fake_tensors.recipes))
     found = {}
     for mode in _MODES:
         few, more = next(told), next(told)

@@ -66,7 +66,7 @@ def deepened(shallow: Sequence[Event], deeper: Sequence[Event], *, blocks: int) 
 
 def further(point: Iterable[int], other: Iterable[int], times: int) -> Point:
     """Return a deeper model's numbers from a shallow one's and those with one block more."""
-    return tuple(a + times * (b - a) for a, b in zip(point, other, strict=True))
+    return tuple([a + times * (b - a) for a, b in zip(point, other, strict=True)])
 
 
 def _paired(events: Sequence[Event]) -> dict[_Name, Event]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from axonlaunch.comm import World
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.build import Source, build
+from axonlaunch.engines.build import Divide, Source, build
 from axonlaunch.engines.pipeline_split import Part, block_names
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.initialization import materialize
@@ -101,8 +101,10 @@ class DryRun:
         with nullcontext() if self._trace is None else self._trace.during("parameters"):
             materialize(module, device=device)
 
-    def _boundaries(self, model: nn.Module, stages: Any) -> dict[int, tuple[Tensor, Tensor]]:
+    def _boundaries(self, divide: Divide, stages: Any) -> dict[int, tuple[Tensor, Tensor]]:
         spec, shares = spec_for(self._blueprint.config.model), self._blueprint.shares
+        model = self._blueprint.built(1 if self._blueprint.repeats else None)
+        divide(model)
         shape = [shares.micro_batch_size, *self._blueprint.sample.shape]
         if shares.context > 1:
             shape[1] //= shares.context

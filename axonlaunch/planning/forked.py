@@ -1,7 +1,7 @@
 """Runs functions in forked copies of this process, a few at a time, and returns their results.
 
-What a copy changes, in torch or elsewhere, ends with it. It refuses nothing: what a function
-raises is raised here.
+What a copy changes, in torch or elsewhere, ends with it, but for what it adds to a memory that all
+of them are given. It refuses nothing: what a function raises is raised here.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ import torch
 Result = TypeVar("Result")
 
 
-def run(functions: Sequence[Callable[[], Result]], *, at_once: int | None = None) -> list[Result]:
+def run(
+    functions: Sequence[Callable[[], Result]],
+    *,
+    at_once: int | None = None,
+    memory: dict[Any, Any] | None = None,
+) -> list[Result]:
     """Call each function in a process of its own.
 
     Args:
         functions: Their results can be pickled; they themselves need not be.
         at_once: Processes that run side by side; None: one a core of this process.
+        memory: This process's: what a copy adds to it is added here, and copies that begin later
+            find it there. It can be pickled.
 
     Returns:
         Their results, in order.
@@ -34,6 +41,7 @@ def run(functions: Sequence[Callable[[], Result]], *, at_once: int | None = None
         Exception: What the first function that failed raised.
         RuntimeError: A process ended without a result.
     """
+    known: dict[Any, Any] = {} if memory is None else memory
     limit = at_once or len(os.sched_getaffinity(0))
     running: dict[int, tuple[int, int]] = {}
     results: dict[int, Result] = {}
@@ -42,10 +50,11 @@ def run(functions: Sequence[Callable[[], Result]], *, at_once: int | None = None
         while waiting or running:
             while waiting and len(running) < limit:
                 index, function = waiting.pop(0)
-                running[index] = _fork(function)
+                running[index] = _fork(function, known)
             answering = wait([pipe for _, pipe in running.values()])
             for index in [n for n, (_, pipe) in running.items() if pipe in answering]:
-                results[index] = _answer(*running.pop(index))
+                results[index], learned = _answer(*running.pop(index))
+                known.update(learned)
     finally:
         for process, pipe in running.values():
             os.kill(process, 9)
@@ -54,7 +63,7 @@ def run(functions: Sequence[Callable[[], Result]], *, at_once: int | None = None
     return [results[index] for index in range(len(functions))]
 
 
-def _fork(function: Callable[[], Any]) -> tuple[int, int]:
+def _fork(function: Callable[[], Any], memory: dict[Any, Any]) -> tuple[int, int]:
     ours, theirs = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -68,24 +77,26 @@ def _fork(function: Callable[[], Any]) -> tuple[int, int]:
     try:
         os.close(ours)
         with os.fdopen(theirs, "wb") as pipe:
-            pipe.write(_outcome(function))
+            pipe.write(_outcome(function, memory))
     finally:  # whatever happens, the copy must not go on as its parent
         os._exit(0)
 
 
-def _outcome(function: Callable[[], Any]) -> bytes:
+def _outcome(function: Callable[[], Any], memory: dict[Any, Any]) -> bytes:
+    before = len(memory)
     try:
         torch.set_num_threads(1)
-        return pickle.dumps((True, function()))
+        result = function()
+        return pickle.dumps((True, result, [*memory.items()][before:]))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         try:
-            content = pickle.dumps((False, error))
+            content = pickle.dumps((False, error, ()))
             pickle.loads(content)
         except Exception:
-            return pickle.dumps((False, RuntimeError(text)))
+            return pickle.dumps((False, RuntimeError(text), ()))
         error.add_note(text)
-        return pickle.dumps((False, error))
+        return pickle.dumps((False, error, ()))
 
 
 def _answer(process: int, pipe: int) -> Any:
@@ -95,7 +106,7 @@ def _answer(process: int, pipe: int) -> Any:
     if not content:
         code = os.waitstatus_to_exitcode(status)
         raise RuntimeError(f"a forked process ended with status {code} and without an answer")
-    done, result = pickle.loads(content)
+    done, result, learned = pickle.loads(content)
     if not done:
         raise result
-    return result
+    return result, learned

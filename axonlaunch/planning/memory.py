@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.planning import depth, forked, process
+from axonlaunch.planning import depth, fake_tensors, forked, process
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.place import Place, host_categories
 from axonlaunch.planning.record import Estimate, RankEstimate
 from axonlaunch.planning.reserved import Change
-from axonlaunch.planning.trace import CATEGORIES, on_device
+from axonlaunch.planning.trace import CATEGORIES, Event, on_device
 
 
 def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> Estimate:
@@ -52,9 +52,11 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
         runs["process", 0] = _recorded(blueprint, 0)
     for place in places:
         runs.update(place.traces())
-    done = dict(zip(runs, forked.run([*runs.values()]), strict=True))
+    done = dict(zip(runs, forked.run([*runs.values()], memory=fake_tensors.recipes), strict=True))
     a_stage = blueprint.world_size // shares.pipeline
-    ranks = [_of_rank(place, place.place * a_stage, done) for place in places]
+    steps = {place.kind: place for place in places}
+    short = {kind: place.short_step(done) for kind, place in steps.items()}
+    ranks = [_of_rank(place, place.place * a_stage, short[place.kind], done) for place in places]
     highest = max(ranks, key=lambda one: one.peak_bytes)
     memory = hardware.memory_bytes if hardware else None
     reserved = held = highest.peak_bytes
@@ -105,8 +107,10 @@ def _process(
     )
 
 
-def _of_rank(place: Place, rank: int, done: Mapping[Any, Any]) -> RankEstimate:
-    point, host = depth.peak(place.events(done))
+def _of_rank(
+    place: Place, rank: int, short_step: list[Event], done: Mapping[Any, Any]
+) -> RankEstimate:
+    point, host = depth.peak(place.events(short_step, done))
     return RankEstimate(
         rank=rank,
         coords=place.whole.shares.coordinates(rank),
@@ -114,5 +118,5 @@ def _of_rank(place: Place, rank: int, done: Mapping[Any, Any]) -> RankEstimate:
         host_bytes=host,
         breakdown=dict(zip(CATEGORIES, point, strict=False)),
         sharded_parameters=place.sharded(done),
-        microbatch_bytes=place.left_by_forward(done),
+        microbatch_bytes=place.left_by_forward(short_step),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 
@@ -85,6 +85,11 @@ class Place:
         """The first rank of the place in the short run."""
         return self.like * self.short.world_size // self.short.shares.pipeline
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What is equal for places whose short runs are, and as deep."""
+        return self.spare, *self._keys()
+
     def traces(self) -> dict[Key, Callable[[], Traced]]:
         """Return what has to be run, by what tells one run from another."""
         return {
@@ -92,17 +97,21 @@ class Place:
             for key, fewer in self._keys().items()
         }
 
-    def events(self, done: Mapping[Key, Traced]) -> list[Event]:
+    def short_step(self, done: Mapping[Key, Traced]) -> list[Event]:
+        """Return the step of the short run, as deep as the place is."""
+        told = [done[key].events for key in self._keys()]
+        return depth.deepened(*told, blocks=self.spare) if self.spare else told[0]
+
+    def events(self, short_step: list[Event], done: Mapping[Key, Traced]) -> list[Event]:
         """Return the place's step."""
-        told = [done[key] for key in self._keys()]
-        events = self._short_step(done)
+        told = done[next(iter(self._keys()))]
         short, whole = self.short.shares, self.whole.shares
+        micro_batches = whole.micro_batches - short.micro_batches
+        in_a_round = whole.round_microbatches - short.round_microbatches
         more = dict.fromkeys(CATEGORIES, 0)
-        more["activations"] = (whole.micro_batches - short.micro_batches) * told[0].fed
-        more["communication"] = (whole.round_microbatches - short.round_microbatches) * told[
-            0
-        ].received
-        events = [actions.shifted(event, (*more.values(), 0)) for event in events]
+        more["activations"] = micro_batches * told.fed
+        more["communication"] = in_a_round * told.received
+        events = [actions.shifted(event, (*more.values(), 0)) for event in short_step]
         if whole.pipeline == 1 or short == whole:
             return events
         step = self.whole.schedule.actions[self.place]
@@ -118,16 +127,11 @@ class Place:
             zip(few, depth.further(few.values(), more[0].values(), self.spare), strict=True)
         )
 
-    def left_by_forward(self, done: Mapping[Key, Traced]) -> list[int]:
+    def left_by_forward(self, short_step: list[Event]) -> list[int]:
         """Return what a micro-batch leaves for its backward on each of the rank's stages."""
         if self.whole.shares.pipeline == 1:
             return []
-        return [*actions.left_by_forward(self._short_step(done)).values()]
-
-    def _short_step(self, done: Mapping[Key, Traced]) -> list[Event]:
-        """Return the step of the short run, as deep as the place is."""
-        told = [done[key].events for key in self._keys()]
-        return depth.deepened(*told, blocks=self.spare) if self.spare else told[0]
+        return [*actions.left_by_forward(short_step).values()]
 
     def _keys(self) -> dict[Key, int]:
         depths = (self.spare, self.spare - 1) if self.spare else (0,)

@@ -18,7 +18,7 @@ from axonlaunch.config import ConfigError, Problem, RunConfig, replaced
 from axonlaunch.config.layout import layout, of_ranks, world_size
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.engines.update import local_part
-from axonlaunch.planning import fake_world, forked
+from axonlaunch.planning import fake_tensors, fake_world, forked
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.dry_run import DryRun
 from axonlaunch.planning.operations import OperationTrace, Work, add
@@ -126,7 +126,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     ]
     if shares.pipeline > 1:
         functions.append(partial(_split, config))
-    told = forked.run(functions)
+    told = forked.run(functions, memory=fake_tensors.recipes)
     layers = tuple(told[-1]) if shares.pipeline > 1 else (depth or 0,)
     traced = {
         (rank, *key): one

@@ -72,7 +72,7 @@ def told(result: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_tensors, "_recipes", {})
+    monkeypatch.setattr(fake_tensors, "recipes", {})
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -83,10 +83,10 @@ def test_a_result_from_memory_is_the_one_that_torch_makes(name: str) -> None:
     mode = tensors_without_bytes()
     with mode:
         first = told(run())
-        remembered = dict(fake_tensors._recipes)
+        remembered = dict(fake_tensors.recipes)
         again = told(run())
     assert first == again == expected
-    assert remembered == fake_tensors._recipes  # nothing was worked out anew
+    assert remembered == fake_tensors.recipes  # nothing was worked out anew
     assert all(recipe is not None for recipe in remembered.values())
 
 
@@ -106,6 +106,43 @@ def test_what_was_given_twice_tells_nothing_of_what_is_given_apart() -> None:
     assert mode.__torch_dispatch__(sum_into, [], (x, y), {"out": y}) is y
     assert mode.__torch_dispatch__(sum_into, [], (x, y), {"out": z}) is z
     assert mode.__torch_dispatch__(sum_into, [], (x, y), {"out": y}) is y
+
+
+def test_tensors_of_one_storage_are_remembered_apart_from_those_of_several() -> None:
+    with tensors_without_bytes():
+        for _ in range(2):
+            x = base()
+            left, right = x.chunk(2, dim=1)
+            torch._foreach_add_([left, right], 1.0)
+            assert torch.maximum(left, right).shape == (6, 2)
+        worked_out = len(fake_tensors.recipes)
+        torch._foreach_add_([left, right], 1.0)
+        assert len(fake_tensors.recipes) == worked_out
+        torch._foreach_add_([base(), base()], 1.0)
+        assert len(fake_tensors.recipes) == worked_out + 1
+
+
+def test_another_default_type_is_another_result() -> None:
+    with tensors_without_bytes():
+        assert torch.empty(2).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert torch.empty(2).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_what_a_forked_process_worked_out_the_next_one_finds() -> None:
+    def run() -> int:
+        before = len(fake_tensors.recipes)
+        with tensors_without_bytes():
+            attended()
+            normed()
+        return len(fake_tensors.recipes) - before
+
+    first, again = forked.run([run, run], at_once=1, memory=fake_tensors.recipes)
+    assert (first > 0, again) == (True, 0)
+    assert len(fake_tensors.recipes) == first
 
 
 def test_numbers_that_are_equal_but_of_other_types_are_told_apart() -> None:
@@ -148,11 +185,11 @@ def test_what_changes_its_tensor_s_shape_is_done_each_time() -> None:
 def test_a_mode_remembers_for_the_next() -> None:
     with tensors_without_bytes():
         base()
-    before = dict(fake_tensors._recipes)
+    before = dict(fake_tensors.recipes)
     with tensors_without_bytes() as second:
         assert isinstance(base(), FakeTensor)
         assert base().fake_mode is second  # type: ignore[attr-defined]
-    assert before == fake_tensors._recipes
+    assert before == fake_tensors.recipes
 
 
 def test_the_private_names_are_where_they_were() -> None:
@@ -162,7 +199,8 @@ def test_the_private_names_are_where_they_were() -> None:
     assert isinstance(x, FakeTensor)
     assert (x.fake_mode, x.fake_device, x.constant) == (mode, torch.device("cpu"), None)
     assert torch.ops.aten.lift_fresh.default in mode.lift_fns
-    assert fake_tensors._recipe(None, []) is not None
+    made = fake_tensors._Memory().fake(mode, torch.empty(2, device="meta"), torch.device("cpu"))
+    assert vars(made).keys() == vars(x).keys()
 
 
 def test_operators_that_run_others_have_torch_s_rules() -> None:
