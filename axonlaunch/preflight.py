@@ -23,7 +23,7 @@ from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.disk import free_bytes
 from axonlaunch.division import context_problems, pipeline_problems, tensor_problems
-from axonlaunch.models.build import construct, spec_for
+from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.spec import ModelSpec
 
 STATE_BYTES = {"adamw": 16, "sgd": 12}
@@ -124,11 +124,11 @@ def _dataset(config: RunConfig) -> tuple[Dataset | None, list[Problem]]:
 def _model(
     config: RunConfig,
 ) -> tuple[ModelSpec | None, nn.Module | None, list[Problem]]:
-    """Build the model on ``meta``, or as it builds itself."""
+    """Build the model without storage."""
     spec = None
     try:
         spec = spec_for(config.model)
-        model = construct(config.model, seed=config.seed)
+        model = on_meta(config.model, seed=config.seed)
         spec.blocks(model)
     except ConfigError as error:
         return spec, None, error.problems

@@ -36,12 +36,12 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
         checkpoint: It is read whole.
         config: Of its run.
     """
-    from axonlaunch.models.build import construct
+    from axonlaunch.models.build import on_meta
 
     found = [f"{name} {folders.CHANGED}" for name in folders.damage(checkpoint)]
     if found:
         return found
-    model = construct(config.model, seed=config.seed)
+    model = on_meta(config.model, seed=config.seed)
     return reader.differences(checkpoint, model)
 
 

@@ -79,12 +79,18 @@ def forecast(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
     """
     assert config.launch.nproc != "auto"
     config = _on_named_hardware(resolved(config, accelerators=0))
-    found, told = foretold(context, config, exact=exact), []
+    found = foretold(context, config, exact=exact)
+    told: list[Remedy] = []
+    notes: list[str] = []
     if found.fits is False:
-        told = forkserver.call(
-            context, "axonlaunch.launch.estimate:remedied", without_files(config), found
-        )
-    return _told(config, found, remedies=told)
+        try:
+            told = forkserver.call(
+                context, "axonlaunch.launch.estimate:remedied", without_files(config), found
+            )
+        except ConfigError as error:
+            reason = error.problems[0].message
+            notes = [f"what would make it fit can't be looked for on one device: {reason}"]
+    return _told(config, found, remedies=told, notes=notes)
 
 
 def _by_formula(context: ForkServerContext, config: RunConfig) -> Forecast:

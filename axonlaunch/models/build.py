@@ -47,6 +47,24 @@ def construct(config: Any, *, seed: int) -> nn.Module:
         return spec.build(config)
 
 
+def on_meta(config: Any, *, seed: int) -> nn.Module:
+    """Build the module without storage, also one that starts itself: its names and shapes.
+
+    One that computes with values while it is built is built with them, which are then dropped.
+
+    Raises:
+        ConfigError: The configuration's figures don't fit each other.
+    """
+    refuse_problems(config)
+    try:
+        with torch.device("meta"):
+            return spec_for(config).build(config)
+    except (RuntimeError, NotImplementedError):
+        module = construct(config, seed=seed)
+        materialize(module, device="meta")
+        return module
+
+
 def start(module: nn.Module, config: Any, *, seed: int, device: torch.device | str) -> None:
     """Move what ``construct`` built, sharded by now or not, to its device with initial weights."""
     spec = spec_for(config)

@@ -11,7 +11,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from axonlaunch import data
@@ -21,8 +20,7 @@ from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.engines.build import stage_blocks
 from axonlaunch.engines.pipeline_schedule import PipelineSchedule
-from axonlaunch.models.build import construct, refuse_problems, spec_for
-from axonlaunch.models.initialization import materialize
+from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.planning import depth
 
 _FEW = 3
@@ -63,7 +61,7 @@ class Blueprint:
         ranks = world_size(config)
         shares = layout(config, world_size=ranks)
         dataset = data.build(config.data)
-        model, sample = _on_meta(config.model, seed=config.seed), sample_inputs(dataset)
+        model, sample = on_meta(config.model, seed=config.seed), sample_inputs(dataset)
         if shares.pipeline > 1:
             split = _split(config, shares, model, sample)
             config = replaced(config, {"strategy.pipeline.split": split})
@@ -198,18 +196,3 @@ def _split(config: RunConfig, shares: Layout, model: nn.Module, sample: Tensor) 
             "; write the blocks of each stage"
         )
         raise ConfigError([Problem("strategy.pipeline.split", message, "auto")]) from error
-
-
-def _on_meta(config: Any, *, seed: int) -> nn.Module:
-    """Build a module without storage, also one that would start itself."""
-    spec = spec_for(config)
-    if spec.initializers is not None:
-        return construct(config, seed=seed)
-    refuse_problems(config)
-    try:
-        with torch.device("meta"):
-            return spec.build(config)
-    except (RuntimeError, NotImplementedError):  # it computes with values while it is built
-        module = construct(config, seed=seed)
-        materialize(module, device="meta")
-        return module

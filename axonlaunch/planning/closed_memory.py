@@ -1,4 +1,4 @@
-"""A rank's memory by closed formulas, from what one device holds of one sample.
+"""A rank's memory by closed formulas, from what one device holds of a sample.
 
 It is the planner's first cut, for states as Rajbhandari et al., "ZeRO", 2020, section 3, has them
 and activations as Korthikanti et al., 2022, section 4, divides them; the layouts that it leaves are
@@ -20,7 +20,7 @@ from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.planning import fake_tensors, forked, process
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.place import traced
-from axonlaunch.planning.step_work import StepWork, shortened, step_work
+from axonlaunch.planning.step_work import SAMPLES, StepWork, shortened, step_work
 from axonlaunch.planning.trace import CATEGORIES, Category
 
 _FP32 = 4
@@ -53,7 +53,7 @@ class Formulas:
     """A model, traced on one device: what all of its layouts are told from.
 
     Attributes:
-        one: The work of a step of one sample.
+        one: The work of a step of ``SAMPLES``.
         held: What a sample leaves behind under each kind of recomputation.
     """
 
@@ -91,13 +91,13 @@ class Formulas:
 
 
 def on_one_device(config: RunConfig) -> RunConfig:
-    """Return a run of the same model on one device, a sample a step."""
+    """Return a run of the same model on one device, with ``SAMPLES`` a step."""
     return replaced(
         config,
         {
             "strategy": StrategyConfig(data_parallel="none"),
-            "train.global_batch_size": 1,
-            "train.micro_batch_size": 1,
+            "train.global_batch_size": SAMPLES,
+            "train.micro_batch_size": SAMPLES,
             "train.activation_checkpointing": "none",
             "train.compile": False,
             **of_ranks(1),
@@ -111,7 +111,7 @@ def activations(config: RunConfig) -> dict[str, Held]:
     It is traced on two ranks that shard their parameters, so that nothing of those is among it.
 
     Args:
-        config: A run on one device, with a sample a step.
+        config: A run on one device, with ``SAMPLES`` a step.
 
     Raises:
         ConfigError: The run can't be traced.
@@ -127,7 +127,7 @@ def activations(config: RunConfig) -> dict[str, Held]:
     told = iter(forked.run(runs, memory=fake_tensors.recipes))
     found = {}
     for mode in _MODES:
-        few, more = next(told), next(told)
+        few, more = (next(told) / SAMPLES for _ in depths)
         found[mode] = Held(more - few, _WITH_GRADIENT * (2 * few - more))
     return found
 

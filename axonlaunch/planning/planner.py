@@ -153,14 +153,30 @@ def _legal(likely: list[_Likely], check: Callable[[RunConfig], RunConfig]) -> li
 def _fastest(
     first: list[Candidate], *, hardware: HardwareConfig
 ) -> list[tuple[Candidate, Throughput]]:
-    """Trace the work of layouts; return them with their speed, the fastest first."""
+    """Trace the work of layouts; return those that can be with their speed, the fastest first.
+
+    Raises:
+        ConfigError: Why the first can't be traced, if none can.
+    """
     runs = [partial(_timed, candidate.config, hardware) for candidate in first]
     told = forked.run(runs, memory=fake_tensors.recipes)
-    return sorted(zip(first, told, strict=True), key=lambda pair: pair[1].step_s)
+    found = [
+        (candidate, one)
+        for candidate, one in zip(first, told, strict=True)
+        if isinstance(one, Throughput)
+    ]
+    if not found:
+        assert isinstance(told[0], ConfigError)
+        raise told[0]
+    return sorted(found, key=lambda pair: pair[1].step_s)
 
 
-def _timed(config: RunConfig, hardware: HardwareConfig) -> Throughput:
-    return timed(config, hardware, step_work(config, world_size=world_size(config)))
+def _timed(config: RunConfig, hardware: HardwareConfig) -> Throughput | ConfigError:
+    """Return a layout's speed, or why it can't be traced, as with too small a micro-batch."""
+    try:
+        return timed(config, hardware, step_work(config, world_size=world_size(config)))
+    except ConfigError as error:
+        return error
 
 
 def _estimated(

@@ -1,4 +1,4 @@
-"""The work of any layout by closed formulas, from what one device does with one sample.
+"""The work of any layout by closed formulas, from what one device does with a sample.
 
 It is the planner's first cut; the layouts that it leaves are traced. Kernels of memory-bound
 operations, waves of tiles and messages are divided as if all divided evenly.
@@ -22,7 +22,7 @@ from axonlaunch.planning.operations import (
     Send,
     Work,
 )
-from axonlaunch.planning.step_work import Share, StageWork, StepWork
+from axonlaunch.planning.step_work import SAMPLES, Share, StageWork, StepWork
 
 FP32 = 4
 HALF = 2
@@ -36,7 +36,7 @@ def scaled(
     """Return the work of a layout.
 
     Args:
-        one: Of the same model on one device, a sample a step, nothing recomputed.
+        one: Of the same model on one device, ``SAMPLES`` a step, nothing recomputed.
         config: The layout's run.
         shares: Its layout.
         layers: Of each of its stages.
@@ -96,24 +96,25 @@ class _Scaled:
                 yield "recomputation"
 
     def _operation(self, key: Operation, amount: Amount, phase: Phase) -> tuple[Operation, Amount]:
-        """Return an operation of the layout in the place of one of a sample on one device."""
+        """Return an operation of the layout in the place of one on one device."""
         tensor = self._shares.tensor
         mode = self._config.train.activation_checkpointing
         again = 0.5 if phase == "recomputation" and mode == "selective" else 1.0
+        samples = self._samples / SAMPLES
         if isinstance(key, Product):
             sizes = {"m": key.m, "n": key.n, "k": key.k}
-            along = [name for name, size in sizes.items() if size == self._length]
+            along = [name for name, size in sizes.items() if size == SAMPLES * self._length]
             across = max((name for name in sizes if name not in along[:1]), key=sizes.__getitem__)
             count = amount.count * again
             if along:
-                sizes[along[0]] = max(1, round(sizes[along[0]] * self._samples))
+                sizes[along[0]] = max(1, round(sizes[along[0]] * samples))
             else:
-                count *= self._samples
+                count *= samples
             sizes[across] = max(1, sizes[across] // tensor)
             m, n, k = sizes.values()
             made = dataclasses.replace(key, phase=phase, m=m, n=n, k=k)
             return made, Amount(count, amount.num_bytes, amount.flops)
-        share = again * self._samples
+        share = again * samples
         if isinstance(key, Attention):
             made_attention = dataclasses.replace(key, phase=phase)
             times = share / tensor

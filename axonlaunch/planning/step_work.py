@@ -27,6 +27,9 @@ from axonlaunch.planning.untraceable import refusing_untraceable
 _DEPTH = "num_hidden_layers"
 _LAYERS = (1, 2)
 """Layers of each stage of the traces."""
+SAMPLES = 11
+"""Samples of a step on one device, from which layouts are told: several, for a BatchNorm can't take
+one, and a prime that widths are no multiples of, so that sizes which grow with them stand out."""
 
 
 @dataclass(frozen=True)

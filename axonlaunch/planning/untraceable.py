@@ -1,17 +1,26 @@
-"""What of a model can't be traced, in words: the operation, and the module that it is in."""
+"""What of a model can't be traced, in words: what fails, and the module that it is in."""
 
 from __future__ import annotations
 
+import logging
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 
+import axonlaunch
 from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config.layout import layout, world_size
 
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+_OURS = Path(axonlaunch.__file__).parent, Path(torch.__file__).parent
+_PYTHON = Path(sysconfig.get_path("stdlib"))
 UNTRACEABLE = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -22,24 +31,27 @@ UNTRACEABLE = (
 
 @contextmanager
 def refusing_untraceable(config: RunConfig) -> Iterator[None]:
-    """Refuse a run of which an operation needs values, or has no fake kernel.
+    """Refuse a run of which an operation needs values or has no fake kernel, or a module fails.
 
     Raises:
-        ConfigError: The operation, and the module it is in.
+        ConfigError: What fails, and the module it is in.
     """
+    _LOGGER.setLevel(logging.CRITICAL)  # it shows what it raises, too
     try:
         yield
     except UNTRACEABLE as error:
         raise ConfigError([_untraceable(config, error)]) from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        if (line := _users_line(error)) is None:
+            raise
+        raise ConfigError([_failing(config, error, line)]) from error
 
 
 def _untraceable(config: RunConfig, error: BaseException) -> Problem:
     """Say which operation of which module needs values."""
-    module = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module):
-            module = _name(found)
+    module = _module(error)
     where = "" if module is None else f" in {module}"
     message = (
         f"{_operation(error)}{where} depends on values or has no fake kernel, so memory "
@@ -47,6 +59,37 @@ def _untraceable(config: RunConfig, error: BaseException) -> Problem:
         "gradients and optimizer states take, and no more"
     )
     return Problem("model.name", message, config.model.name)
+
+
+def _failing(config: RunConfig, error: BaseException, line: str) -> Problem:
+    where = "" if (module := _module(error)) is None else f" in {module}"
+    reason = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+    shares = layout(config, world_size=world_size(config))
+    samples = shares.micro_batch_size
+    message = f"a micro-batch of {samples} fails{where} with {reason} ({line})"
+    return Problem("model.name", message, config.model.name)
+
+
+def _users_line(error: BaseException) -> str | None:
+    """Return the last line of a model of others that an error passed; None: it passed none."""
+    line = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        ours = any(path.is_relative_to(folder) for folder in _OURS)
+        python = path.is_relative_to(_PYTHON) and "site-packages" not in path.parts
+        if path.exists() and not ours and not python:
+            line = f"{path.name}:{number}"
+    return line
+
+
+def _module(error: BaseException) -> str | None:
+    """Return the innermost module that an error passed."""
+    module = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = frame.f_locals.get("self")
+        if isinstance(found, nn.Module):
+            module = _name(found)
+    return module
 
 
 def _name(module: nn.Module) -> str:

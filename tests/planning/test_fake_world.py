@@ -28,6 +28,7 @@ from axonlaunch.planning.fake_tensors import tensors_without_bytes
 from axonlaunch.planning.memory import estimate
 from axonlaunch.planning.trace import StorageTrace, on_device
 from axonlaunch.planning.untraceable import UNTRACEABLE
+from axonlaunch.preflight import resolve_anywhere
 
 TINY = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
 
@@ -109,6 +110,43 @@ def test_a_model_that_branches_on_values_is_refused_by_name() -> None:
     chosen = config.load([*overrides, "launch.nproc=2", "data.image_size=28"])
     with pytest.raises(ConfigError, match=r"aten\._local_scalar_dense in Branching depends on v"):
         estimate(chosen)
+
+
+def test_a_module_that_fails_is_told_with_its_reason_and_the_line() -> None:
+    overrides = ["model=custom", f"model.target={__name__}:misfitting", "data=digits"]
+    overrides += ["data.image_size=8", "train.global_batch_size=32"]
+    chosen = config.load([*overrides, "launch.nproc=2"])
+    with pytest.raises(ConfigError) as refused:
+        estimate(chosen)
+    (problem,) = refused.value.problems
+    assert "a micro-batch of 16 fails in Misfitting with RuntimeError" in problem.message
+    assert "test_fake_world.py:" in problem.message
+
+
+class Misfitting(torch.nn.Linear):
+    """Takes other inputs than it gets."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs)
+
+
+def misfitting() -> torch.nn.Module:
+    return Misfitting(7, 10)
+
+
+def vast() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 1 << 34, bias=False))
+
+
+def test_a_model_that_starts_itself_is_told_without_its_storage() -> None:
+    overrides = [
+        "model=custom",
+        f"model.target={__name__}:vast",
+        "data=digits",
+        "data.image_size=8",
+    ]
+    checked = resolve_anywhere(config.load([*overrides, "launch.nproc=2"]))
+    assert estimate(checked).parameters == 64 << 34
 
 
 def test_a_world_that_is_there_already_is_not_taken_for_another() -> None:

@@ -95,6 +95,13 @@ def test_memory_by_formulas_is_near_what_is_traced(
     assert told == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
 
 
+def test_a_model_that_takes_no_single_sample_has_formulas_too() -> None:
+    words = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
+    words += ["hardware=h100_80gb", "train.global_batch_size=4"]
+    chosen = config.load([*words, "launch.nproc=2", "train.micro_batch_size=2"])
+    assert closed_memory.Formulas.of(chosen).process_bytes(chosen) > 0
+
+
 def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
     one: StepWork, held: dict[str, closed_memory.Held]
 ) -> None:
