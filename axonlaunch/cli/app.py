@@ -100,4 +100,9 @@ def _problems(error: Exception) -> list[str] | None:
         return [str(error)]
     # Typer's usage errors: some versions raise click's classes, some a copy of them.
     told = getattr(error, "format_message", None)
-    return [" ".join(told().split())] if told else None
+    if told is None:
+        return None
+    message = " ".join(told().split())
+    if getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
+        message += "; options are in --help, and settings are written key=value, without dashes"
+    return [message]

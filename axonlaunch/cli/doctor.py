@@ -69,8 +69,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("accelerator", report["accelerator"] or "none; ranks compute on the CPU"))
     if report["driver"]:
         rows.append(("driver", report["driver"]))
-    nccl = report["nccl"]
-    rows.append(("nccl", nccl["version"] if nccl["available"] else nccl["reason"]))
+    if report["nccl"]["available"]:
+        rows.append(("nccl", report["nccl"]["version"]))
     for name, verdict in report["backends"].items():
         if verdict["works"]:
             took = f"{verdict['ranks']} ranks all-reduced in {verdict['seconds']} s"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.planning.record import Forecast
 
-HELP = "Foretell the memory of every rank: no GPU, no data, a world of any size."
+HELP = "Foretell the memory of every rank. No GPU, no data, a world of any size."
 EXAMPLES = """Examples:
 
 \b

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.planning.record import Plan
 
-HELP = "Find the fastest layouts of a number of devices that fit: no GPU, no data."
+HELP = "Find the fastest layouts of a number of devices that fit. No GPU, no data."
 EXAMPLES = """Examples:
 
 \b

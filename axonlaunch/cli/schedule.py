@@ -10,7 +10,7 @@ import typer
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
 from axonlaunch.launch.telling import telling
 
-HELP = "Draw the pipeline's schedule: who does what when, and who waits."
+HELP = "Draw the pipeline's schedule. Who does what when, and who waits."
 EXAMPLES = """Examples:
 
 \b

@@ -5,6 +5,7 @@ Everything of Hydra that is not public API is used here alone. Nothing here know
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -125,13 +126,14 @@ class Composer:
         from hydra.errors import OverrideParseException
 
         parser = OverridesParser.create(config_loader=self._loader)
-        parsed, problems = [], []
-        for text in overrides:
+        parsed = []
+        words, problems = _without_spaces(overrides)
+        for text in words:
             try:
                 override = parser.parse_overrides([text])[0]
             except OverrideParseException as error:
-                reason = str(error).splitlines()[0]
-                message = f"{text}: not an override ({reason}); write key=value"
+                reason = f" ({str(error).splitlines()[0]})" if "=" in text else ""
+                message = f"{text}: not an override{reason}; write {self._meant(text)}"
                 problems.append(Problem("", message))
                 continue
             if override.key_or_group:
@@ -139,6 +141,14 @@ class Composer:
             else:
                 problems.append(Problem("", f"{text}: has no key; write key=value"))
         return parsed, problems
+
+    def _meant(self, text: str) -> str:
+        """Return what somebody may have meant by a word that is no override."""
+        if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text):
+            return f"{text}=VALUE"
+        groups = (g for g in self._loader.list_groups("") if g != "hydra")
+        of = [group for group in groups if text in self._loader.get_group_options(group)]
+        return " or ".join(f"{group}={text}" for group in of) or "key=value"
 
     def _check_primary(self, config_name: str) -> None:
         if not self._loader.repository.config_exists(config_name):
@@ -183,17 +193,17 @@ class Composer:
         options = sorted(self._loader.get_group_options(group))
         if value is None:
             return ([f"~{group}"] if in_defaults else []), []
-        problems = []
-        for option in value if isinstance(value, list) else [value]:
-            if str(option) not in options:
-                close = nearest(str(option), options)
-                meant = f"did you mean {close}? " if close else ""
-                message = f"there is no such option; {meant}known: {', '.join(options)}"
-                problems.append(Problem(group, message, option))
-        if problems:
-            return [], problems
+        if isinstance(value, list):
+            several = ",".join(str(option) for option in value)
+            message = f"it takes one option; to run several in turn write -m {group}={several}"
+            return [], [Problem(group, message, value)]
+        if str(value) not in options:
+            close = nearest(str(value), options)
+            meant = f"did you mean {close}? " if close else ""
+            message = f"there is no such option; {meant}known: {', '.join(options)}"
+            return [], [Problem(group, message, value)]
         text = override.input_line.lstrip("+")
-        return [text if in_defaults else "+" + text], problems
+        return [text if in_defaults else "+" + text], []
 
     def _groups_in_defaults(self, config_name: str) -> frozenset[str]:
         """Return the groups that the primary config, or an experiment it takes, already names."""
@@ -247,6 +257,18 @@ class Composer:
                 first = comments[0] if comments else ""
                 return first.lstrip("# ") if first.startswith("#") else ""
         return ""
+
+
+def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Part words from ``key = value``, of which a shell makes three."""
+    rest, problems = [*words], []
+    while "=" in rest:
+        at = rest.index("=")
+        of_it = slice(max(0, at - 1), at + 2)
+        written = rest[of_it]
+        problems.append(Problem("", f"{' '.join(written)}: has spaces; write {''.join(written)}"))
+        del rest[of_it]
+    return rest, problems
 
 
 def _omegaconf_problem(error: Any) -> Problem:

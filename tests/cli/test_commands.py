@@ -46,7 +46,7 @@ def test_without_a_command_the_help_is_shown(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["trian"], "error: No such command 'trian'"),
-        (["train", "--fast"], "error: No such option: --fast"),
+        (["train", "--fast"], "error: No such option: --fast; options are in --help, and settings"),
         (["ls", "modles"], "error: there is no list 'modles'; did you mean models?"),
         (["sample"], "error: Missing argument"),
         (["sample", "nowhere"], "error: nowhere: no run folder"),

@@ -693,7 +693,32 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "train.steps",
         [
-            "train.steps: not an override (Error parsing override 'train.steps'); write key=value",
+            "train.steps: not an override; write train.steps=VALUE",
+        ],
+    ),
+    (
+        "train.steps = 7",
+        [
+            "train.steps = 7: has spaces; write train.steps=7",
+        ],
+    ),
+    (
+        "llama_debug",
+        [
+            "llama_debug: not an override; write model=llama_debug",
+        ],
+    ),
+    (
+        "something",
+        [
+            "something: not an override; write key=value",
+        ],
+    ),
+    (
+        "strategy=[ddp,fsdp]",
+        [
+            "strategy=[ddp,fsdp]: it takes one option; to run several in turn write -m "
+            "strategy=ddp,fsdp",
         ],
     ),
     (
