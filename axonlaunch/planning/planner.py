@@ -22,7 +22,7 @@ from axonlaunch.planning.candidates import Candidate, candidates
 from axonlaunch.planning.closed_memory import Formulas
 from axonlaunch.planning.memory import estimate
 from axonlaunch.planning.record import Plan, Planned
-from axonlaunch.planning.roofline import figure
+from axonlaunch.planning.roofline import figure, refuse_missing
 from axonlaunch.planning.scaled_work import scaled
 from axonlaunch.planning.step_time import StepTime
 from axonlaunch.planning.step_work import step_work
@@ -59,6 +59,7 @@ def plan(
     """
     hardware = config.hardware
     assert hardware is not None
+    refuse_missing(hardware, _needed(config, devices))
     memory = figure(hardware, "memory_gib") * GIB
     in_node = min(devices, figure(hardware, "devices_per_node"))
     listed = list(
@@ -80,6 +81,23 @@ def plan(
     if not any(planned.fits for planned in found):
         raise ConfigError([_too_large(config, devices, found)])
     return Plan(searched=len(listed), candidates=found)
+
+
+def _needed(config: RunConfig, devices: int) -> list[str]:
+    """Return the figures of hardware without which no layout can be timed."""
+    assert config.hardware is not None
+    found = ["memory_gib", "devices_per_node", f"{config.train.precision}_tflops"]
+    found += ["matrix_sustained", "multiprocessors"]
+    if hasattr(config.model, "num_attention_heads"):
+        found.append("attention_sustained")
+    if not config.hardware.moved_bytes:
+        found += ["memory_bandwidth_gb_s", "memory_sustained"]
+    crossed = ["link"] if devices > 1 else []
+    in_node = config.hardware.devices_per_node
+    if in_node is not None and devices > in_node:
+        crossed.append("network")
+    parts = ("gb_s", "sustained", "latency_us")
+    return found + [f"{link}_{part}" for link in crossed for part in parts]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ User's Guide", for tiles and waves.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -118,11 +119,24 @@ def figure(hardware: HardwareConfig, name: str) -> Any:
     Raises:
         ConfigError: It is not published.
     """
-    value = getattr(hardware, name)
-    if value is None:
-        message = (
-            f"is not published for {hardware.name}, and speed can't be told without it; "
-            f"write hardware.{name}=NUMBER, measured or from a datasheet"
-        )
-        raise ConfigError([Problem(f"hardware.{name}", message, None)])
-    return value
+    refuse_missing(hardware, [name])
+    return getattr(hardware, name)
+
+
+def refuse_missing(hardware: HardwareConfig, names: Iterable[str]) -> None:
+    """Raise for figures that are not published, all at once.
+
+    Raises:
+        ConfigError: It says which.
+    """
+    missing = [name for name in names if getattr(hardware, name) is None]
+    if missing:
+        raise ConfigError([_missing(hardware, name) for name in missing])
+
+
+def _missing(hardware: HardwareConfig, name: str) -> Problem:
+    message = (
+        f"is not published for {hardware.name}, and speed can't be told without it; "
+        f"write hardware.{name}=NUMBER, measured or from a datasheet"
+    )
+    return Problem(f"hardware.{name}", message, None)

@@ -111,6 +111,13 @@ def test_a_mistake_is_one_line_and_status_2(
     assert ran.stdout == ""
 
 
+def test_all_figures_that_hardware_lacks_are_told_at_once(tmp_path: Path, server: Server) -> None:
+    words = [*MODEL[:-1], "--devices", "8", "hardware=rtx4090"]
+    told = Served(tmp_path, server)("plan", *words, status=2).stderr.splitlines()
+    lacking = ["devices_per_node", "matrix_sustained", "attention_sustained", "link_sustained"]
+    assert [line.partition("=")[0] for line in told] == [f"error: hardware.{n}" for n in lacking]
+
+
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int) -> None:
     first = planned(step_s=10.0, **{"matrix products": 7.0, "communication dp": 3.0})
