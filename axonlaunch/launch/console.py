@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+import sysconfig
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -24,6 +26,7 @@ from rich.progress import (
 from rich.status import Status
 from rich.text import Text
 
+import axonlaunch
 from axonlaunch.config.url import is_url
 from axonlaunch.events import (
     Advanced,
@@ -43,6 +46,8 @@ SLOW = 0.1
 _SHOWN = 16
 """Lines of a traceback that are shown, the last: the whole is in the log."""
 _TORCH = re.compile(r"[/\\\\]site-packages[/\\\\]torch[/\\\\]")
+_OURS = f'"{Path(axonlaunch.__file__).parent}{os.sep}'
+_PYTHON = f'"{sysconfig.get_path("stdlib")}{os.sep}'
 _PEER_GONE = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out", re.IGNORECASE)
 
 
@@ -200,6 +205,7 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
     if first.traceback:
         body.append("\n\n" + _own_frames(first.traceback.rstrip()), style="default")
     for ranks, reason in _folded(crash.followers):
+        reason = "the same" if reason == first.reason else reason
         body.append(f"\n{ranks}: {reason}", style="dim")
     console.print(Panel(body, title="run failed", title_align="left", border_style="red"))
     if first.log:
@@ -224,7 +230,8 @@ def _whereabouts(report: Report, coords: dict[str, int]) -> str:
 def _own_frames(text: str) -> str:
     """Return the last lines of a traceback, without torch's own frames and without underlining.
 
-    A frame is its line and its source's; the innermost one is kept, wherever it is.
+    Where it goes through a user's code, frames of this package are left out too. A frame is its
+    line and its source's; torch's innermost one is kept.
     """
     frames: list[list[str]] = []
     for line in text.splitlines():
@@ -234,7 +241,12 @@ def _own_frames(text: str) -> str:
             else:
                 frames.append([line])
     calls = [frame for frame in frames if frame[0].startswith("  File ")]
-    hidden = {id(frame) for frame in calls[:-1] if _TORCH.search(frame[0])}
+    ours = [frame for frame in calls if _OURS in frame[0]]
+    pythons = [one for one in calls if _PYTHON in one[0] and "site-packages" not in one[0]]
+    torchs = [frame for frame in calls if _TORCH.search(frame[0])]
+    hidden = {id(frame) for frame in torchs if frame is not calls[-1]}
+    if len(calls) > len(ours) + len(pythons) + len(torchs):
+        hidden |= {id(frame) for frame in ours}
     first, *rest = (frame for frame in frames if id(frame) not in hidden)
     cut = [["  ..."]] if sum(map(len, rest)) > _SHOWN else []
     while sum(map(len, rest)) > _SHOWN and len(rest) > 2:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from axonlaunch.flight_record import Call, Record
+from axonlaunch.launch import console
 from axonlaunch.launch.console import _folded, _own_frames
 from axonlaunch.launch.judgement import is_conclusive, judge
 from axonlaunch.launch.reports import Crash, Report, exit_reason, plain_ranks
@@ -71,6 +73,14 @@ def test_torchs_own_frames_are_left_out_but_for_the_innermost() -> None:
     assert _own_frames(head + torch + own + torch + tail) == (
         head + '  File "/home/me/model.py", line 2, in forward\n    g()\n' + torch + tail
     )
+
+
+def test_our_own_frames_are_left_out_of_a_users_error_alone() -> None:
+    ours = f'  File "{Path(console.__file__)}", line 1, in train\n    step()\n'
+    theirs = '  File "/home/me/model.py", line 2, in forward\n    g()\n'
+    head, tail = "Traceback (most recent call last):\n", "ValueError: bad"
+    assert _own_frames(head + ours + theirs + ours + tail) == head + theirs + tail
+    assert _own_frames(head + ours + tail) == head + ours + tail
 
 
 def waiting(rank: int, *, begun: int, op: str = "", num_bytes: int = 8) -> Report:
