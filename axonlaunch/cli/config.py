@@ -33,7 +33,7 @@ def command(
     composed = configuration.compose(
         overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
-    config = configuration.typed(composed.tree, composed.problems)
+    config = configuration.typed(composed.tree, composed.problems, origins=composed.origins)
     if not explain:
         if as_json:
             print_json(configuration.to_tree(config))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def load(
         ConfigError: Everything that is wrong and can be told without torch, all at once.
     """
     composed = compose(overrides, config_name=config_name, config_dirs=config_dirs)
-    return typed(composed.tree, composed.problems)
+    return typed(composed.tree, composed.problems, origins=composed.origins)
 
 
 def compose(
@@ -87,12 +87,18 @@ def _of_ours() -> Composer:
     return Composer()
 
 
-def typed(tree: dict[str, Any], problems: Sequence[Problem] = ()) -> RunConfig:
+def typed(
+    tree: dict[str, Any],
+    problems: Sequence[Problem] = (),
+    *,
+    origins: Callable[[], dict[str, str]] = dict,
+) -> RunConfig:
     """Type a tree of plain values and check the rules between them.
 
     Args:
         tree: As composed.
         problems: What is already known to be wrong with it.
+        origins: What set each leaf, for who asks which of a user's files is wrong.
 
     Raises:
         ConfigError: Everything that is wrong, all at once.
@@ -102,9 +108,25 @@ def typed(tree: dict[str, Any], problems: Sequence[Problem] = ()) -> RunConfig:
     told = {problem.key for problem in problems}
     problems += [rule for rule in broken_rules(checked.config) if rule.key not in told]
     if problems:
-        raise ConfigError(problems)
+        whence = origins()
+        raise ConfigError([_placed(problem, whence) for problem in problems])
     assert isinstance(checked.config, RunConfig)
     return checked.config
+
+
+def _placed(problem: Problem, origins: Mapping[str, str]) -> Problem:
+    """Say in which of a user's own files a problem is."""
+    inside = f"{problem.key}."
+    files = {o for key, o in origins.items() if key == problem.key or key.startswith(inside)}
+    if not problem.key or len(files) != 1:
+        return problem
+    file = Path(files.pop())
+    if not file.is_absolute():  # an override, or one of ours
+        return problem
+    message = f"{problem.message} (in {file})"
+    if file.parent.name == problem.key:
+        message += "; a file of keys of several groups begins with # @package _global_"
+    return dataclasses.replace(problem, message=message)
 
 
 def _import_models(tree: dict[str, Any]) -> list[Problem]:

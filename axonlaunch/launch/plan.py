@@ -43,7 +43,9 @@ def plan(
         ConfigError: The configuration is wrong, no layout fits, or it can't be told.
     """
     composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
-    config = configuration.typed(naming_files(composed.tree), composed.problems)
+    config = configuration.typed(
+        naming_files(composed.tree), composed.problems, origins=composed.origins
+    )
     return searched(context, composed, config, devices=devices, config_dirs=config_dirs)
 
 

@@ -44,7 +44,9 @@ def load(
 
     def typed(words: Sequence[str]) -> tuple[Composed, RunConfig]:
         composed = compose(words)
-        return composed, configuration.typed(composed.tree, composed.problems)
+        return composed, configuration.typed(
+            composed.tree, composed.problems, origins=composed.origins
+        )
 
     composed, config = typed(overrides)
     if not config.strategy.planned:

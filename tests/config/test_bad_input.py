@@ -988,3 +988,18 @@ def test_a_wrong_configuration_exits_2_with_a_line_a_problem_and_no_torch(tmp_pa
     assert "| torch\n" not in ran.stderr
     assert ran.stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_in_a_users_file_is_told_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.write_text("# @package _global_\ntrain:\n  steps: none\n")
+    with pytest.raises(config.ConfigError, match=f"train.steps=none: .*in {file}\\)$"):
+        config.load(["experiment=mine"], config_dirs=[tmp_path])
+    file.write_text("train:\n  steps: 7\n")
+    with pytest.raises(config.ConfigError, match="begins with # @package _global_"):
+        config.load(["experiment=mine"], config_dirs=[tmp_path])
+    file.write_text("# @package _global_\ntrain:\n  steps: 7\n")
+    with pytest.raises(config.ConfigError) as refused:
+        config.load(["experiment=mine", "train.steps=none"], config_dirs=[tmp_path])
+    assert str(file) not in str(refused.value)
