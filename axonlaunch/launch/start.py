@@ -20,7 +20,7 @@ from typing import Any, Self
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import nodes
-from axonlaunch.launch import forkserver, local, planned, run_folder, surroundings
+from axonlaunch.launch import forkserver, local, planned, run_folder, surroundings, sweep
 from axonlaunch.launch.planned import Compose
 from axonlaunch.launch.surroundings import Surroundings
 from axonlaunch.launch.telling import telling
@@ -114,13 +114,19 @@ def _run(
     summaries, statuses = [], []
     with telling("checking"):
         configs = resolved(context, loaded)
-    for config in configs:
+    stream = sys.stderr if as_json else sys.stdout
+    words = sweep.varied([batch for batch, _ in loaded])
+    for number, config in enumerate(configs, start=1):
+        if len(configs) > 1:
+            sweep.announce(words[number - 1], number=number, of=len(configs), stream=stream)
         status, told = local.train(config, context, started=started, as_json=as_json)
         summaries.append(told)
         statuses.append(status)
         if status == 130:  # Ctrl-C means them all; a run that fails takes no other's turn
             break
         started = time.time()
+    if len(configs) > 1:
+        sweep.compare(words, summaries, stream=stream)
     return next((status for status in statuses if status), 0), summaries
 
 
@@ -268,8 +274,7 @@ def loaded(
     batches = [list(overrides)]
     if multirun:
         batches = Composer(config_dirs=config_dirs).sweep(overrides)
-    told = len(batches) > 1
-    configs = [_checked(partial(load, batch), batch, told) for batch in batches]
+    configs = _each([(batch, partial(load, batch)) for batch in batches])
     configs = _numbered(configs) if multirun else configs
     return list(zip(batches, configs, strict=True))
 
@@ -283,21 +288,31 @@ def resolved(
         ConfigError: One can't be run here.
     """
     resolve = partial(forkserver.call, context, "axonlaunch.preflight:resolve")
-    told = len(loaded) > 1
-    return [_checked(partial(resolve, config), batch, told) for batch, config in loaded]
+    return _each([(batch, partial(resolve, config)) for batch, config in loaded])
 
 
-def _checked(
-    make: Callable[[], RunConfig], overrides: list[str], is_one_of_several: bool
-) -> RunConfig:
-    """Make a configuration; of several, say which one is wrong."""
-    try:
-        return make()
-    except ConfigError as error:
-        if not is_one_of_several:
-            raise
-        where = " ".join(overrides)
-        raise ConfigError([Problem("", f"{where}: {p}") for p in error.problems]) from None
+def _each(runs: Sequence[tuple[list[str], Callable[[], RunConfig]]]) -> list[RunConfig]:
+    """Make each run's configuration; of several, say which ones are wrong.
+
+    Args:
+        runs: Its words, and what makes its configuration.
+
+    Raises:
+        ConfigError: All that is wrong with any.
+    """
+    made: list[RunConfig] = []
+    problems: list[Problem] = []
+    for overrides, make in runs:
+        try:
+            made.append(make())
+        except ConfigError as error:
+            if len(runs) == 1:
+                raise
+            where = " ".join(overrides)
+            problems += [Problem("", f"{where}: {problem}") for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return made
 
 
 def _numbered(configs: list[RunConfig]) -> list[RunConfig]:

@@ -101,14 +101,19 @@ def test_an_unnamed_run_is_named_after_its_layout(overrides: list[str], name: st
 
 
 def test_a_sweep_runs_one_after_another_each_in_its_own_folder(served: Command) -> None:
-    served.train("-m", "seed=0,1", "strategy=single", "name=sweep", "train.steps=2")
+    ran = served.train("-m", "seed=0,1", "strategy=single", "name=sweep", "train.steps=2")
     losses = [served.losses(f"sweep/{index}") for index in range(2)]
     assert losses[0] != losses[1]
+    lines = [line.strip() for line in ran.stdout.splitlines()]
+    assert "run 2 of 2: seed=1" in lines
+    table = [line.split()[:2] for line in lines[-2:]]
+    assert table == [["seed=0", f"{losses[0][-1]:.4f}"], ["seed=1", f"{losses[1][-1]:.4f}"]]
 
 
 def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(served: Command) -> None:
-    ran = served.train("-m", "model.num_attention_heads=2,3", status=2)
+    ran = served.train("-m", "model.num_attention_heads=2,3,5", status=2)
     assert "model.num_attention_heads=3" in ran.stderr
+    assert "model.num_attention_heads=5" in ran.stderr
     assert list(served.folder.iterdir()) == []
 
 

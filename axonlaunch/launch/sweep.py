@@ -1,0 +1,68 @@
+"""The runs of a sweep beside each other: what tells one from another, and how each ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from axonlaunch.launch.console import quantity, shortened
+
+
+def varied(runs: Sequence[Sequence[str]]) -> list[str]:
+    """Return of each run's overrides those that not all runs have, as one would write them."""
+    common = set(runs[0]).intersection(*runs[1:])
+    return [" ".join(word for word in words if word not in common) for words in runs]
+
+
+def announce(words: str, *, number: int, of: int, stream: TextIO) -> None:
+    """Print which run begins.
+
+    Args:
+        words: What tells it from the others.
+        number: From 1 on.
+        of: Runs of the sweep.
+        stream: Where to.
+    """
+    _console(stream).print(Text(f"run {number} of {of}: {words}", style="bold"), soft_wrap=True)
+
+
+def compare(words: Sequence[str], summaries: Sequence[dict[str, Any]], *, stream: TextIO) -> None:
+    """Print how each run that was started ended; the least loss stands out.
+
+    Args:
+        words: What tells each run from the others.
+        summaries: Of the runs that were started, in order.
+        stream: Where to.
+    """
+    judged = "eval_loss" if any(one.get("eval_loss") is not None for one in summaries) else "loss"
+    losses = [one[judged] for one in summaries if one.get(judged) is not None]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("run")
+    for name in ("loss", "evaluation loss", "tokens/s"):
+        table.add_column(name, justify="right")
+    table.add_column("run folder", overflow="fold")
+    for told, one in zip(words, summaries, strict=False):
+        is_best = one.get(judged) is not None and one[judged] == min(losses)
+        failed = "" if one["status"] == "done" else f" ({one['status']})"
+        table.add_row(
+            told + failed,
+            _loss(one.get("loss")),
+            _loss(one.get("eval_loss")),
+            "" if one.get("tokens_per_s") is None else quantity(one["tokens_per_s"]),
+            shortened(one["run_dir"]),
+            style="bold" if is_best else "",
+        )
+    _console(stream).print(table)
+
+
+def _loss(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f}"
+
+
+def _console(stream: TextIO) -> Console:
+    return Console(file=stream, highlight=False)
