@@ -116,7 +116,8 @@ def activations(config: RunConfig) -> dict[str, Held]:
     Raises:
         ConfigError: The run can't be traced.
     """
-    config = replaced(config, {"strategy.data_parallel": "fsdp", **of_ranks(2)})
+    two = {"train.global_batch_size": 2 * SAMPLES, **of_ranks(2)}
+    config = replaced(config, {"strategy.data_parallel": "fsdp", **two})
     depths = (1, 2) if hasattr(config.model, "num_hidden_layers") else (0, 0)
     runs = []
     for mode in _MODES:

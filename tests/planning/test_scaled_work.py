@@ -9,11 +9,14 @@ import pytest
 from axonlaunch import config
 from axonlaunch.config.layout import layout
 from axonlaunch.planning import closed_memory, forked
+from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.closed_memory import on_one_device
 from axonlaunch.planning.memory import estimate
 from axonlaunch.planning.operations import Attention, Exchange, Product, Work
+from axonlaunch.planning.place import traced
 from axonlaunch.planning.scaled_work import scaled
 from axonlaunch.planning.step_work import StepWork, step_work
+from axonlaunch.planning.trace import CATEGORIES
 
 MODEL = [
     "model=llama_debug",
@@ -77,13 +80,15 @@ def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -
     assert sent(told) == pytest.approx(sent(seen), rel=0.15)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        "strategy=ddp launch.nproc=2",
+        pytest.param("strategy=ddp launch.nproc=2", marks=pytest.mark.slow),
         "strategy=fsdp launch.nproc=2",
-        "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
+        pytest.param(
+            "strategy=fsdp launch.nproc=2 train.activation_checkpointing=full",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_memory_by_formulas_is_near_what_is_traced(
@@ -100,6 +105,20 @@ def test_a_model_that_takes_no_single_sample_has_formulas_too() -> None:
     words += ["hardware=h100_80gb", "train.global_batch_size=4"]
     chosen = config.load([*words, "launch.nproc=2", "train.micro_batch_size=2"])
     assert closed_memory.Formulas.of(chosen).process_bytes(chosen) > 0
+
+
+def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
+    held: dict[str, closed_memory.Held],
+) -> None:
+    def most(layers: int) -> int:
+        words = ["strategy=fsdp", "launch.nproc=2", f"model.num_hidden_layers={layers}"]
+        events = traced(Blueprint.of(config.load([*MODEL, *words])), 0).events
+        saved = CATEGORIES.index("activations")
+        return max(point[saved] for event in events for point in event.points)
+
+    few, more = forked.run([lambda: most(2), lambda: most(3)])
+    samples = 2  # of a micro-batch
+    assert held["none"].layer == pytest.approx((more - few) / samples, rel=0.02)
 
 
 def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
