@@ -242,11 +242,12 @@ def _config(found: Checkpoint) -> RunConfig:
 
 def _folder(path: Path) -> None:
     from axonlaunch.checkpoint.storage import reaching
+    from axonlaunch.config import meant_below_runs
 
     with reaching(path):
         is_folder = path.is_dir()
     if not is_folder:
-        _refuse(f"{path}: there is no such folder")
+        _refuse(f"{path}: there is no such folder{meant_below_runs(path)}")
 
 
 def _refuse(message: str) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "compose",
     "leaves",
     "load",
+    "meant_below_runs",
     "parsed",
     "read",
     "replaced",
@@ -173,8 +174,15 @@ def read(path: str | Path) -> RunConfig:
     path = Path(path) if isinstance(path, str) else path
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError([Problem("", f"{path}: no run folder (it has no config.yaml)")])
+        message = f"{path}: no run folder (it has no config.yaml){meant_below_runs(path)}"
+        raise ConfigError([Problem("", message)])
     return parsed(file.read_text(), name=str(file))
+
+
+def meant_below_runs(path: Path) -> str:
+    """Return the question for a run that was given by its name alone; empty for other paths."""
+    run = Path("runs", str(path))
+    return f"; did you mean {run}?" if (run / CONFIG).is_file() else ""
 
 
 def parsed(text: str, *, name: str = "the frozen configuration") -> RunConfig:

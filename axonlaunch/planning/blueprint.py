@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.engines.build import stage_blocks
 from axonlaunch.engines.pipeline_schedule import PipelineSchedule
+from axonlaunch.engines.tensor_styles import styled
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.planning import depth
 
@@ -74,7 +76,7 @@ class Blueprint:
             sample,
             is_text=dataset.kind == "tokens",
             num_blocks=len(spec.blocks(model)),
-            repeats=spec.repeats(model),
+            repeats=spec.repeats(model) and _are_divided_alike(config, spec.blocks(model), model),
         )
 
     @property
@@ -179,6 +181,23 @@ class Blueprint:
         split = {} if self.shares.pipeline == 1 else {"strategy.pipeline.split": counts}
         config = replaced(self.config, split)
         return dataclasses.replace(self, config=config, num_blocks=sum(counts))
+
+
+def _are_divided_alike(
+    config: RunConfig, blocks: Mapping[str, nn.Module], model: nn.Module
+) -> bool:
+    """Say whether a user's plan of tensor parallelism, if there is one, takes all blocks alike."""
+    tensor = config.strategy.tensor
+    if tensor.degree == 1 or not tensor.plan:
+        return True
+    told: dict[str, set[Any]] = {name: set() for name in blocks}
+    for one in styled(model, tensor.plan):
+        for block in blocks:
+            if one.name == block or one.name.startswith(f"{block}."):
+                inside = one.name.removeprefix(block)
+                told[block].add((inside, one.style, one.in_region, one.in_sequence))
+    first, *others = told.values()
+    return all(other == first for other in others)
 
 
 def _split(config: RunConfig, shares: Layout, model: nn.Module, sample: Tensor) -> list[int]:

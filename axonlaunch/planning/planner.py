@@ -263,17 +263,21 @@ def _overrides(config: RunConfig, candidate: Candidate, ranks: tuple[int, int]) 
 
 def _indivisible(config: RunConfig, devices: int, kept: Mapping[str, Any]) -> Problem:
     batch = config.train.global_batch_size
-    message = f"no layout of {devices} devices divides the model and a batch of {batch} samples"
+    message = f"no layout of {_counted(devices)} divides the model and a batch of {batch} samples"
     if kept:
         message += " with " + " ".join(f"{key}={plain(value)}" for key, value in kept.items())
     return Problem("train.global_batch_size", f"{message}; use a multiple of {devices}", batch)
+
+
+def _counted(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def _too_large(config: RunConfig, devices: int, found: list[Planned]) -> Problem:
     assert config.hardware is not None
     least = min(planned.process_bytes for planned in found) / GIB
     message = (
-        f"no layout of {devices} devices fits: the smallest takes {least:.1f} GiB, and a device "
+        f"no layout of {_counted(devices)} fits: the smallest takes {least:.1f} GiB, and a device "
         f"has {config.hardware.memory_gib:g} GiB; use more devices or a smaller batch or sequence"
     )
     return Problem("hardware", message, config.hardware.name)

@@ -44,7 +44,8 @@ def refusing_untraceable(config: RunConfig) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        if (line := _users_line(error)) is None:
+        line = _users_line(error)
+        if line is None and not config.strategy.tensor.plan:
             raise
         raise ConfigError([_failing(config, error, line)]) from error
 
@@ -61,11 +62,14 @@ def _untraceable(config: RunConfig, error: BaseException) -> Problem:
     return Problem("model.name", message, config.model.name)
 
 
-def _failing(config: RunConfig, error: BaseException, line: str) -> Problem:
+def _failing(config: RunConfig, error: BaseException, line: str | None) -> Problem:
+    """Say which module of a user's failed, or of a model that a user's plan divides."""
     where = "" if (module := _module(error)) is None else f" in {module}"
     reason = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
-    shares = layout(config, world_size=world_size(config))
-    samples = shares.micro_batch_size
+    if line is None:
+        message = f"the model, divided so, fails{where} with {reason}"
+        return Problem("strategy.tensor.plan", message)
+    samples = layout(config, world_size=world_size(config)).micro_batch_size
     message = f"a micro-batch of {samples} fails{where} with {reason} ({line})"
     return Problem("model.name", message, config.model.name)
 

@@ -108,6 +108,16 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         config.read(tmp_path)
 
 
+def test_a_run_given_by_its_name_alone_is_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="did you mean runs/mine\\?$"):
+        config.read("mine")
+
+
 def test_a_plugin_registers_a_model_that_has_its_own_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
