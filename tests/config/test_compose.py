@@ -114,7 +114,7 @@ def test_a_run_given_by_its_name_alone_is_asked_about(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="did you mean runs/mine\\?$"):
+    with pytest.raises(ConfigError, match=r"did you mean runs/mine\?$"):
         config.read("mine")
 
 
