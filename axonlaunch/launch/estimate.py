@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -130,16 +129,9 @@ def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
         ConfigError: It can't be run on any machine, or can't be traced.
     """
     config = without_files(config)
-    make = partial(forkserver.call, context, "axonlaunch.launch.estimate:trace", config, exact)
-    return _through_cache(config, make, exact=exact)
-
-
-def _through_cache(
-    config: RunConfig, make: Callable[[], Estimate], *, exact: bool = False
-) -> Estimate:
     kept = cache.read(config, exact=exact)
     if kept is None:
-        kept = make()
+        kept = forkserver.call(context, "axonlaunch.launch.estimate:trace", config, exact)
         cache.write(config, kept, exact=exact)
     return kept
 
@@ -199,12 +191,17 @@ def remedied(config: RunConfig, found: Estimate) -> list[Remedy]:
     assert config.hardware is not None
     room = config.hardware.memory_bytes
     assert room is not None
+
+    def estimated(changed: RunConfig) -> Estimate | None:
+        kept = cache.read(changed)
+        if kept is None:
+            kept = memory.estimate_fitting(resolve_anywhere(changed), memory=room)
+            if kept is not None:
+                cache.write(changed, kept)
+        return kept
+
     return remedies(
-        config,
-        found,
-        memory=room,
-        formula=Formulas.of(config).process_bytes,
-        estimate=lambda one: _through_cache(one, lambda: memory.estimate(resolve_anywhere(one))),
+        config, found, memory=room, formula=Formulas.of(config).process_bytes, estimate=estimated
     )
 
 

@@ -71,7 +71,7 @@ def remedies(
     *,
     memory: float,
     formula: Callable[[RunConfig], float],
-    estimate: Callable[[RunConfig], Estimate],
+    estimate: Callable[[RunConfig], Estimate | None],
 ) -> list[Remedy]:
     """Return up to three changes after which a run fits, the cheapest first.
 
@@ -80,7 +80,8 @@ def remedies(
         found: Its estimate.
         memory: Bytes of a device.
         formula: The bytes of the highest rank of a changed configuration, about.
-        estimate: Of a changed configuration; raises ``ConfigError`` where it can't be run.
+        estimate: Of a changed configuration; None where it is seen early not to fit; raises
+            ``ConfigError`` where it can't be run.
     """
     told: list[Remedy] = []
     enough: list[set[int]] = []
@@ -100,7 +101,7 @@ def remedies(
         except ConfigError:
             continue
         traced += 1
-        if after.process_bytes <= memory:
+        if after is not None and after.process_bytes <= memory:
             overrides = [f"{key}={plain(value)}" for key, value in settings.items()]
             costs = [option.cost for option in options]
             told.append(Remedy(overrides, costs, after.process_bytes))

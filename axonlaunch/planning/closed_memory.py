@@ -86,7 +86,7 @@ class Formulas:
         tensors = peak_bytes(config, shares, one=self.one, held=self.held, layers=layers)
         if config.hardware is not None and config.hardware.is_cpu:
             return tensors
-        rest = process.CUDA_CONTEXT + process.communicators(shares.axes.values())
+        rest = process.besides(shares.axes.values())
         return _CACHED * tensors + rest
 
 

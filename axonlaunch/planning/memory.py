@@ -7,7 +7,8 @@ so is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,42 +41,116 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
         ConfigError: The run can't be traced.
     """
     blueprint = Blueprint.of(config)
-    shares = blueprint.shares
-    where: Sequence[int] = range(shares.pipeline)
+    where: Sequence[int] = range(blueprint.shares.pipeline)
     if ends:
         where = sorted({*where[:2], where[-1]})
-    places = [Place.of(blueprint, one, exact=exact) for one in where]
-    runs: dict[Any, Callable[[], Any]] = {}
-    hardware = config.hardware
-    on_gpu = hardware is None or not hardware.is_cpu
-    if on_gpu:  # the longest to run, and the first place most often holds most
-        runs["process", 0] = _recorded(blueprint, 0)
-    for place in places:
-        runs.update(place.traces())
-    done = dict(zip(runs, forked.run([*runs.values()], memory=fake_tensors.recipes), strict=True))
-    a_stage = blueprint.world_size // shares.pipeline
-    steps = {place.kind: place for place in places}
-    short = {kind: place.short_step(done) for kind, place in steps.items()}
-    ranks = [_of_rank(place, place.place * a_stage, short[place.kind], done) for place in places]
-    highest = max(ranks, key=lambda one: one.peak_bytes)
-    memory = hardware.memory_bytes if hardware else None
-    reserved = held = highest.peak_bytes
-    if on_gpu:
-        whose = "process", highest.coords["pp"]
-        if whose not in done:
-            [done[whose]] = forked.run([_recorded(blueprint, whose[1])])
-        found = _process(blueprint, highest, done[whose], memory=memory)
-        reserved, held = found.allocator, found.process
-    return Estimate(
-        world_size=blueprint.world_size,
-        mesh=shares.axes,
-        parameters=sum(p.numel() for p in blueprint.model.parameters()),
-        peak_bytes=highest.peak_bytes,
-        reserved_bytes=reserved,
-        process_bytes=held,
-        fits=None if memory is None else held <= memory,
-        ranks=ranks,
-    )
+    run = _Run(blueprint, [Place.of(blueprint, one, exact=exact) for one in where])
+    if len(run.places) > 1:
+        run.trace(run.first)
+    return run.estimate()
+
+
+def estimate_fitting(config: RunConfig, *, memory: int) -> Estimate | None:
+    """Foretell the memory of a run, if it may fit: it takes less to see that one does not.
+
+    Args:
+        config: As for ``estimate``.
+        memory: Bytes of a device.
+
+    Returns:
+        As ``estimate``; None where tensors alone leave no room for the rest.
+
+    Raises:
+        ConfigError: The run can't be traced.
+    """
+    blueprint = Blueprint.of(config)
+    where = range(blueprint.shares.pipeline)
+    run = _Run(blueprint, [Place.of(blueprint, one, exact=False) for one in where])
+    run.trace(run.first)
+    rest = process.besides(run.groups) if run.on_gpu else 0
+    if max(run.rank(place).peak_bytes for place in run.first) + rest > memory:
+        return None
+    return run.estimate()
+
+
+@dataclass
+class _Run:
+    """A run, and what is known of it so far.
+
+    Attributes:
+        blueprint: The run's.
+        places: On the pp axis: those to tell of.
+        done: What was traced and recorded.
+    """
+
+    blueprint: Blueprint
+    places: list[Place]
+    done: dict[Any, Any] = field(default_factory=dict)
+    _steps: dict[Any, list[Event]] = field(default_factory=dict)
+
+    @property
+    def first(self) -> list[Place]:
+        """The first two places, one of which holds most, but for odd splits."""
+        return self.places[:2]
+
+    @property
+    def on_gpu(self) -> bool:
+        hardware = self.blueprint.config.hardware
+        return hardware is None or not hardware.is_cpu
+
+    @property
+    def groups(self) -> list[int]:
+        """Sizes of the groups that a rank talks to."""
+        return list(self.blueprint.shares.axes.values())
+
+    def trace(self, places: Iterable[Place], *, recorded: int | None = None) -> None:
+        """Trace what is not traced yet of some places, and record one beside them."""
+        runs: dict[Any, Callable[[], Any]] = {}
+        if recorded is not None and ("process", recorded) not in self.done:  # the longest to run
+            runs["process", recorded] = _recorded(self.blueprint, recorded)
+        for place in places:
+            runs |= {key: one for key, one in place.traces().items() if key not in self.done}
+        found = forked.run([*runs.values()], memory=fake_tensors.recipes)
+        self.done.update(zip(runs, found, strict=True))
+
+    def rank(self, place: Place) -> RankEstimate:
+        """Return what the first rank of a traced place holds."""
+        if place.kind not in self._steps:
+            self._steps[place.kind] = place.short_step(self.done)
+        first = place.place * self.blueprint.world_size // self.blueprint.shares.pipeline
+        return _of_rank(place, first, self._steps[place.kind], self.done)
+
+    def estimate(self) -> Estimate:
+        """Trace and record what is left, and return what all of it tells."""
+        traced = [place for place in self.places if place.traces().keys() <= self.done.keys()]
+        likely = _highest([self.rank(place) for place in traced]) if traced else 0
+        self.trace(self.places, recorded=likely if self.on_gpu else None)
+        ranks = [self.rank(place) for place in self.places]
+        highest = max(ranks, key=lambda one: one.peak_bytes)
+        hardware = self.blueprint.config.hardware
+        memory = hardware.memory_bytes if hardware else None
+        reserved = held = highest.peak_bytes
+        if self.on_gpu:
+            place = highest.coords["pp"]
+            self.trace([], recorded=place)
+            changes = self.done["process", place]
+            found = _process(highest.peak_bytes, changes, groups=self.groups, memory=memory)
+            reserved, held = found.allocator, found.process
+        return Estimate(
+            world_size=self.blueprint.world_size,
+            mesh=self.blueprint.shares.axes,
+            parameters=sum(p.numel() for p in self.blueprint.model.parameters()),
+            peak_bytes=highest.peak_bytes,
+            reserved_bytes=reserved,
+            process_bytes=held,
+            fits=None if memory is None else held <= memory,
+            ranks=ranks,
+        )
+
+
+def _highest(ranks: Sequence[RankEstimate]) -> int:
+    """Return the place of the rank that holds most."""
+    return max(ranks, key=lambda one: one.peak_bytes).coords["pp"]
 
 
 def _recorded(blueprint: Blueprint, place: int) -> Callable[[], list[Change]]:
@@ -91,19 +166,17 @@ def _recorded(blueprint: Blueprint, place: int) -> Callable[[], list[Change]]:
 
 
 def _process(
-    blueprint: Blueprint, highest: RankEstimate, changes: list[Change], *, memory: int | None
+    peak_bytes: int, changes: list[Change], *, groups: list[int], memory: int | None
 ) -> process.Held:
     """Return what the process of the highest rank holds of a GPU with so many bytes.
 
     What the allocator keeps beside tensors is that of the shorter step.
     """
-    groups = list(blueprint.shares.axes.values())
-    rest = process.CUDA_CONTEXT + process.communicators(groups)
     return process.held(
         changes,
-        peak_bytes=highest.peak_bytes,
+        peak_bytes=peak_bytes,
         groups=groups,
-        capacity=None if memory is None else max(0, memory - rest),
+        capacity=None if memory is None else max(0, memory - process.besides(groups)),
     )
 
 

@@ -89,6 +89,11 @@ def held(
     )
 
 
+def besides(groups: Iterable[int]) -> int:
+    """Return bytes of a device that no allocator of torch's has: the context and NCCL's."""
+    return CUDA_CONTEXT + communicators(groups)
+
+
 def communicators(groups: Iterable[int]) -> int:
     """Return bytes that NCCL holds for groups of these sizes."""
     return sum(NCCL_PAIR if size == 2 else NCCL_RING for size in groups if size > 1)

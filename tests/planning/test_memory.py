@@ -1,0 +1,66 @@
+"""Which runs an estimate needs: the fewest of what can't fit, one recording of an allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from axonlaunch import config
+from axonlaunch.config import RunConfig
+from axonlaunch.planning import memory
+from axonlaunch.planning.memory import estimate, estimate_fitting
+from axonlaunch.planning.process import besides
+
+TINY = [
+    *("model.hidden_size=64", "model.num_hidden_layers=8", "model.num_attention_heads=2"),
+    *("data=synthetic_tokens", "data.sequence_length=64", "hardware=h100_80gb"),
+    *("launch.nproc=4", "train.global_batch_size=16", "train.micro_batch_size=1"),
+]
+PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=4"]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Places on the pp axis whose allocator is recorded."""
+    places: list[int] = []
+    record = memory._recorded
+
+    def noting(blueprint: Any, place: int) -> Callable[[], Any]:
+        places.append(place)
+        return record(blueprint, place)
+
+    monkeypatch.setattr(memory, "_recorded", noting)
+    return places
+
+
+def run(*words: str) -> RunConfig:
+    return config.load([*TINY, *words])
+
+
+@pytest.mark.parametrize("words", [["strategy=fsdp"], PIPELINE], ids=["fsdp", "pipeline"])
+def test_what_fits_is_told_as_by_an_estimate(words: list[str]) -> None:
+    told = estimate(run(*words))
+    assert estimate_fitting(run(*words), memory=told.process_bytes) == told
+
+
+def test_what_does_not_fit_is_seen_by_its_tensors(recorded: list[int]) -> None:
+    chosen = run(*PIPELINE)
+    tensors = estimate(chosen).peak_bytes + besides([4])
+    recorded.clear()
+    assert estimate_fitting(chosen, memory=tensors - 1) is None
+    assert recorded == []
+
+
+@pytest.mark.parametrize(
+    ("words", "highest"),
+    [([], 0), (["strategy.pipeline.split=[1,5,1,1]"], 1)],
+    ids=["the first", "the second"],
+)
+def test_the_rank_that_holds_most_is_recorded_and_no_other(
+    recorded: list[int], words: list[str], highest: int
+) -> None:
+    ranks = estimate(run(*PIPELINE, *words)).ranks
+    assert max(ranks, key=lambda one: one.peak_bytes).coords["pp"] == highest
+    assert recorded == [highest]
