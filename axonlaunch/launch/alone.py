@@ -1,12 +1,13 @@
 """This process as one rank of a world that others started: torchrun, mpirun, srun or a person.
 
-It starts no process. Rank 0 composes, checks and freezes the configuration; the others take it from
+It starts no rank. Rank 0 composes, checks and freezes the configuration; the others take it from
 torch's store. A thread of each watches the others, and rank 0's tells how the run ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import signal
 import socket
@@ -188,7 +189,9 @@ def _run(
     ranks.redirect(log)
     stream = os.fdopen(errors if as_json else output, "w", buffering=1)
     console = RunConsole(stream=stream, is_plain=True)
-    record = Record(started, console, Prediction(None, config))
+    record = Record(started, console)
+    # Not forked from this process, which has threads and a device.
+    record.prediction = Prediction(multiprocessing.get_context("spawn"), config)
     place = Place(
         rank=found.rank,
         world_size=found.world_size,
@@ -231,7 +234,8 @@ def _run(
     assert not isinstance(everyone, Crash)
     from axonlaunch.events import of_all_ranks
 
-    return conclude(config, Outcome(finished=of_all_ranks(everyone)), record, console)
+    with record.prediction:
+        return conclude(config, Outcome(finished=of_all_ranks(everyone)), record, console)
 
 
 def _sharing(config: RunConfig) -> int:

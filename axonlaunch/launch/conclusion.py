@@ -34,14 +34,19 @@ CRASH = "crash.json"
 
 
 class Record:
-    """Passes events on and keeps what the summary of a run that fails can still say."""
+    """Passes events on and keeps what the summary of a run that fails can still say.
 
-    def __init__(
-        self, started: float, listener: Callable[[Event], None], prediction: Prediction
-    ) -> None:
+    Attributes:
+        prediction: Of the run's memory; begun with its first step.
+        first_step_s: Seconds from the command to the first logged step.
+        last: The last logged step.
+    """
+
+    prediction: Prediction
+
+    def __init__(self, started: float, listener: Callable[[Event], None]) -> None:
         self._started = started
         self._listener = listener
-        self.prediction = prediction
         self.first_step_s: float | None = None
         self.last: Stepped | None = None
 
@@ -109,23 +114,37 @@ def conclude(
         "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
         "run_dir": config.run_dir,
     }
-    prediction = record.prediction
-    if prediction.peak_bytes is not None:
-        summary["predicted_peak_bytes"] = prediction.peak_bytes
-    else:
-        with log_of(config, 0).open("a") as log:
-            log.write(f"summary.json has no predicted_peak_bytes: {prediction.reason}\n")
     if outcome.crash is not None:
         first = outcome.crash.first
         summary["failed_rank"], summary["reason"] = first.rank, first.reason
         tell_crash(config, outcome.crash, context)
     summary = finite(summary)
     run_folder.write_json(folder / "summary.json", summary)
+    summary |= _foretold(config, record.prediction, console, is_done=status == "done")
+    run_folder.write_json(folder / "summary.json", summary)
     if finished is not None or outcome.killed:
         console.summary(_rows(config, summary))
     if interrupted:
         return 130, summary
     return (1 if outcome.crash else 0), summary
+
+
+def _foretold(
+    config: RunConfig, prediction: Prediction, console: RunConsole, *, is_done: bool
+) -> dict[str, Any]:
+    """Return what the summary says of the estimate, which a run that was done waits for."""
+    if is_done:
+        prediction.begin()
+        console.wait("estimating what it was to hold (Ctrl-C: leave it)")
+        prediction.wait()
+        console.stop()
+    else:
+        prediction.wait(0)
+    if prediction.peak_bytes is None:
+        with log_of(config, 0).open("a") as log:
+            log.write(f"summary.json has no predicted_peak_bytes: {prediction.reason}\n")
+        return {}
+    return {"predicted_peak_bytes": prediction.peak_bytes}
 
 
 def tell_crash(config: RunConfig, crash: Crash, context: ForkServerContext | None = None) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import sysconfig
-from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -26,7 +24,6 @@ from rich.progress import (
 from rich.status import Status
 from rich.text import Text
 
-import axonlaunch
 from axonlaunch.config.url import is_url
 from axonlaunch.events import (
     Advanced,
@@ -40,14 +37,13 @@ from axonlaunch.events import (
     Stepped,
 )
 from axonlaunch.launch.reports import Crash, Report, plain_ranks
+from axonlaunch.provenance import owner
 
 SLOW = 0.1
 """Share of the time that a slow rank costs the others, from which it is told."""
 _SHOWN = 16
 """Lines of a traceback that are shown, the last: the whole is in the log."""
-_TORCH = re.compile(r"[/\\\\]site-packages[/\\\\]torch[/\\\\]")
-_OURS = f'"{Path(axonlaunch.__file__).parent}{os.sep}'
-_PYTHON = f'"{sysconfig.get_path("stdlib")}{os.sep}'
+_FRAME = re.compile(r'  File "(?P<file>[^"]*)"')
 _PEER_GONE = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out", re.IGNORECASE)
 
 
@@ -240,13 +236,13 @@ def _own_frames(text: str) -> str:
                 frames[-1].append(line)
             else:
                 frames.append([line])
-    calls = [frame for frame in frames if frame[0].startswith("  File ")]
-    ours = [frame for frame in calls if _OURS in frame[0]]
-    pythons = [one for one in calls if _PYTHON in one[0] and "site-packages" not in one[0]]
-    torchs = [frame for frame in calls if _TORCH.search(frame[0])]
-    hidden = {id(frame) for frame in torchs if frame is not calls[-1]}
-    if len(calls) > len(ours) + len(pythons) + len(torchs):
-        hidden |= {id(frame) for frame in ours}
+    calls = [(owner(match["file"]), frame) for frame in frames if (match := _FRAME.match(frame[0]))]
+    is_users = any(one == "user" for one, _ in calls)
+    hidden = {
+        id(frame)
+        for one, frame in calls
+        if (one == "torch" and frame is not calls[-1][1]) or (one == "axonlaunch" and is_users)
+    }
     first, *rest = (frame for frame in frames if id(frame) not in hidden)
     cut = [["  ..."]] if sum(map(len, rest)) > _SHOWN else []
     while sum(map(len, rest)) > _SHOWN and len(rest) > 2:

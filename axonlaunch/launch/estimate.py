@@ -159,15 +159,15 @@ def trace_beside(config: RunConfig) -> Estimate:
 
 
 def trace(config: RunConfig, exact: bool = False) -> Estimate:
-    """Check and estimate, in a process forked from the server.
+    """Check and estimate, in a process of its own.
 
     Raises:
         ConfigError: The configuration can't be run on any machine, or can't be traced.
     """
-    from axonlaunch.planning import memory
+    forkserver.lead_group()  # it forks a process for each stage
+    from axonlaunch.planning import memory  # takes seconds where nothing has imported torch
     from axonlaunch.preflight import resolve_anywhere
 
-    forkserver.lead_group()  # it forks a process for each stage
     import_plugins(config.plugins)
     return memory.estimate(resolve_anywhere(config), exact=exact)
 

@@ -10,17 +10,25 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeAlias
 
 from axonlaunch.registry import load
 
+Starter: TypeAlias = ForkServerContext | SpawnContext
+"""What starts a process: the warm server, or a new interpreter where there is none."""
+
 PRELOADED = ["axonlaunch.launch.preload"]
 _GRACE_S = 0.3
+"""Seconds in which other calls tell what the failure of one did to them."""
+_DYING_S = 1.0
+"""Seconds that killed processes get at most to be gone: one that nobody reaps never is."""
 
 
 @contextmanager
@@ -71,9 +79,9 @@ def stop() -> None:
     server._forkserver_alive_fd = server._forkserver_pid = server._forkserver_address = None
 
 
-def fork(context: ForkServerContext, target: str, *args: Any) -> ForkServerProcess:
-    """Run ``"module:function"`` in a forked process; the parent need not import it."""
-    process: ForkServerProcess = context.Process(target=_run, args=(target, args), daemon=True)
+def fork(context: Starter, target: str, *args: Any) -> BaseProcess:
+    """Run ``"module:function"`` in another process; the parent need not import it."""
+    process = context.Process(target=_run, args=(target, args), daemon=True)
     process.start()
     return process
 
@@ -139,13 +147,13 @@ def call_together(
 
 
 class Call:
-    """A function that runs in a forked process.
+    """A function that runs in another process.
 
     Attributes:
         result: What it returned, once ``receive`` took it.
     """
 
-    def __init__(self, context: ForkServerContext, target: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, context: Starter, target: str, args: tuple[Any, ...]) -> None:
         """Begin to run ``"module:function"``."""
         self.result: Any = None
         self._target = target
@@ -153,9 +161,9 @@ class Call:
         self._process = fork(context, "axonlaunch.launch.forkserver:answer", theirs, target, args)
         theirs.close()
 
-    def is_ready(self) -> bool:
-        """Return whether ``receive`` would not wait."""
-        return self.connection.poll()
+    def is_ready(self, *, within_s: float = 0.0) -> bool:
+        """Return whether ``receive`` would not wait; wait for that some seconds."""
+        return self.connection.poll(within_s)
 
     def receive(self) -> Exception | None:
         """Take what the function returned or raised; return the latter."""
@@ -175,11 +183,23 @@ class Call:
     def end(self) -> None:
         """Leave no process behind, nor any of its group's."""
         if self._process.exitcode is None:
+            assert self._process.pid is not None
             with suppress(ProcessLookupError, PermissionError):  # it made no group
-                os.killpg(self._process.pid or 0, signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
+            self._process.join()
+            _wait_for_group(self._process.pid)
         self._process.join()
         self.connection.close()
+
+
+def _wait_for_group(leader: int) -> None:
+    """Wait until those that were killed with their leader are gone, which takes them a moment."""
+    deadline = time.monotonic() + _DYING_S
+    with suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < deadline:
+            os.killpg(leader, 0)
+            time.sleep(0.005)
 
 
 def lead_group() -> None:

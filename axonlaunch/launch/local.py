@@ -11,7 +11,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -69,9 +69,11 @@ def train(
         ConfigError: The port is taken or the folder can't be made; nothing was started.
     """
     console = RunConsole(stream=sys.stderr if as_json else sys.stdout)
-    with _meeting(config) as meeting, run_folder.create(config, tell=console.line) as config:
-        prediction = Prediction(context, config)
-        record = Record(started, console, prediction)
+    with ExitStack() as stack:
+        meeting = stack.enter_context(_meeting(config))
+        config = stack.enter_context(run_folder.create(config, tell=console.line))
+        record = Record(started, console)
+        record.prediction = stack.enter_context(Prediction(context, config))
         restarts = 0
         try:
             outcome = attempt(config, context, meeting, record, console)
@@ -84,7 +86,6 @@ def train(
                     outcome = attempt(config, context, again, record, console, restarted=True)
         finally:
             console.stop()
-            prediction.end()
         return conclude(config, outcome, record, console, context=context)
 
 

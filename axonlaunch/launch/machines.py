@@ -46,12 +46,12 @@ def train(
         raise ConfigError([*problems, *missing])
     console = RunConsole(stream=sys.stderr if as_json else sys.stdout)
     me = Membership(config, problems, console)
-    prediction = Prediction(context, config)
-    record = Record(started, console, prediction)
     with ExitStack() as folder:
+        record = Record(started, console)
         try:
             while True:
                 config, meeting = me.agree(folder)
+                record.prediction = folder.enter_context(Prediction(context, config))
                 outcome = attempt(
                     config, context, meeting, record, console, restarted=me.attempts > 0
                 )
@@ -68,7 +68,6 @@ def train(
                 )
         finally:
             console.stop()
-            prediction.end()
         me.leave()
         if meeting.node_rank == 0:
             return conclude(config, outcome, record, console, context=context)

@@ -1,14 +1,14 @@
 """The estimate of a run, made beside it at the lowest priority, or read from the cache.
 
-It begins a while after the first step, so that it delays none and a short run does not pay for it;
-what is not ready when the run ends is given up.
+It begins with the first logged step, so that it delays none, and what is not ready when the run has
+ended is waited for: every summary tells what was foretold beside what was measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from multiprocessing.context import ForkServerContext
+from types import TracebackType
+from typing import Self
 
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.hardware import HardwareConfig
@@ -17,23 +17,24 @@ from axonlaunch.planning import cache
 from axonlaunch.planning.record import Estimate
 from axonlaunch.planning.unread import without_files
 
-_WHILE_S = 5.0
-"""Seconds after the first step: a run that ends before them would give the estimate up."""
+PATIENCE_S = 60.0
+"""Seconds after the run's end in which it is waited for."""
 
 
 class Prediction:
-    """What a run's highest rank is foretold to hold.
+    """What a run's highest rank is foretold to hold; on leaving, what is not ready is given up.
 
     Attributes:
         peak_bytes: None until it is known.
         reason: Why it is not known.
     """
 
-    def __init__(self, context: ForkServerContext | None, config: RunConfig) -> None:
+    def __init__(self, context: forkserver.Starter, config: RunConfig) -> None:
         """Look for the estimate of a run; nothing is started yet.
 
         Args:
-            context: Of the warm fork server; None: what the cache does not hold is not known.
+            context: What starts the process that traces: the warm fork server, or, in a rank that
+                another launcher started, a new interpreter.
             config: Checked, with ``launch.nproc`` resolved.
         """
         self._context = context
@@ -41,46 +42,49 @@ class Prediction:
         if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to foretell
             self._config = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
         self._call: forkserver.Call | None = None
-        self._first_step: float | None = None
         self.peak_bytes: int | None = None
         self.reason = "no step was done"
         if (kept := cache.read(self._config) or cache.read(named)) is not None:
             self._take(kept)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.end()
+
     def begin(self) -> None:
-        """Begin to trace, unless it is early, done or impossible; called at every logged step."""
+        """Begin to trace, unless it was begun or is known; called at every logged step."""
         if self.peak_bytes is not None or self._call is not None:
             return
-        if self._context is None:
-            self.reason = "another launcher started this rank, and it starts no process"
-            return
-        if self._first_step is None:
-            self._first_step = time.monotonic()
-        self.reason = "the run ended before it was estimated"
-        if time.monotonic() - self._first_step < _WHILE_S:
-            return
+        self.reason = "the estimate was not ready when the run had ended"
         self._call = forkserver.Call(
             self._context, "axonlaunch.launch.estimate:trace_beside", (self._config,)
         )
 
-    def end(self) -> None:
-        """Take what is ready and give up what is not."""
-        call, self._call = self._call, None
-        if call is None:
+    def wait(self, seconds: float = PATIENCE_S) -> None:
+        """Wait until it is known, or why it can't be; Ctrl-C gives it up."""
+        if self._call is None:
             return
         try:
-            if not call.is_ready():
+            if not self._call.is_ready(within_s=seconds):
                 return
-            error = call.receive()
-            if error is None:
-                cache.write(self._config, call.result)
-                self._take(call.result)
-            elif isinstance(error, ConfigError):
-                self.reason = str(error)
-            else:
-                self.reason = f"{type(error).__name__}: {error}"
-        finally:
-            call.end()
+            error = self._call.receive()
+        except KeyboardInterrupt:
+            return
+        if error is None:
+            cache.write(self._config, self._call.result)
+            self._take(self._call.result)
+        else:
+            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            self.reason = f"{kind}{error}"
 
     def _take(self, found: Estimate) -> None:
         self.peak_bytes, self.reason = found.peak_bytes, ""

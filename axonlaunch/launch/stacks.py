@@ -20,6 +20,7 @@ from pathlib import Path
 from axonlaunch import flight_record
 from axonlaunch.flight_record import Record
 from axonlaunch.launch.reports import Kind, Report
+from axonlaunch.provenance import owner
 from axonlaunch.whereabouts import is_passed_through, state, waits
 
 SIGNAL = signal.SIGUSR1
@@ -30,7 +31,6 @@ _TOLD = "axonlaunch collectives: "
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _RANK = re.compile(r"axonlaunch[/\\]launch[/\\](rank|alone)\.py")
 _BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py")
-_TORCH = re.compile(r"[/\\]site-packages[/\\]torch[/\\]")
 _WRAPPERS = ("wrapper", "_call_with_frames_removed", "inner")
 _SHOWN = 7
 """Frames of a stack that people are shown, the innermost."""
@@ -115,13 +115,13 @@ def write(log: Path) -> None:
 def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:
     """Say from a rank's frames, the innermost first, whether it waits for others, and in what."""
     frames = [*dropwhile(lambda frame: is_passed_through(frame.file), frames)] or frames
-    own = [frames[0], *(frame for frame in frames[1:] if not _TORCH.search(frame.file))]
+    own = [frames[0], *(frame for frame in frames[1:] if owner(frame.file) != "torch")]
     told = "\n".join(f"  {frame}" for frame in reversed(own[:_SHOWN]))
     if not waits((frame.file for frame in frames), is_asleep=is_asleep):
         return Whereabouts(False, f"is in {frames[0]}", told)
     if _BACKWARD.search(frames[0].file):
         return Whereabouts(True, "waiting in a collective of backward", told)
-    inside = [*takewhile(lambda frame: _TORCH.search(frame.file), frames)]
+    inside = [*takewhile(lambda frame: owner(frame.file) == "torch", frames)]
     named = [frame.name for frame in inside if frame.name not in _WRAPPERS]
     if not named or len(inside) == len(frames):
         return Whereabouts(True, f"waiting in {frames[0]}", told)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
 
@@ -39,7 +39,7 @@ class Rank:
 
     number: int
     index: int
-    process: ForkServerProcess
+    process: BaseProcess
     connection: Connection
     log: Path
     failure: Report | None = None
@@ -267,7 +267,7 @@ class Supervisor:
             os.close(silence)
 
 
-def _signal(process: ForkServerProcess, number: int) -> None:
+def _signal(process: BaseProcess, number: int) -> None:
     if process.pid is not None and process.exitcode is None:
         try:
             os.kill(process.pid, number)
@@ -275,7 +275,7 @@ def _signal(process: ForkServerProcess, number: int) -> None:
             return
 
 
-def _kill(process: ForkServerProcess) -> None:
+def _kill(process: BaseProcess) -> None:
     """Kill a rank and its group; a rank that has not made its group yet is killed alone."""
     if process.pid is None:
         return

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import logging
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 
-import axonlaunch
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import layout, world_size
+from axonlaunch.provenance import owner
 
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
-_OURS = Path(axonlaunch.__file__).parent, Path(torch.__file__).parent
-_PYTHON = Path(sysconfig.get_path("stdlib"))
 UNTRACEABLE = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -78,11 +74,9 @@ def _users_line(error: BaseException) -> str | None:
     """Return the last line of a model of others that an error passed; None: it passed none."""
     line = None
     for frame, number in traceback.walk_tb(error.__traceback__):
-        path = Path(frame.f_code.co_filename)
-        ours = any(path.is_relative_to(folder) for folder in _OURS)
-        python = path.is_relative_to(_PYTHON) and "site-packages" not in path.parts
-        if path.exists() and not ours and not python:
-            line = f"{path.name}:{number}"
+        file = frame.f_code.co_filename
+        if owner(file) == "user":
+            line = f"{Path(file).name}:{number}"
     return line
 
 

@@ -16,6 +16,8 @@ from launchers import BIN, By, ended, logged, needs, slurm
 from served import Server
 
 RUN = ["train", *TINY, "strategy=fsdp"]
+GATHERED = 55_000
+"""Bytes of a gathered block, which stays where gloo's thread lets go of it late."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,9 @@ def test_under_torchrun(axonlaunch: Command, expected: list[float]) -> None:
 
 def test_under_mpirun(axonlaunch: Command, server: Server, expected: list[float]) -> None:
     told = mpirun(axonlaunch.folder, 2).served(server)(*RUN, "name=run", "--json")
-    assert json.loads(told.stdout)["status"] == "done"
+    summary = json.loads(told.stdout)
+    assert summary["status"] == "done"
+    assert 0 <= summary["measured_peak_bytes"] - summary["predicted_peak_bytes"] < GATHERED
     assert axonlaunch.losses("run") == expected
 
 
