@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from typing import Annotated
+import textwrap
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+
+if TYPE_CHECKING:
+    from axonlaunch.config import RunConfig
 
 HELP = "Print the resolved configuration."
 EXAMPLES = """Examples:
@@ -15,6 +21,7 @@ EXAMPLES = """Examples:
 \b
   axonlaunch config strategy=hsdp
   axonlaunch config strategy=hsdp --explain
+  axonlaunch config model=llama_debug --describe
 """
 
 
@@ -25,25 +32,35 @@ def command(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say of each value which file or override set it.")
     ] = False,
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Say of each key what it means and may be.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the resolved configuration."""
     from axonlaunch import config as configuration
 
+    if explain and describe:
+        raise typer.BadParameter("use one of --explain and --describe")
     composed = configuration.compose(
         overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
     config = configuration.typed(composed.tree, composed.problems, origins=composed.origins)
-    if not explain:
-        if as_json:
-            print_json(configuration.to_tree(config))
-        else:
-            sys.stdout.write(configuration.to_yaml(config))
-        return
+    if explain:
+        _explain(config, composed.origins(), as_json)
+    elif describe:
+        _describe(config, as_json)
+    elif as_json:
+        print_json(configuration.to_tree(config))
+    else:
+        sys.stdout.write(configuration.to_yaml(config))
+
+
+def _explain(config: RunConfig, told: dict[str, str], as_json: bool) -> None:
+    from axonlaunch import config as configuration
     from axonlaunch.config.problem import plain
 
     values = configuration.leaves(config)
-    told = composed.origins()
     origins = {key: told.get(key, configuration.DEFAULT_ORIGIN) for key in values}
     if as_json:
         print_json({key: {"value": value, "origin": origins[key]} for key, value in values.items()})
@@ -51,3 +68,24 @@ def command(
     width = max(len(f"{key}={plain(value)}") for key, value in values.items())
     for key, value in values.items():
         sys.stdout.write(f"{f'{key}={plain(value)}':<{min(width, 56)}}  {origins[key]}\n")
+
+
+def _describe(config: RunConfig, as_json: bool) -> None:
+    from axonlaunch.config.problem import plain
+    from axonlaunch.config.reference import reference
+
+    keys = reference(config)
+    if as_json:
+        print_json(
+            {
+                key.name: {"value": key.value, "allowed": key.allowed, "meaning": key.meaning}
+                for key in keys
+            }
+        )
+        return
+    fill = partial(textwrap.fill, width=min(100, shutil.get_terminal_size().columns))
+    for key in keys:
+        sys.stdout.write(f"{key.name}={plain(key.value)}\n")
+        for text in (key.allowed, key.meaning):
+            if text:
+                sys.stdout.write(fill(text, initial_indent="    ", subsequent_indent="    ") + "\n")

@@ -14,6 +14,7 @@ class AdamWConfig:
     """AdamW (Loshchilov and Hutter, 2019), torch's fused kernel."""
 
     name: str = "adamw"
+    """name of the optimizer"""
     lr: float = field(default=3e-4, metadata={"min": 0})
     """peak learning rate"""
     weight_decay: float = field(default=0.1, metadata={"min": 0})
@@ -29,6 +30,7 @@ class SGDConfig:
     """Stochastic gradient descent with momentum."""
 
     name: str = "sgd"
+    """name of the optimizer"""
     lr: float = field(default=0.1, metadata={"min": 0})
     """peak learning rate"""
     weight_decay: float = field(default=0.0, metadata={"min": 0})
@@ -50,6 +52,7 @@ class ConstantConfig:
     """Warm up linearly, then stay at the peak."""
 
     name: str = "constant"
+    """name of the schedule"""
     warmup_steps: int | Literal["auto"] = field(default="auto", metadata={"min": 0})
     """steps over which the rate rises linearly to its peak; auto: a fifteenth of the run"""
 
@@ -63,6 +66,7 @@ class CosineConfig(ConstantConfig):
     """Warm up linearly, then fall along half a cosine (Loshchilov and Hutter, 2017)."""
 
     name: str = "cosine"
+    """name of the schedule"""
     final_lr_ratio: float = field(default=0.1, metadata={"min": 0, "max": 1})
     """rate at the last step, as a share of the peak"""
 
@@ -72,6 +76,7 @@ class LinearConfig(CosineConfig):
     """Warm up linearly, then fall linearly."""
 
     name: str = "linear"
+    """name of the schedule"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,7 @@ class WSDConfig(ConstantConfig):
     """Warm up, stay, then decay linearly (warmup-stable-decay; Hu et al., MiniCPM, 2024)."""
 
     name: str = "wsd"
+    """name of the schedule"""
     decay_steps: int = field(default=0, metadata={"min": 0})
     """last steps, over which the rate falls linearly; 0: a fifth of the run"""
     final_lr_ratio: float = field(default=0.0, metadata={"min": 0, "max": 1})

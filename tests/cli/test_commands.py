@@ -80,6 +80,19 @@ def test_config_explains_where_each_value_comes_from(tmp_path: Path) -> None:
     assert explained["train.steps"] == {"value": 7, "origin": "override train.steps=7"}
 
 
+def test_config_describes_what_each_key_means_and_may_be(tmp_path: Path) -> None:
+    text = run(tmp_path, "config", "train.grad_clip=2", "--describe").stdout
+    assert "\ntrain.grad_clip=2.0\n    number, above 0 | null\n    largest norm of the" in text
+    told = json.loads(run(tmp_path, "config", "--describe", "--json").stdout)["train.steps"]
+    assert told == {
+        "value": 450,
+        "allowed": "whole number, at least 1",
+        "meaning": "optimizer steps",
+    }
+    both = run(tmp_path, "config", "--describe", "--explain", status=2)
+    assert both.stderr == "error: Invalid value: use one of --explain and --describe\n"
+
+
 def test_ls_lists_every_kind_with_a_line_of_what_it_is(tmp_path: Path) -> None:
     listed = json.loads(run(tmp_path, "ls", "--json").stdout)
     assert set(listed) >= {

@@ -1,0 +1,73 @@
+"""Every key is described: what it means, and what it may be."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+import pytest
+
+from axonlaunch import config
+from axonlaunch.config import RunConfig
+from axonlaunch.config.data import DATA_CONFIGS
+from axonlaunch.config.model import MODEL_CONFIGS
+from axonlaunch.config.optimizer import OPTIMIZER_CONFIGS, SCHEDULER_CONFIGS
+from axonlaunch.config.reference import Key, reference
+
+VARIANTS = [
+    *(("model", kind) for kind in MODEL_CONFIGS.values()),
+    *(("data", kind) for kind in DATA_CONFIGS.values()),
+    *(("optimizer", kind) for kind in OPTIMIZER_CONFIGS.values()),
+    *(("scheduler", kind) for kind in SCHEDULER_CONFIGS.values()),
+]
+
+
+def described(chosen: RunConfig) -> dict[str, Key]:
+    return {key.name: key for key in reference(chosen)}
+
+
+def test_every_key_of_a_configuration_is_there() -> None:
+    chosen = config.load(["hardware=h200"])
+    assert described(chosen).keys() == config.leaves(chosen).keys()
+
+
+@pytest.mark.parametrize(("group", "kind"), VARIANTS)
+def test_no_key_is_without_a_meaning(group: str, kind: type) -> None:
+    needed: dict[str, Any] = {
+        spec.name: None for spec in fields(kind) if spec.default is spec.default_factory is MISSING
+    }
+    chosen = replace(config.load(["hardware=h200"]), **{group: kind(**needed)})
+    assert [key.name for key in reference(chosen) if not key.meaning] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        ("train.steps", "whole number, at least 1"),
+        ("train.grad_clip", "number, above 0 | null"),
+        ("train.precision", "fp32 | bf16 | fp16"),
+        ("train.compile", "true | false"),
+        ("train.micro_batch_size", "whole number, at least 1 | auto"),
+        ("plugins", "list of text"),
+        ("strategy.pipeline.split", "list of whole number | auto"),
+        ("strategy.tensor.plan", "keys, each with text"),
+        ("hardware", "a group of keys | null"),
+    ],
+)
+def test_what_a_key_may_be_is_told_in_words(key: str, allowed: str) -> None:
+    assert described(config.load([]))[key].allowed == allowed
+
+
+def test_a_meaning_is_the_text_below_the_field() -> None:
+    @dataclass
+    class Theirs:
+        size: int = 3
+        """how large
+        it is
+        """
+        silent: int = 4
+
+    theirs: Any = Theirs()
+    told = described(replace(config.load([]), model=theirs))
+    assert told["model.size"].meaning == "how large it is"
+    assert told["model.silent"].meaning == ""
