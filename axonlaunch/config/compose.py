@@ -19,6 +19,21 @@ from axonlaunch.registry import nearest, unknown
 OVERRIDE_ORIGIN = "override "
 DEFAULT_ORIGIN = "default"
 
+FOREIGN_OPTIONS = {
+    "strategy=context_parallel": "strategy.context.degree=2",
+    "strategy=data_parallel": "ddp",
+    "strategy=deepspeed": "zero1, zero2 or fsdp",
+    "strategy=dp": "ddp",
+    "strategy=full_shard": "fsdp",
+    "strategy=hybrid_shard": "hsdp",
+    "strategy=none": "single",
+    "strategy=pp": "pipeline",
+    "strategy=shard_grad_op": "zero2",
+    "strategy=tp": "tensor",
+    "strategy=zero3": "fsdp",
+}
+"""What other tools call an option, to what it is here."""
+
 
 @dataclass(frozen=True)
 class Composed:
@@ -198,9 +213,10 @@ class Composer:
             message = f"it takes one option; to run several in turn write -m {group}={several}"
             return [], [Problem(group, message, value)]
         if str(value) not in options:
-            close = nearest(str(value), options)
+            close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
             meant = f"did you mean {close}? " if close else ""
-            message = f"there is no such option; {meant}known: {', '.join(options)}"
+            own = "; plugins=[module] registers your own" if group == "model" else ""
+            message = f"there is no such option; {meant}known: {', '.join(options)}{own}"
             return [], [Problem(group, message, value)]
         text = override.input_line.lstrip("+")
         return [text if in_defaults else "+" + text], []

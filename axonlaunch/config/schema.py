@@ -188,7 +188,7 @@ class CheckpointConfig:
     """folder or fsspec URL (s3://bucket/run) that checkpoints are kept in, and gone on from; null:
     the run folder
     """
-    resume: str = "auto"
+    resume: str = field(default="auto", metadata={"words": "auto, never or a path"})
     """auto: go on where this run folder stopped; never: start anew; or the path of a run folder or
     a checkpoint
     """

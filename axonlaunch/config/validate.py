@@ -90,7 +90,9 @@ def _dataclass(tree: Any, schema: type, prefix: str, problems: list[Problem], *,
                 _in_range(values[name], spec.metadata, or_null=type(None) in get_args(hints[name]))
             except _Rejected as reason:
                 values.pop(name, None)
-                problems.append(Problem(key, str(reason), value))
+                words = spec.metadata.get("words")
+                message = f"expected {words}" if words else str(reason)
+                problems.append(Problem(key, message, value))
     config = _construct(schema, values, fields)
     broken = {problem.key for problem in problems}
     for name, message in getattr(config, "problems", list)():

@@ -160,11 +160,12 @@ def claim_cores(place: Place) -> None:
 
 def report_of(error: BaseException, place: Place) -> Report:
     """Describe an exception that ends this rank."""
-    known = isinstance(error, checkpoint.DamagedError | SaveError)  # whose words say it all
-    text = None if known else "".join(traceback.format_exception(error))
+    text: str | None = "".join(traceback.format_exception(error))
     rank, beat = place.rank, place.pulse.read(place.local_rank)
     if isinstance(error, RankFailedError):
         rank, error = error.rank, error.__cause__ or error
+    if isinstance(error, checkpoint.DamagedError | SaveError | NotFiniteError):
+        text = None  # their words say it all
     message = str(error).strip() or type(error).__name__
     kind: Kind = "connection" if _is_connection(error) else "error"
     return Report(

@@ -439,6 +439,18 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
+        "strategy=zero3",
+        [
+            "strategy=zero3: there is no such option; did you mean fsdp? known: auto, ddp, fsdp, hsdp, hybrid, pipeline, single, tensor, zero1, zero2",
+        ],
+    ),
+    (
+        "checkpoint.resume=false",
+        [
+            "checkpoint.resume=false: expected auto, never or a path",
+        ],
+    ),
+    (
         "+strategy=dpd",
         [
             "strategy=dpd: there is no such option; did you mean ddp? known: auto, ddp, fsdp, hsdp, hybrid, pipeline, single, tensor, zero1, zero2",
@@ -447,7 +459,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "model=gpt2",
         [
-            "model=gpt2: there is no such option; did you mean gpt? known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit",
+            "model=gpt2: there is no such option; did you mean gpt? known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
         ],
     ),
     (
@@ -573,7 +585,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "model=5",
         [
-            "model=5: there is no such option; known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit",
+            "model=5: there is no such option; known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
         ],
     ),
     (
