@@ -27,7 +27,8 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
     Bytes are those of live storages, as ``StorageTrace`` counts them: all samples of a rank's step
     are counted as on its device, and what passes through the device on the way from and to host
     memory, a layer or a parameter at a time, is not. Of what is compiled it is the wrappers of
-    kernels that are followed, which allocate.
+    kernels that are followed, which allocate. An evaluation, of as large micro-batches and without
+    gradients, holds less than a step.
 
     Args:
         config: Checked, with ``launch.nproc`` resolved: the ranks of the world.

@@ -78,15 +78,17 @@ def foretold(case: str, ranks: int) -> list[Held]:
     ],
     ids=["2 ranks", "4 ranks", "2 ranks, more", "4 ranks, more"],
 )
-def test_every_rank_holds_what_was_foretold(cases: list[str], ranks: int) -> None:
+def test_every_rank_holds_what_was_foretold_and_no_more_when_it_evaluates(cases: list[str], ranks: int) -> None:
     held = live_storages.held([tuple(case.split()) for case in cases], ranks=ranks)
     wrong = []
     for case, of_ranks in zip(cases, held, strict=True):
         for rank, (told, seen) in enumerate(zip(foretold(case, ranks), of_ranks, strict=True)):
             # A rank that hands on to itself has buffers to receive in its first step alone.
-            names = ["total", "host"] if "dualpipev" in case else seen
+            names = ["total", "host"] if "dualpipev" in case else told
             pairs = {n: (told[n], seen[n]) for n in names if told[n] != seen[n]}
             wrong += [f"{case}: rank {rank}: foretold, held: {pairs}"] if pairs else []
+            if (evaluation := seen["evaluation"]) > told["total"]:
+                wrong.append(f"{case}: rank {rank}: {told['total']}, evaluating {evaluation}")
     assert not wrong, "\n".join(wrong)
 
 

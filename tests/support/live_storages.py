@@ -44,7 +44,8 @@ def held(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Held]]:
     """Train each case's overrides on ranks of this machine, one case after another.
 
     Returns:
-        By case, then by rank: bytes of a steady step's peak by category, and ``total``.
+        By case, then by rank: bytes of a steady step's peak by category, and ``total``; beside it
+        the ``evaluation``'s.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["axonlaunch.launch.preload"])
@@ -126,6 +127,10 @@ def _held(overrides: tuple[str, ...], world: World) -> Held:
         for _ in range(2):
             step(engine, batch, trace)
             peaks.append(depth.peak(trace.events))
+        trace.forget()
+        engine.evaluate(batch)
+        trace.finish()
     point, host = min(peaks, key=lambda peak: on_device(peak[0]))
     categories = dict(zip(CATEGORIES, point, strict=False))
-    return {**categories, "total": on_device(point), "host": host}
+    evaluation = on_device(depth.peak(trace.events)[0])
+    return {**categories, "total": on_device(point), "host": host, "evaluation": evaluation}
