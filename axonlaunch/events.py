@@ -9,18 +9,22 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True)
 class Started:
-    """Every rank is ready; the next thing is the first step."""
+    """Every rank is ready; the next thing is the first step.
+
+    What is counted is what has a target each: tokens, of images the image.
+    """
 
     run_dir: str
     layout: str
     device: str
     parameters: int
     samples: int
+    counted: Literal["tokens", "images"]
     step: int
     steps: int
     resumed_from: str | None

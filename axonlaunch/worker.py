@@ -75,6 +75,7 @@ def run(
             device=str(world.device),
             parameters=engine.num_parameters,
             samples=dataset.num_samples,
+            counted=dataset.kind,
             step=engine.step,
             steps=config.train.steps,
             resumed_from=resumed,

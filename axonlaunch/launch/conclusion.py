@@ -16,7 +16,7 @@ from axonlaunch import checkpoint
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.url import is_url
-from axonlaunch.events import Event, Stepped, finite
+from axonlaunch.events import Event, Started, Stepped, finite
 from axonlaunch.launch import run_folder
 from axonlaunch.launch.console import (
     RunConsole,
@@ -40,6 +40,7 @@ class Record:
         prediction: Of the run's memory; begun with its first step.
         first_step_s: Seconds from the command to the first logged step.
         last: The last logged step.
+        counted: What ``tokens_per_s`` counts.
     """
 
     prediction: Prediction
@@ -49,9 +50,12 @@ class Record:
         self._listener = listener
         self.first_step_s: float | None = None
         self.last: Stepped | None = None
+        self.counted = "tokens"
 
     def __call__(self, event: Event) -> None:
         """Take an event."""
+        if isinstance(event, Started):
+            self.counted = event.counted
         if isinstance(event, Stepped):
             self.last = event
             if self.first_step_s is None:
@@ -123,7 +127,7 @@ def conclude(
     summary |= _foretold(config, record.prediction, console, is_done=status == "done")
     run_folder.write_json(folder / "summary.json", summary)
     if finished is not None or outcome.killed:
-        console.summary(_rows(config, summary))
+        console.summary(_rows(config, summary, counted=record.counted))
     if interrupted:
         return 130, summary
     return (1 if outcome.crash else 0), summary
@@ -176,20 +180,22 @@ def coordinates(config: RunConfig, rank: int) -> dict[str, int]:
     return {axis: n for axis, n in shares.coordinates(rank).items() if shares.axes[axis] > 1}
 
 
-def _rows(config: RunConfig, summary: dict[str, Any]) -> list[tuple[str, str]]:
+def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[tuple[str, str]]:
     rows = [("status", f"{summary['status']} after step {summary['steps']}")]
     if summary["loss"] is not None:
         rows.append(("loss", f"{summary['loss']:.4f}"))
     if summary["eval_loss"] is not None:
         rows.append(("evaluation loss", f"{summary['eval_loss']:.4f}"))
     if summary["tokens_per_s"]:
-        rows.append(("tokens/s", quantity(summary["tokens_per_s"])))
+        rows.append((f"{counted}/s", quantity(summary["tokens_per_s"])))
     if summary["first_step_s"]:
         rows.append(("first step after", f"{summary['first_step_s']:.1f} s"))
     peak, foretold = summary["measured_peak_bytes"], summary.get("predicted_peak_bytes")
     if peak is not None:
         words = "" if foretold is None else f", {gibibytes(foretold)} foretold"
-        rows.append(("peak memory", f"{gibibytes(peak)} a rank{words}"))
+        # Beside it the console shows what the process holds; on a GPU both are the allocator's.
+        tensors = "" if config.launch.backend == "nccl" else " of tensors"
+        rows.append(("peak memory", f"{gibibytes(peak)}{tensors} a rank{words}"))
     rows.append(("run folder", shortened(config.run_dir)))
     if summary["status"] == "interrupted":
         rows.append(("to go on", _to_go_on(config)))

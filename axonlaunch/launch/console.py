@@ -65,6 +65,7 @@ class RunConsole:
         )
         self._progress: Progress | None = None
         self._status: Status | None = None
+        self._counted, self._of_process = "tok", ""
         self._suspect: int | None = None
         self._told: int | None = None
         self._task: TaskID | None = None
@@ -125,6 +126,8 @@ class RunConsole:
 
     def _start(self, event: Started) -> None:
         self.stop()
+        self._counted = "tok" if event.counted == "tokens" else event.counted
+        self._of_process = " RSS" if event.device == "cpu" else ""
         self.line(
             f"[bold]{event.layout}[/bold] on {event.device}: "
             f"{quantity(event.parameters)} parameters, {quantity(event.samples)} samples, "
@@ -151,8 +154,8 @@ class RunConsole:
         self._progress.start()
 
     def _step(self, event: Stepped) -> None:
-        speed = f"{quantity(event.tokens_per_s)} tok/s"
-        memory = gibibytes(event.peak_memory_bytes)
+        speed = f"{quantity(event.tokens_per_s)} {self._counted}/s"
+        memory = f"{gibibytes(event.peak_memory_bytes)}{self._of_process}"
         if self._progress is not None and self._task is not None:
             numbers = f"loss {event.loss:.3f}  {speed}  {memory}"
             self._progress.update(self._task, completed=event.step, numbers=numbers)

@@ -78,7 +78,9 @@ def foretold(case: str, ranks: int) -> list[Held]:
     ],
     ids=["2 ranks", "4 ranks", "2 ranks, more", "4 ranks, more"],
 )
-def test_every_rank_holds_what_was_foretold_and_no_more_when_it_evaluates(cases: list[str], ranks: int) -> None:
+def test_every_rank_holds_what_was_foretold_and_no_more_when_it_evaluates(
+    cases: list[str], ranks: int
+) -> None:
     held = live_storages.held([tuple(case.split()) for case in cases], ranks=ranks)
     wrong = []
     for case, of_ranks in zip(cases, held, strict=True):

@@ -1,0 +1,53 @@
+"""What a run's lines say, shown where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, Literal
+
+import pytest
+
+from axonlaunch.events import Started, Stepped
+from axonlaunch.launch.console import RunConsole
+
+STEP: dict[str, Any] = {
+    "step": 3,
+    "loss": 1.5,
+    "lr": 0.1,
+    "grad_norm": None,
+    "tokens": 64,
+    "tokens_per_s": 1240.0,
+    "step_s": 0.05,
+    "peak_memory_bytes": 300 * 1024**2,
+}
+
+
+@pytest.mark.parametrize(
+    ("counted", "device", "line"),
+    [
+        ("tokens", "cpu", "step 3  loss 1.5000  1.24k tok/s  300 MiB RSS"),
+        ("images", "cpu", "step 3  loss 1.5000  1.24k images/s  300 MiB RSS"),
+        ("tokens", "cuda:0", "step 3  loss 1.5000  1.24k tok/s  300 MiB"),
+    ],
+)
+def test_a_step_says_what_is_counted_and_whose_memory_it_is(
+    counted: Literal["tokens", "images"], device: str, line: str
+) -> None:
+    stream = io.StringIO()
+    show = RunConsole(stream=stream)
+    show(
+        Started(
+            run_dir="runs/run",
+            layout="single",
+            device=device,
+            parameters=1,
+            samples=1,
+            counted=counted,
+            step=0,
+            steps=9,
+            resumed_from=None,
+            notes=(),
+        )
+    )
+    show(Stepped(**STEP))
+    assert stream.getvalue().splitlines()[-1] == line
