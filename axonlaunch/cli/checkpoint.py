@@ -146,6 +146,7 @@ def diff(
     if not found:
         console.print("equal, to the bit")
         return
+    console.print("1 tensor differs" if len(found) == 1 else f"{len(found)} tensors differ")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("tensor", "largest", "relative"):
         table.add_column(name, justify="left" if name == "tensor" else "right", overflow="fold")
