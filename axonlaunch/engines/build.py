@@ -6,6 +6,7 @@ replication: each takes what the one before left, and none knows of the next.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -320,12 +321,12 @@ def _blocks(plan: _Plan, model: nn.Module) -> list[nn.Module]:
 
 
 def _shard(plan: _Plan, model: nn.Module) -> FSDP:
-    config, fsdp = plan.config, plan.config.strategy.fsdp
+    config, fsdp, blocks = plan.config, plan.config.strategy.fsdp, _blocks(plan, model)
     sharded = FSDP(
         model,
         world=plan.world,
         mesh=sharding_mesh(plan.mesh),
-        layers=_blocks(plan, model),
+        layers=blocks,
         sharding=fsdp.sharding,
         cpu_offload=fsdp.cpu_offload,
         mixed_precision=sharded_policy(
@@ -335,6 +336,11 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
         # reshard it after its last; they look for the gathered parameters in between.
         keep_gathered=plan.shares.stages_per_rank > 1,
     )
+    name = type(model).__name__
+    if name not in {type(block).__name__ for block in blocks}:
+        # torch warns of a view that is returned. A loss or a stage is given it, and changes none.
+        returned = rf"FSDP2-wrapped module \({name}\) returned a view"
+        warnings.filterwarnings("ignore", message=returned)
     _fill(plan, model)
     plan.sharded.append(sharded)
     return sharded

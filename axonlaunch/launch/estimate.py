@@ -149,12 +149,15 @@ def misfit(found: Forecast) -> Problem | None:
 
 
 def trace_beside(config: RunConfig) -> Estimate:
-    """Do as ``trace`` with what others leave of the cores.
+    """Do as ``trace`` with what others leave of the cores, in silence: ranks print the same.
 
     Raises:
         ConfigError: The configuration can't be run on any machine, or can't be traced.
     """
     os.nice(19)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
     return trace(config)
 
 

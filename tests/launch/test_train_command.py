@@ -224,6 +224,25 @@ def test_what_a_users_module_prints_stays_out_of_json(served: Command) -> None:
     assert json.loads(ran.stdout)["status"] == "done"
 
 
+def test_a_users_module_prints_what_a_rank_does_and_nothing_of_the_estimate(
+    served: Command,
+) -> None:
+    (served.folder / "loud.py").write_text(
+        "from torch import nn\n"
+        "class Loud(nn.Sequential):\n"
+        "    def forward(self, x):\n"
+        "        print('forward', flush=True)\n"
+        "        return super().forward(x)\n"
+        "def build():\n"
+        "    return Loud(nn.Embedding(256, 8), nn.Linear(8, 256))\n"
+    )
+    words = ["model=custom", "model.target=loud:build", "strategy=single", "train.steps=3"]
+    tiny = [word for word in TINY if not word.startswith("model.")]
+    ran = served("train", *tiny, *words, "train.eval_batches=0", "train.sample_tokens=0")
+    assert ran.stdout.splitlines().count("forward") == 3
+    assert "forward" not in ran.stderr
+
+
 @pytest.mark.slow
 def test_a_file_named_torch_in_the_working_folder_does_no_harm(axonlaunch: Command) -> None:
     (axonlaunch.folder / "torch.py").write_text("raise SystemExit('imported in place of torch')")

@@ -1,0 +1,67 @@
+"""torch's warning of views is told where a user's code could change one in place, and else not."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor, nn
+
+import axonlaunch as ax
+from axonlaunch import config, data
+from axonlaunch.config.layout import layout
+from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.loader import rank_loader
+from axonlaunch.engines.build import build
+
+
+def warned(model: str) -> set[str]:
+    """Return the classes whose views torch warns of in a sharded step."""
+    chosen = config.load(
+        [
+            *(f"model={model}", "data=synthetic_tokens", "data.sequence_length=8"),
+            *("strategy=fsdp", "launch.nproc=2", "launch.backend=mock"),
+            "train.global_batch_size=4",
+        ]
+    )
+
+    def run(world: ax.World) -> None:
+        shares = layout(chosen, world_size=2)
+        loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
+        engine = build(chosen, world, sample=sample_inputs(loader.dataset))
+        engine.train_step(loader.batch(0))
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ax.World.mock(2).run(run)
+    texts = [str(one.message) for one in told if "returned a view" in str(one.message)]
+    return {text.partition("(")[2].partition(")")[0] for text in texts}
+
+
+def test_the_views_of_a_whole_model_are_not_warned_of() -> None:
+    @ax.register_model("viewing", inputs="tokens")
+    def whole() -> nn.Module:
+        return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
+
+    assert warned("viewing") == set()
+
+
+def test_those_of_its_blocks_are() -> None:
+    ax.register_model("chain", inputs="tokens", layers="blocks", ends=(("embed",), ("head",)))(
+        Chain
+    )
+    assert warned("chain") == {"FSDPLinear"}
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
