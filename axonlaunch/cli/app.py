@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,10 @@ from axonlaunch.cli import (
     train,
     verify,
 )
+from axonlaunch.cli.options import print_problems
+
+if TYPE_CHECKING:
+    from axonlaunch.config import Problem
 
 STARTED = time.time()
 
@@ -83,21 +87,20 @@ def run() -> None:
         problems = _problems(error)
         if problems is None:
             raise
-        for problem in problems:
-            sys.stderr.write(f"error: {problem}\n")
+        print_problems(problems, as_json="--json" in sys.argv)
         sys.exit(2)
     sys.exit(status or 0)
 
 
-def _problems(error: Exception) -> list[str] | None:
-    """Return a user's mistakes as lines; None for a bug of ours."""
+def _problems(error: Exception) -> list[Problem] | None:
+    """Return a user's mistakes; None for a bug of ours."""
     from axonlaunch.checkpoint import DamagedError
-    from axonlaunch.config.problem import ConfigError
+    from axonlaunch.config import ConfigError, Problem
 
     if isinstance(error, ConfigError):
-        return [str(problem) for problem in error.problems]
+        return error.problems
     if isinstance(error, DamagedError):
-        return [str(error)]
+        return [Problem("", str(error))]
     # Typer's usage errors: some versions raise click's classes, some a copy of them.
     told = getattr(error, "format_message", None)
     if told is None:
@@ -105,4 +108,4 @@ def _problems(error: Exception) -> list[str] | None:
     message = " ".join(told().split())
     if getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
         message += "; options are in --help, and settings are written key=value, without dashes"
-    return [message]
+    return [Problem("", message)]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from axonlaunch.config import Problem
 
 Overrides = Annotated[
     list[str] | None,
@@ -26,3 +30,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 def print_json(content: dict[str, Any]) -> None:
     """Print one object on standard output."""
     sys.stdout.write(json.dumps(content, indent=1) + "\n")
+
+
+def print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
+    """Print what is wrong, a line each on standard error, and for programs on standard output."""
+    for problem in problems:
+        sys.stderr.write(f"error: {problem}\n")
+    if as_json:
+        told = [{"key": one.key or None, "message": one.message} for one in problems]
+        print_json({"errors": told})

@@ -11,7 +11,14 @@ from typing import Annotated
 import typer
 
 from axonlaunch.cli.estimate import as_object, show
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.options import (
+    ConfigDir,
+    ConfigName,
+    Json,
+    Overrides,
+    print_json,
+    print_problems,
+)
 from axonlaunch.launch.telling import telling
 
 HELP = "Train a model."
@@ -81,9 +88,8 @@ def _estimate(
     """Check what would be run, and tell what it would hold.
 
     Raises:
-        ConfigError: Something can't be run, or does not fit the hardware it is to run on.
+        ConfigError: Something can't be run.
     """
-    from axonlaunch.config import ConfigError
     from axonlaunch.launch import forkserver
 
     with forkserver.warm() as context:
@@ -111,4 +117,5 @@ def _estimate(
                 console.print()
             show(one, console)
     if problems := [problem for one in found if (problem := misfit(one))]:
-        raise ConfigError(problems)
+        print_problems(problems, as_json=False)  # the object says that it does not fit
+        raise typer.Exit(2)

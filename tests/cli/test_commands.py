@@ -61,6 +61,23 @@ def test_a_mistake_is_one_line_and_status_2(words: list[str], message: str, tmp_
     assert len(ran.stderr.splitlines()) == 1
 
 
+def test_programs_get_a_mistake_as_an_object_too(tmp_path: Path) -> None:
+    ran = run(tmp_path, "config", "train.stepz=1", "optimizer.lr=fast", "--json", status=2)
+    assert len(ran.stderr.splitlines()) == 2
+    assert json.loads(ran.stdout) == {
+        "errors": [
+            {"key": "optimizer.lr", "message": "expected a number"},
+            {
+                "key": "train.stepz",
+                "message": "there is no such key; did you mean train.steps?",
+            },
+        ]
+    }
+    usage = run(tmp_path, "config", "--fast", "--json", status=2)
+    [error] = json.loads(usage.stdout)["errors"]
+    assert error["key"] is None
+
+
 def test_config_prints_yaml_that_is_the_configuration(tmp_path: Path) -> None:
     text = run(tmp_path, "config", "strategy=hsdp", "train.steps=7").stdout
     (tmp_path / "config.yaml").write_text(text)
