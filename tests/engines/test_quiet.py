@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
+import pytest
+import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 import axonlaunch as ax
 from axonlaunch import config, data
@@ -45,6 +49,10 @@ def test_the_views_of_a_whole_model_are_not_warned_of() -> None:
     assert warned("viewing") == set()
 
 
+@pytest.mark.skipif(
+    "returned a view tensor" not in inspect.getsource(_fsdp_state),
+    reason=f"torch {torch.__version__} warns of none",
+)
 def test_those_of_its_blocks_are() -> None:
     ax.register_model("chain", inputs="tokens", layers="blocks", ends=(("embed",), ("head",)))(
         Chain
