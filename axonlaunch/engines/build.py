@@ -6,7 +6,6 @@ replication: each takes what the one before left, and none knows of the next.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -321,12 +320,12 @@ def _blocks(plan: _Plan, model: nn.Module) -> list[nn.Module]:
 
 
 def _shard(plan: _Plan, model: nn.Module) -> FSDP:
-    config, fsdp, blocks = plan.config, plan.config.strategy.fsdp, _blocks(plan, model)
+    config, fsdp = plan.config, plan.config.strategy.fsdp
     sharded = FSDP(
         model,
         world=plan.world,
         mesh=sharding_mesh(plan.mesh),
-        layers=blocks,
+        layers=_blocks(plan, model),
         sharding=fsdp.sharding,
         cpu_offload=fsdp.cpu_offload,
         mixed_precision=sharded_policy(
@@ -336,11 +335,7 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
         # reshard it after its last; they look for the gathered parameters in between.
         keep_gathered=plan.shares.stages_per_rank > 1,
     )
-    name = type(model).__name__
-    if name not in {type(block).__name__ for block in blocks}:
-        # torch warns of a view that is returned. A loss or a stage is given it, and changes none.
-        returned = rf"FSDP2-wrapped module \({name}\) returned a view"
-        warnings.filterwarnings("ignore", message=returned)
+    sharded.ignore_returned_view()
     _fill(plan, model)
     plan.sharded.append(sharded)
     return sharded

@@ -7,6 +7,7 @@ Source: Rajbhandari et al., "ZeRO", 2020 (stages 2 and 3); Zhao et al., "PyTorch
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -145,6 +146,14 @@ class FSDP(nn.Module):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale gradients to a norm of at most ``max_norm``; return the norm before, 0-dim."""
         return clip_gradients(self.module.parameters(), max_norm=max_norm)
+
+    def ignore_returned_view(self) -> None:
+        """Let torch not warn that the module returns a view: whoever is given it changes none."""
+        name = type(self.module).__name__
+        blocks = {type(one).__name__ for one in self._sharded()[1:]}
+        if name not in blocks:  # by which a warning of theirs can't be told from one of it
+            returned = rf"FSDP2-wrapped module \({name}\) returned a view"
+            warnings.filterwarnings("ignore", message=returned)
 
     def memory_stats(self) -> FSDPMemoryStats:
         """Return what parameters hold on this rank now and at most, and what they would whole."""

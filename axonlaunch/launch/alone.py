@@ -338,4 +338,5 @@ class _Watch(threading.Thread):
             sys.stderr = self._errors  # rank 0 is gone and tells nothing
             tell_crash(self._config, crash)
         sys.stderr.flush()
+        self._record.prediction.end()
         os._exit(1)

@@ -56,6 +56,10 @@ class Prediction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Give up what is not ready, and leave no process behind."""
         call, self._call = self._call, None
         if call is not None:
             call.end()
