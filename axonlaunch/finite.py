@@ -1,6 +1,6 @@
 """A loss that is no number ends a run before it is learned from, and says where it shows first.
 
-It is held where the loss is read anyway: at logged steps.
+It is held where the loss is read anyway, at logged steps, and before a checkpoint is written.
 """
 
 from __future__ import annotations

@@ -80,6 +80,7 @@ def fit(
     watch = watch or DevicePeak(world.device)
     progress = _Progress()
     interrupted = False
+    leaves_out = config.precision == "fp16"  # updates by gradients that are not finite
     with closing(data.iterate(engine.step)) as batches, closing(Stragglers(world)) as stragglers:
 
         def doing(phase: str) -> None:
@@ -95,9 +96,10 @@ def fit(
             step = engine.step + 1
             last = step == config.steps
             is_logged = _due(step, config.log_every, last=last) or not progress.started
+            is_saved = saver is not None and _due(step, save_every, last=last)
             with watch.step(engine):
                 loss, tokens = engine.backward(batch)
-                if is_logged and config.precision != "fp16":  # which leaves such updates out
+                if (is_logged or is_saved) and not leaves_out:
                     require_finite(engine, loss, world=world)
                 result = StepResult(loss, tokens, *engine.update())
             progress.steps_since += 1
@@ -113,7 +115,9 @@ def fit(
             if saver is not None:
                 started = time.perf_counter()
                 doing("saving")
-                if interrupted or _due(step, save_every, last=last):
+                if interrupted and not leaves_out:
+                    require_finite(engine, loss, world=world)
+                if interrupted or is_saved:
                     _save(saver, engine, config, progress, report)
                 _tell(saver.close() if interrupted or last else saver.finished(), report)
                 _forget_time(progress, started)

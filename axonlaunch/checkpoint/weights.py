@@ -63,7 +63,8 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
         return reader.differences(found, model)
     from axonlaunch.checkpoint.safetensors import Reader
 
-    return reader.mismatches(Reader(path, config).shapes(), model)
+    buffers = {name for name, _ in model.named_buffers()}
+    return reader.mismatches(Reader(path, config).shapes(), model, beside=buffers)
 
 
 def export(
@@ -95,7 +96,10 @@ def export(
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError([Problem("", f"{folder}: is there already; give a new folder")])
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([Problem("", f"{folder}: can't be made: {error.strerror}")]) from None
     known = hugging_face.places(config.model)
     entries = reader.parameters(checkpoint)
     names = list(known) if known else sorted(entries)

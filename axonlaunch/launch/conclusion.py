@@ -30,8 +30,6 @@ from axonlaunch.launch.prediction import Prediction
 from axonlaunch.launch.reports import Crash
 from axonlaunch.launch.supervisor import Outcome
 
-CRASH = "crash.json"
-
 
 class Record:
     """Passes events on and keeps what the summary of a run that fails can still say.
@@ -96,10 +94,12 @@ def conclude(
     console: RunConsole,
     *,
     context: ForkServerContext | None = None,
+    again: str | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Write ``summary.json``, print the run's figures, and return the exit status.
 
     With a context of the fork server, what a run that ran out of memory needs is estimated.
+    ``again`` is what is to be added to the command to go on; None: the run's name.
     """
     finished = outcome.finished
     told = finished or record.last  # a run that failed is told by its last logged step
@@ -123,11 +123,15 @@ def conclude(
         summary["failed_rank"], summary["reason"] = first.rank, first.reason
         tell_crash(config, outcome.crash, context)
     summary = finite(summary)
-    run_folder.write_json(folder / "summary.json", summary)
+    run_folder.write_json(folder / run_folder.SUMMARY, summary)
     summary |= _foretold(config, record.prediction, console, is_done=status == "done")
-    run_folder.write_json(folder / "summary.json", summary)
+    run_folder.write_json(folder / run_folder.SUMMARY, summary)
     if finished is not None or outcome.killed:
-        console.summary(_rows(config, summary, counted=record.counted))
+        rows = _rows(config, summary, counted=record.counted)
+        if interrupted:
+            words = f" with name={config.name}" if again is None else again
+            rows.append(("to go on", _to_go_on(config, words)))
+        console.summary(rows)
     if interrupted:
         return 130, summary
     return (1 if outcome.crash else 0), summary
@@ -165,7 +169,7 @@ def tell_crash(config: RunConfig, crash: Crash, context: ForkServerContext | Non
         "hint": None,
         "followers": [{"rank": rank, "reason": reason} for rank, reason in crash.followers],
     }
-    file = Path(config.run_dir) / CRASH
+    file = Path(config.run_dir) / run_folder.CRASH
     run_folder.write_json(file, content)
     # An estimate takes seconds, for which nobody is to wait for the card.
     hint = hints.hint(crash.first, config, context)
@@ -197,15 +201,13 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
         tensors = "" if config.launch.backend == "nccl" else " of tensors"
         rows.append(("peak memory", f"{gibibytes(peak)}{tensors} a rank{words}"))
     rows.append(("run folder", shortened(config.run_dir)))
-    if summary["status"] == "interrupted":
-        rows.append(("to go on", _to_go_on(config)))
     return rows
 
 
-def _to_go_on(config: RunConfig) -> str:
+def _to_go_on(config: RunConfig, words: str) -> str:
     if is_url(config.checkpoint.path or ""):
-        return f"the same command with name={config.name}"
+        return f"the same command{words}"
     last = checkpoint.resolve(Path(config.checkpoint.path or config.run_dir))
     if last is None:
         return "there is no checkpoint of it; the same command begins anew"
-    return f"the same command with name={config.name}, from step {last.step}"
+    return f"the same command{words}, from step {last.step}"

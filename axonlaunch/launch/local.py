@@ -52,7 +52,12 @@ class Meeting:
 
 
 def train(
-    config: RunConfig, context: ForkServerContext, *, started: float, as_json: bool = False
+    config: RunConfig,
+    context: ForkServerContext,
+    *,
+    started: float,
+    as_json: bool = False,
+    again: str | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Run a configuration's ranks, all on this machine, and tell how it went.
 
@@ -61,6 +66,7 @@ def train(
         context: Of the warm fork server.
         started: ``time.time()`` when the user's command began.
         as_json: Keep standard output free; the console goes to standard error.
+        again: What is to be added to the command to go on with it; None: the run's name.
 
     Returns:
         The exit status and what was written to ``summary.json``.
@@ -82,11 +88,11 @@ def train(
                 console.stop()
                 tell_crash(config, outcome.crash, context)
                 console.line(f"restart {restarts} of {config.launch.max_restarts}")
-                with _meeting(config) as again:
-                    outcome = attempt(config, context, again, record, console, restarted=True)
+                with _meeting(config) as anew:
+                    outcome = attempt(config, context, anew, record, console, restarted=True)
         finally:
             console.stop()
-        return conclude(config, outcome, record, console, context=context)
+        return conclude(config, outcome, record, console, context=context, again=again)
 
 
 def attempt(

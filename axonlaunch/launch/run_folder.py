@@ -22,6 +22,10 @@ from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.problem import plain
 from axonlaunch.config.tree import read_yaml
 
+SUMMARY = "summary.json"
+CRASH = "crash.json"
+"""Who failed first and why, in the folder of a run that failed."""
+
 _LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
 _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
 """What of a configuration decides what is learned: a layout and a length don't."""
@@ -54,6 +58,7 @@ def create(config: RunConfig, *, tell: Callable[[str], object]) -> Iterator[RunC
         if changed := _changed(config):
             tell(f"goes on with other settings than before: {', '.join(changed)}")
         write(folder / CONFIG, to_yaml(config))
+        (folder / CRASH).unlink(missing_ok=True)  # of a run before
         yield config
     except BlockingIOError:
         message = f"another process is training in {folder}; wait for it, or choose another name"
@@ -69,6 +74,24 @@ def _changed(config: RunConfig) -> list[str]:
         return []
     if checkpoint.resolve(storage.root(config)) is None:
         return []
+    return _other_settings(config, file)
+
+
+def finished(config: RunConfig) -> dict[str, Any] | None:
+    """Return the summary of a run that has done all this configuration asks for, if one has."""
+    folder = Path(named(config).run_dir)
+    try:
+        told: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
+    except (OSError, ValueError):
+        return None
+    is_done = told.get("status") == "done" and told.get("steps", 0) >= config.train.steps
+    if not is_done or config.checkpoint.resume != "auto":
+        return None
+    return None if _other_settings(config, folder / CONFIG) else told
+
+
+def _other_settings(config: RunConfig, file: Path) -> list[str]:
+    """Return what of a frozen configuration decides what is learned, and is another here."""
     try:
         before, now = leaves(read_yaml(file.read_text())), leaves(to_tree(config))
     except (OSError, ValueError):

@@ -112,20 +112,32 @@ def _run(
         )
         return status, [summary] if summary else []
     summaries, statuses = [], []
+    count, done = len(loaded), {}
+    if count > 1:  # a sweep goes on with what is left of it
+        told = ((n, run_folder.finished(config)) for n, (_, config) in enumerate(loaded))
+        done = {n: summary for n, summary in told if summary is not None}
     with telling("checking"):
-        configs = resolved(context, loaded)
+        left = [one for n, one in enumerate(loaded) if n not in done]
+        configs = iter(resolved(context, left))
     stream = sys.stderr if as_json else sys.stdout
     words = sweep.varied([batch for batch, _ in loaded])
-    for number, config in enumerate(configs, start=1):
-        if len(configs) > 1:
-            sweep.announce(words[number - 1], number=number, of=len(configs), stream=stream)
-        status, told = local.train(config, context, started=started, as_json=as_json)
-        summaries.append(told)
+    again = sweep.again([config for _, config in loaded]) if count > 1 else None
+    for n in range(count):
+        if count > 1:
+            sweep.announce(words[n], number=n + 1, of=count, stream=stream, is_done=n in done)
+        if n in done:
+            summaries.append(done[n])
+            continue
+        config = next(configs)
+        status, summary = local.train(
+            config, context, started=started, as_json=as_json, again=again
+        )
+        summaries.append(summary)
         statuses.append(status)
         if status == 130:  # Ctrl-C means them all; a run that fails takes no other's turn
             break
         started = time.time()
-    if len(configs) > 1:
+    if count > 1:
         sweep.compare(words, summaries, stream=stream)
     return next((status for status in statuses if status), 0), summaries
 
@@ -308,7 +320,7 @@ def _each(runs: Sequence[tuple[list[str], Callable[[], RunConfig]]]) -> list[Run
         except ConfigError as error:
             if len(runs) == 1:
                 raise
-            where = " ".join(overrides)
+            where = sweep.written(overrides)
             problems += [Problem("", f"{where}: {problem}") for problem in error.problems]
     if problems:
         raise ConfigError(problems)

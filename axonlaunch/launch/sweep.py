@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -10,29 +11,48 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from axonlaunch.config import RunConfig
 from axonlaunch.launch.console import quantity, shortened
+
+_ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 
 
 def varied(runs: Sequence[Sequence[str]]) -> list[str]:
     """Return of each run's overrides those that not all runs have, as one would write them."""
     common = set(runs[0]).intersection(*runs[1:])
-    return [" ".join(word for word in words if word not in common) for words in runs]
+    return [written([word for word in words if word not in common]) for words in runs]
 
 
-def announce(words: str, *, number: int, of: int, stream: TextIO) -> None:
-    """Print which run begins.
+def written(words: Sequence[str]) -> str:
+    """Return overrides of a run as one would write them, without what Hydra's sweeper escapes."""
+    return _ESCAPED.sub(r"\1", " ".join(words))
+
+
+def again(configs: Sequence[RunConfig]) -> str:
+    """Return what is to be added to a sweep's command so that it goes on."""
+    parents = {config.name.rpartition("/")[0] for config in configs}
+    numbers = [config.name.rpartition("/")[2] for config in configs]
+    is_numbered = numbers == [str(number) for number in range(len(configs))]
+    return f" with name={parents.pop()}" if is_numbered and len(parents) == 1 else ""
+
+
+def announce(words: str, *, number: int, of: int, stream: TextIO, is_done: bool = False) -> None:
+    """Print which run begins, or that it was done before.
 
     Args:
         words: What tells it from the others.
         number: From 1 on.
         of: Runs of the sweep.
         stream: Where to.
+        is_done: Whether it was done before, and nothing begins.
     """
-    _console(stream).print(Text(f"run {number} of {of}: {words}", style="bold"), soft_wrap=True)
+    done = " (was done before)" if is_done else ""
+    text = Text(f"run {number} of {of}: {words}{done}", style="bold")
+    _console(stream).print(text, soft_wrap=True)
 
 
 def compare(words: Sequence[str], summaries: Sequence[dict[str, Any]], *, stream: TextIO) -> None:
-    """Print how each run that was started ended; the least loss stands out.
+    """Print how each run ended, or that it was not started; the least loss stands out.
 
     Args:
         words: What tells each run from the others.
@@ -42,7 +62,7 @@ def compare(words: Sequence[str], summaries: Sequence[dict[str, Any]], *, stream
     judged = "eval_loss" if any(one.get("eval_loss") is not None for one in summaries) else "loss"
     losses = [one[judged] for one in summaries if one.get(judged) is not None]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("run")
+    table.add_column("run", overflow="fold")
     for name in ("loss", "evaluation loss", "tokens/s"):
         table.add_column(name, justify="right")
     table.add_column("run folder", overflow="fold")
@@ -57,6 +77,8 @@ def compare(words: Sequence[str], summaries: Sequence[dict[str, Any]], *, stream
             shortened(one["run_dir"]),
             style="bold" if is_best else "",
         )
+    for told in words[len(summaries) :]:
+        table.add_row(f"{told} (not started)")
     _console(stream).print(table)
 
 

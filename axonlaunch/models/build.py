@@ -41,10 +41,10 @@ def construct(config: Any, *, seed: int) -> nn.Module:
     spec = spec_for(config)
     if spec.initializers is not None:
         with torch.device("meta"):
-            return spec.build(config)
+            return _built(spec, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return spec.build(config)
+        return _built(spec, config)
 
 
 def on_meta(config: Any, *, seed: int) -> nn.Module:
@@ -58,11 +58,24 @@ def on_meta(config: Any, *, seed: int) -> nn.Module:
     refuse_problems(config)
     try:
         with torch.device("meta"):
-            return spec_for(config).build(config)
+            return _built(spec_for(config), config)
     except (RuntimeError, NotImplementedError):
         module = construct(config, seed=seed)
         materialize(module, device="meta")
         return module
+
+
+def _built(spec: ModelSpec, config: Any) -> nn.Module:
+    """Call a model's builder.
+
+    Raises:
+        ConfigError: It returns no module.
+    """
+    module: Any = spec.build(config)
+    if not isinstance(module, nn.Module):
+        message = f"its builder returned {type(module).__name__}, and no nn.Module"
+        raise ConfigError([Problem("model.name", message, config.name)])
+    return module
 
 
 def start(module: nn.Module, config: Any, *, seed: int, device: torch.device | str) -> None:

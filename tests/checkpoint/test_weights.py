@@ -15,7 +15,7 @@ from axonlaunch import checkpoint, config, data
 from axonlaunch.checkpoint import Checkpoint, Retention, folders, weights
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError, RunConfig, to_yaml
+from axonlaunch.config import ConfigError, RunConfig, replaced, to_yaml
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
@@ -41,6 +41,10 @@ MODELS = {
         *("model.num_key_value_heads=4", "model.tie_word_embeddings=true"),
     ],
     "mlp": ["model=mlp", "model.hidden_size=24", "model.input_size=784", "data=synthetic_images"],
+    "normed": [
+        *("model=custom", "model.target=normed:build", "data=synthetic_images"),
+        *("data.image_size=8", "data.num_channels=1"),
+    ],
 }
 LAYOUTS = {
     "single": (1, ["strategy=single"]),
@@ -206,6 +210,26 @@ def test_damage_is_not_exported(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(checkpoint.DamagedError, match=r"__0_0\.distcp is not what was written"):
         export(found, chosen, tmp_path / "out")
+
+
+def test_running_statistics_are_exported_and_taken_in(tmp_path: Path) -> None:
+    chosen, _, found = saved(tmp_path / "run", "normed")
+    export(found, chosen, tmp_path / "out")
+    assert weights.differences(tmp_path / "out", chosen.model, build_model(chosen.model)) == []
+    again = replaced(chosen, {"model.weights": str(tmp_path / "out")})
+
+    def run(world: World) -> dict[str, torch.Tensor]:
+        inputs = sample_inputs(data.build(again.data))
+        engine = build(again, world, sample=inputs)
+        weights.start(engine, again.model, world=world)
+        state: dict[str, torch.Tensor] = engine.state_dict()["model"]
+        return state
+
+    [state] = World.mock(1).run(run)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert any("running_mean" in name for name in written)
+    for name, tensor in written.items():
+        assert torch.equal(state[name], tensor), name
 
 
 def test_each_name_and_shape_of_another_model_is_told(tmp_path: Path) -> None:

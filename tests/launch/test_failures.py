@@ -201,6 +201,21 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
     assert len(served.losses("run")) == 1
 
 
+def test_nothing_is_saved_from_a_loss_on_that_is_no_number(served: Command) -> None:
+    words = ["strategy=single", "name=run", "checkpoint.every=1", "checkpoint.keep=1"]
+    ruined = ["optimizer.lr=1e30", "train.grad_clip=null", "scheduler.warmup_steps=0"]
+    served.train(*words, *ruined, "train.steps=9", "train.log_every=9", status=1)
+    assert [path.name for path in (served.folder / "runs/run/checkpoints").iterdir()] == ["step_1"]
+
+
+def test_a_crash_is_not_told_of_the_next_run_in_its_folder(served: Command) -> None:
+    ruined = ["optimizer.lr=1e30", "train.grad_clip=null", "scheduler.warmup_steps=0"]
+    served.train("strategy=single", "name=run", *ruined, status=1)
+    assert (served.folder / "runs/run/crash.json").exists()
+    served.train("strategy=single", "name=run")
+    assert not (served.folder / "runs/run/crash.json").exists()
+
+
 def test_a_loss_that_is_no_number_is_gone_on_from_before_it(served: Command) -> None:
     words = ["strategy=single", "name=run", "train.steps=4", "checkpoint.every=2"]
     served.train(*words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,17 @@ def test_a_sweep_runs_one_after_another_each_in_its_own_folder(served: Command) 
     assert "run 2 of 2: seed=1" in lines
     table = [line.split()[:2] for line in lines[-2:]]
     assert table == [["seed=0", f"{losses[0][-1]:.4f}"], ["seed=1", f"{losses[1][-1]:.4f}"]]
+
+
+def test_a_sweep_that_was_interrupted_goes_on_with_what_is_left_of_it(served: Command) -> None:
+    words = ["-m", "optimizer.lr=1e-3,2e-3", "name=sweep", "strategy=single", "train.steps=2"]
+    served.train(*words)
+    (served.folder / "runs/sweep/1/summary.json").unlink()
+    shutil.rmtree(served.folder / "runs/sweep/1/checkpoints", ignore_errors=True)
+    told = served.train(*words).stdout
+    assert "run 1 of 2: optimizer.lr=0.001 (was done before)\n" in told
+    assert "run 2 of 2: optimizer.lr=0.002\n" in told
+    assert len(served.losses("sweep/1")) == 2
 
 
 def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(served: Command) -> None:
