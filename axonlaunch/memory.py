@@ -29,7 +29,7 @@ class Watch(Protocol):
 
 
 class DevicePeak:
-    """The peak that the system or the allocator tells."""
+    """The peak that an accelerator's allocator tells."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -40,8 +40,8 @@ class DevicePeak:
         return nullcontext()
 
     def peak_bytes(self) -> int | None:
-        """Return ``peak_memory_bytes``."""
-        return peak_memory_bytes(self._device)
+        """Return what the allocator gave to tensors; None on a CPU, which has none to ask."""
+        return None if self._device.type == "cpu" else peak_memory_bytes(self._device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

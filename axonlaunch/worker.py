@@ -116,7 +116,10 @@ def run(
 
 
 def _watch(config: RunConfig, world: World) -> LivePeak | None:
-    """Return what counts live tensors, where no allocator does."""
+    """Return what counts live tensors, where no allocator does.
+
+    On a CPU nothing sees what compiled kernels allocate.
+    """
     return LivePeak(config) if world.device.type == "cpu" and not config.train.compile else None
 
 

@@ -200,6 +200,8 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
         # Beside it the console shows what the process holds; on a GPU both are the allocator's.
         tensors = "" if config.launch.backend == "nccl" else " of tensors"
         rows.append(("peak memory", f"{gibibytes(peak)}{tensors} a rank{words}"))
+    elif foretold is not None:
+        rows.append(("peak memory", f"{gibibytes(foretold)} a rank foretold"))
     rows.append(("run folder", shortened(config.run_dir)))
     return rows
 
