@@ -5,6 +5,7 @@ It gathers problems; each room knows its own. It runs in a process of its own, b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from axonlaunch.disk import free_bytes
 from axonlaunch.division import context_problems, pipeline_problems, tensor_problems
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.planning.report import size
 
 STATE_BYTES = {"adamw": 16, "sgd": 12}
 """fp32 parameter, gradient and optimizer states of one parameter, in bytes."""
@@ -231,9 +233,12 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
     if is_url(where):  # a bucket's room is not known
         return
     folder, free = free_bytes(Path(where if where != "auto" else "runs"))
-    if needed > free:
+    if not os.access(folder, os.W_OK):
+        key = "checkpoint.path" if config.checkpoint.path else "run_dir"
+        yield Problem(key, f"{folder} can't be written to; use another", where)
+    elif needed > free:
         message = (
-            f"checkpoints take up to {needed / GIB:.1f} GiB, {folder} has {free / GIB:.1f} GiB "
-            "free; keep fewer, use another run_dir, or checkpoint.every=0"
+            f"checkpoints take up to {size(needed)}, {folder} has {size(free)} free; keep fewer, "
+            "use another run_dir, or checkpoint.every=0"
         )
         yield Problem("checkpoint.keep", message, config.checkpoint.keep)
