@@ -234,6 +234,16 @@ class DDP(nn.Module):
         """Copy the group's first rank's buffers to all of its ranks."""
         self._copy_from_first(self.module.buffers())
 
+    def untouched(self) -> list[str]:
+        """Return the parameters that no backward reached, where torch's buckets wait for them all.
+
+        Of a bucket that misses one no gradient is averaged; torch tells that in the next step.
+        """
+        if self._torch is None:
+            return []
+        named = self.module.named_parameters()
+        return [name for name, one in named if one.requires_grad and one.grad is None]
+
     def sync_gradients(self) -> None:
         """Average every gradient over the group now."""
         self.synchronizer.sync()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.mesh import Mesh
+from axonlaunch.config import ConfigError, Problem
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import StepResult
@@ -98,6 +99,7 @@ class MeshEngine:
         self._rate = rate
         self._pipeline: ProcessGroup | None = mesh.group("pp") if layout.pipeline > 1 else None
         self._buffers = [b for module in self.modules for b in persistent_buffers(module)]
+        self._has_stepped = False
         # Ranks of a tensor axis compute the same loss: one of them tells it.
         self._tells_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
 
@@ -120,6 +122,9 @@ class MeshEngine:
 
         Returns:
             Mean loss and number of counted targets over the world, 0-dim, the same on every rank.
+
+        Raises:
+            ConfigError: A parameter got no gradient, and replicas' buckets wait for it.
         """
         self._set_mode(training=True)
         self._seed_draws()
@@ -252,6 +257,12 @@ class MeshEngine:
         """Do what forward and backward have left: average replicas, sum tied weights."""
         if self._replicas is not None and self._replicas.sync is GradSyncStrategy.NO_SYNC:
             self._replicas.sync_gradients()
+        if self._replicas is not None and not self._has_stepped:
+            self._has_stepped = True
+            if names := self._replicas.untouched():
+                told = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+                message = f"{told} got no gradient, for which the others wait; use synchronous"
+                raise ConfigError([Problem("strategy.ddp.sync", message, "overlapped")])
         if self._tied is not None:
             self._tied.sync()
 

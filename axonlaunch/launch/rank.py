@@ -29,7 +29,7 @@ from axonlaunch.checkpoint import storage
 from axonlaunch.checkpoint.saver import SaveError
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.rendezvous import environment_of
-from axonlaunch.config import RunConfig
+from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.layout import world_size
 from axonlaunch.events import Event, Finished, of_all_ranks
 from axonlaunch.finite import NotFiniteError
@@ -164,7 +164,7 @@ def report_of(error: BaseException, place: Place) -> Report:
     rank, beat = place.rank, place.pulse.read(place.local_rank)
     if isinstance(error, RankFailedError):
         rank, error = error.rank, error.__cause__ or error
-    if isinstance(error, checkpoint.DamagedError | SaveError | NotFiniteError):
+    if isinstance(error, checkpoint.DamagedError | SaveError | NotFiniteError | ConfigError):
         text = None  # their words say it all
     message = str(error).strip() or type(error).__name__
     kind: Kind = "connection" if _is_connection(error) else "error"

@@ -1,0 +1,65 @@
+"""A parameter that no backward reaches is named in the first step, where replicas wait for it."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor, nn
+
+import axonlaunch as ax
+from axonlaunch import config, data
+from axonlaunch.config import ConfigError
+from axonlaunch.config.layout import layout
+from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.loader import rank_loader
+from axonlaunch.engines.build import build
+
+
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 8)
+        self.extra = nn.Linear(3, 3)
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embed(tokens))
+        return logits
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    ax.register_model("idle", inputs="tokens")(Idle)
+
+
+def losses(*words: str) -> list[float]:
+    chosen = config.load(
+        [
+            *("model=idle", "data=synthetic_tokens", "data.sequence_length=8", *words),
+            *("launch.nproc=2", "launch.backend=mock", "train.global_batch_size=4"),
+        ]
+    )
+
+    def run(world: ax.World) -> list[float]:
+        shares = layout(chosen, world_size=2)
+        loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
+        engine = build(chosen, world, sample=sample_inputs(loader.dataset))
+        return [float(engine.train_step(loader.batch(step)).loss) for step in range(3)]
+
+    return ax.World.mock(2).run(run)[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_overlapped_replicas_refuse_it_by_name(strategy: str) -> None:
+    with pytest.raises(Exception, match=r"rank \d|strategy") as told:
+        losses(f"strategy={strategy}")
+    error = told.value.__cause__ or told.value
+    assert isinstance(error, ConfigError)
+    assert str(error) == (
+        "strategy.ddp.sync=overlapped: extra.weight, extra.bias got no gradient, for which the "
+        "others wait; use synchronous"
+    )
+
+
+def test_what_it_says_to_write_trains_as_shards_do() -> None:
+    told = losses("strategy=ddp", "strategy.ddp.sync=synchronous")
+    assert told == pytest.approx(losses("strategy=fsdp"), rel=1e-5)
