@@ -175,9 +175,16 @@ def _swept(kept: Path, world: World) -> list[str]:
 
 
 def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
-    """Say what a setting can't do on this device."""
+    """Say what a setting can't do on this device, or in this world."""
     notes = []
-    offload = config.strategy.fsdp.cpu_offload
+    strategy = config.strategy
+    is_hybrid = strategy.data_parallel == "fsdp" and strategy.fsdp.sharding == "hybrid_shard"
+    if is_hybrid and layout(config, world_size=world.world_size).dp_replicate == 1:
+        notes.append(
+            "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
+            "strategy.fsdp.replicate=2 makes two"
+        )
+    offload = strategy.fsdp.cpu_offload
     if offload != "none" and world.device.type == "cpu":
         notes.append(
             f"strategy.fsdp.cpu_offload={offload}: the device is the CPU, "

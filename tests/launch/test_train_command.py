@@ -101,6 +101,14 @@ def test_an_unnamed_run_is_named_after_its_layout(overrides: list[str], name: st
     assert default_name(config) == name
 
 
+def test_replicas_that_are_not_there_are_told(served: Command) -> None:
+    words = ["launch.nproc=2", "train.steps=1"]
+    one = " ".join(served.train("strategy=hsdp", *words).stdout.split())
+    assert "note strategy.fsdp.sharding=hybrid_shard: there is one replica" in one
+    two = served.train("strategy=hsdp", "strategy.fsdp.replicate=2", *words).stdout
+    assert "there is one replica" not in two
+
+
 def test_a_sweep_runs_one_after_another_each_in_its_own_folder(served: Command) -> None:
     ran = served.train("-m", "seed=0,1", "strategy=single", "name=sweep", "train.steps=2")
     losses = [served.losses(f"sweep/{index}") for index in range(2)]
