@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TextIO
@@ -234,7 +234,7 @@ def _run(
     assert not isinstance(everyone, Crash)
     from axonlaunch.events import of_all_ranks
 
-    with record.prediction:
+    with closing(record.prediction):
         return conclude(config, Outcome(finished=of_all_ranks(everyone)), record, console)
 
 
@@ -338,5 +338,5 @@ class _Watch(threading.Thread):
             sys.stderr = self._errors  # rank 0 is gone and tells nothing
             tell_crash(self._config, crash)
         sys.stderr.flush()
-        self._record.prediction.end()
+        self._record.prediction.close()
         os._exit(1)

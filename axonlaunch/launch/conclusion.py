@@ -209,7 +209,7 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
 def _to_go_on(config: RunConfig, words: str) -> str:
     if is_url(config.checkpoint.path or ""):
         return f"the same command{words}"
-    last = checkpoint.resolve(Path(config.checkpoint.path or config.run_dir))
+    last = run_folder.last_saved(config)
     if last is None:
         return "there is no checkpoint of it; the same command begins anew"
     return f"the same command{words}, from step {last.step}"

@@ -7,12 +7,11 @@ import sys
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from axonlaunch import checkpoint
 from axonlaunch.config import ConfigError, RunConfig, replaced
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
-from axonlaunch.config.url import is_url
 from axonlaunch.disk import free_bytes
+from axonlaunch.launch import run_folder
 from axonlaunch.launch.estimate import forecast, foretold
 from axonlaunch.launch.reports import Report
 from axonlaunch.planning.report import size
@@ -36,10 +35,8 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
             "run_dir, checkpoint.keep=1 or a larger checkpoint.every"
         )
     if cause == "loss":
-        goes_on = ""
-        saved = config.checkpoint.path or config.run_dir
-        if not is_url(saved) and (last := checkpoint.resolve(Path(saved))) is not None:
-            goes_on = f"; with name={config.name} it goes on from step {last.step}"
+        last = run_folder.last_saved(config)
+        goes_on = f"; with name={config.name} it goes on from step {last.step}" if last else ""
         return (
             "use a lower optimizer.lr, more scheduler.warmup_steps or train.grad_clip"
             f"{goes_on}; train.log_every=1 finds the step at which it begins"

@@ -11,7 +11,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -79,7 +79,7 @@ def train(
         meeting = stack.enter_context(_meeting(config))
         config = stack.enter_context(run_folder.create(config, tell=console.line))
         record = Record(started, console)
-        record.prediction = stack.enter_context(Prediction(context, config))
+        record.prediction = stack.enter_context(closing(Prediction(context, config)))
         restarts = 0
         try:
             outcome = attempt(config, context, meeting, record, console)

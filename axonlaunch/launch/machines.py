@@ -6,7 +6,7 @@ What fails is started again where that may help, with the machines that are left
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
@@ -51,7 +51,8 @@ def train(
         try:
             while True:
                 config, meeting = me.agree(folder)
-                record.prediction = folder.enter_context(Prediction(context, config))
+                prediction = Prediction(context, config)
+                record.prediction = folder.enter_context(closing(prediction))
                 outcome = attempt(
                     config, context, meeting, record, console, restarted=me.attempts > 0
                 )

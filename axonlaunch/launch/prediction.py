@@ -7,8 +7,6 @@ ended is waited for: every summary tells what was foretold beside what was measu
 from __future__ import annotations
 
 import dataclasses
-from types import TracebackType
-from typing import Self
 
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.hardware import HardwareConfig
@@ -22,7 +20,7 @@ PATIENCE_S = 60.0
 
 
 class Prediction:
-    """What a run's highest rank is foretold to hold; on leaving, what is not ready is given up.
+    """What a run's highest rank is foretold to hold.
 
     Attributes:
         peak_bytes: None until it is known.
@@ -47,18 +45,7 @@ class Prediction:
         if (kept := cache.read(self._config) or cache.read(named)) is not None:
             self._take(kept)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.end()
-
-    def end(self) -> None:
+    def close(self) -> None:
         """Give up what is not ready, and leave no process behind."""
         call, self._call = self._call, None
         if call is not None:

@@ -21,6 +21,7 @@ from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, leaves, t
 from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.problem import plain
 from axonlaunch.config.tree import read_yaml
+from axonlaunch.config.url import is_url
 
 SUMMARY = "summary.json"
 CRASH = "crash.json"
@@ -88,6 +89,13 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     if not is_done or config.checkpoint.resume != "auto":
         return None
     return None if _other_settings(config, folder / CONFIG) else told
+
+
+def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
+    """Return the checkpoint that a run goes on from; of a bucket none is looked for."""
+    if is_url(config.checkpoint.path or ""):
+        return None
+    return checkpoint.resolve(storage.root(config))
 
 
 def _other_settings(config: RunConfig, file: Path) -> list[str]:

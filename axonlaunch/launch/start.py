@@ -111,34 +111,51 @@ def _run(
             config, problems, context, started=started, as_json=as_json
         )
         return status, [summary] if summary else []
-    summaries, statuses = [], []
-    count, done = len(loaded), {}
-    if count > 1:  # a sweep goes on with what is left of it
-        told = ((n, run_folder.finished(config)) for n, (_, config) in enumerate(loaded))
-        done = {n: summary for n, summary in told if summary is not None}
+    if len(loaded) > 1:
+        return _sweep(context, loaded, started=started, as_json=as_json)
     with telling("checking"):
-        left = [one for n, one in enumerate(loaded) if n not in done]
-        configs = iter(resolved(context, left))
+        [config] = resolved(context, loaded)
+    status, told = local.train(config, context, started=started, as_json=as_json)
+    return status, [told]
+
+
+def _sweep(
+    context: ForkServerContext,
+    loaded: list[tuple[list[str], RunConfig]],
+    *,
+    started: float,
+    as_json: bool,
+) -> tuple[int, list[dict[str, Any]]]:
+    """Run a sweep's configurations in turn, but for those that were done before."""
+    before = [run_folder.finished(config) for _, config in loaded]
+    with telling("checking"):
+        pairs = zip(loaded, before, strict=True)
+        left = iter(resolved(context, [one for one, summary in pairs if summary is None]))
     stream = sys.stderr if as_json else sys.stdout
     words = sweep.varied([batch for batch, _ in loaded])
-    again = sweep.again([config for _, config in loaded]) if count > 1 else None
-    for n in range(count):
-        if count > 1:
-            sweep.announce(words[n], number=n + 1, of=count, stream=stream, is_done=n in done)
-        if n in done:
-            summaries.append(done[n])
-            continue
-        config = next(configs)
-        status, summary = local.train(
-            config, context, started=started, as_json=as_json, again=again
+    again = sweep.again([config for _, config in loaded])
+    summaries: list[dict[str, Any]] = []
+    statuses: list[int] = []
+    for number, summary in enumerate(before, start=1):
+        sweep.announce(
+            words[number - 1],
+            number=number,
+            of=len(loaded),
+            stream=stream,
+            is_done=summary is not None,
         )
-        summaries.append(summary)
+        if summary is not None:
+            summaries.append(summary)
+            continue
+        status, told = local.train(
+            next(left), context, started=started, as_json=as_json, again=again
+        )
+        summaries.append(told)
         statuses.append(status)
         if status == 130:  # Ctrl-C means them all; a run that fails takes no other's turn
             break
         started = time.time()
-    if count > 1:
-        sweep.compare(words, summaries, stream=stream)
+    sweep.compare(words, summaries, stream=stream)
     return next((status for status in statuses if status), 0), summaries
 
 

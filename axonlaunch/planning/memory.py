@@ -69,7 +69,7 @@ def estimate_fitting(config: RunConfig, *, memory: int) -> Estimate | None:
     run = _Run(blueprint, [Place.of(blueprint, one, exact=False) for one in where])
     run.trace(run.first)
     rest = process.besides(run.groups) if run.on_gpu else 0
-    if max(run.rank(place).peak_bytes for place in run.first) + rest > memory:
+    if run.highest(run.first).peak_bytes + rest > memory:
         return None
     return run.estimate()
 
@@ -88,6 +88,7 @@ class _Run:
     places: list[Place]
     done: dict[Any, Any] = field(default_factory=dict)
     _steps: dict[Any, list[Event]] = field(default_factory=dict)
+    _ranks: dict[int, RankEstimate] = field(default_factory=dict)
 
     @property
     def first(self) -> list[Place]:
@@ -118,16 +119,18 @@ class _Run:
         """Return what the first rank of a traced place holds."""
         if place.kind not in self._steps:
             self._steps[place.kind] = place.short_step(self.done)
-        first = place.place * self.blueprint.world_size // self.blueprint.shares.pipeline
-        return _of_rank(place, first, self._steps[place.kind], self.done)
+        if place.place not in self._ranks:
+            first = place.place * self.blueprint.world_size // self.blueprint.shares.pipeline
+            told = _of_rank(place, first, self._steps[place.kind], self.done)
+            self._ranks[place.place] = told
+        return self._ranks[place.place]
 
     def estimate(self) -> Estimate:
         """Trace and record what is left, and return what all of it tells."""
         traced = [place for place in self.places if place.traces().keys() <= self.done.keys()]
-        likely = _highest([self.rank(place) for place in traced]) if traced else 0
+        likely = self.highest(traced).coords["pp"] if traced else 0
         self.trace(self.places, recorded=likely if self.on_gpu else None)
-        ranks = [self.rank(place) for place in self.places]
-        highest = max(ranks, key=lambda one: one.peak_bytes)
+        highest = self.highest(self.places)
         hardware = self.blueprint.config.hardware
         memory = hardware.memory_bytes if hardware else None
         reserved = held = highest.peak_bytes
@@ -145,13 +148,12 @@ class _Run:
             reserved_bytes=reserved,
             process_bytes=held,
             fits=None if memory is None else held <= memory,
-            ranks=ranks,
+            ranks=[self.rank(place) for place in self.places],
         )
 
-
-def _highest(ranks: Sequence[RankEstimate]) -> int:
-    """Return the place of the rank that holds most."""
-    return max(ranks, key=lambda one: one.peak_bytes).coords["pp"]
+    def highest(self, places: Iterable[Place]) -> RankEstimate:
+        """Return the rank of traced places that holds most."""
+        return max(map(self.rank, places), key=lambda one: one.peak_bytes)
 
 
 def _recorded(blueprint: Blueprint, place: int) -> Callable[[], list[Change]]:
