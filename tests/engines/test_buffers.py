@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from parity_table import IMAGES
+from rank_engine import rank_engine
 from torch import Tensor
 
-from axonlaunch import config, data, preflight
+from axonlaunch import config, preflight
 from axonlaunch.comm import World
 from axonlaunch.config.layout import layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
-from axonlaunch.engines.build import build
 
 LAYOUTS = {
     "single": (1, ["strategy=single"]),
@@ -39,9 +37,7 @@ def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
     assert preflight.check(chosen) == []
 
     def run(world: World) -> tuple[float, dict[str, Tensor]]:
-        shares = layout(chosen, world_size=ranks)
-        loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
-        engine = build(chosen, world, sample=sample_inputs(loader.dataset))
+        engine, loader = rank_engine(chosen, world)
         for step in range(3):
             engine.train_step(loader.batch(step))
         inputs = loader.dataset.samples([0, 1], split="eval").inputs

@@ -7,15 +7,12 @@ import warnings
 
 import pytest
 import torch
+from rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 import axonlaunch as ax
-from axonlaunch import config, data
-from axonlaunch.config.layout import layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
-from axonlaunch.engines.build import build
+from axonlaunch import config
 
 
 def warned(model: str) -> set[str]:
@@ -29,9 +26,7 @@ def warned(model: str) -> set[str]:
     )
 
     def run(world: ax.World) -> None:
-        shares = layout(chosen, world_size=2)
-        loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
-        engine = build(chosen, world, sample=sample_inputs(loader.dataset))
+        engine, loader = rank_engine(chosen, world)
         engine.train_step(loader.batch(0))
 
     with warnings.catch_warnings(record=True) as told:

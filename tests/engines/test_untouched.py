@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from rank_engine import rank_engine
 from torch import Tensor, nn
 
 import axonlaunch as ax
-from axonlaunch import config, data
+from axonlaunch import config
 from axonlaunch.config import ConfigError
-from axonlaunch.config.layout import layout
-from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.data.loader import rank_loader
-from axonlaunch.engines.build import build
 
 
 class Idle(nn.Module):
@@ -40,9 +37,7 @@ def losses(*words: str) -> list[float]:
     )
 
     def run(world: ax.World) -> list[float]:
-        shares = layout(chosen, world_size=2)
-        loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
-        engine = build(chosen, world, sample=sample_inputs(loader.dataset))
+        engine, loader = rank_engine(chosen, world)
         return [float(engine.train_step(loader.batch(step)).loss) for step in range(3)]
 
     return ax.World.mock(2).run(run)[0]

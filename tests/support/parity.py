@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from rank_engine import rank_engine
 from torch import Tensor
 
-from axonlaunch import config, data
+from axonlaunch import config
 from axonlaunch.comm import World
-from axonlaunch.config.layout import layout
-from axonlaunch.data.dataset import IGNORE_INDEX, Batch, sample_inputs
-from axonlaunch.data.loader import rank_loader
-from axonlaunch.engines.build import build
+from axonlaunch.data.dataset import IGNORE_INDEX, Batch
 from axonlaunch.models.placement import whole
 
 STEPS = 2  # the second takes the first update, and the states that it made
@@ -44,9 +42,7 @@ def train(overrides: list[str], ranks: int) -> Trained:
     )
 
     def run(world: World) -> Trained:
-        shares = layout(chosen, world_size=ranks)
-        loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
-        engine = build(chosen, world, sample=sample_inputs(loader.dataset))
+        engine, loader = rank_engine(chosen, world)
         losses, norms, gradients = [], [], []
         for step in range(STEPS):
             loss, _ = engine.backward(_unequal(loader.batch(step)))

@@ -1,0 +1,19 @@
+"""One rank's engine and the loader of its samples, of a configuration."""
+
+from __future__ import annotations
+
+from axonlaunch import data
+from axonlaunch.comm import World
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import layout
+from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.loader import Loader, rank_loader
+from axonlaunch.engines.base import Engine
+from axonlaunch.engines.build import build
+
+
+def rank_engine(chosen: RunConfig, world: World) -> tuple[Engine, Loader]:
+    """Build both for the rank that a world stands for."""
+    shares = layout(chosen, world_size=world.world_size)
+    loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
+    return build(chosen, world, sample=sample_inputs(loader.dataset)), loader
