@@ -10,7 +10,7 @@ import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,9 @@ from axonlaunch.engines.base import Engine
 
 class Watch(Protocol):
     """Finds the peak of a run."""
+
+    def storing(self) -> AbstractContextManager[Any]:
+        """Surround whatever allocates the engine's storage."""
 
     def step(self, engine: Engine) -> AbstractContextManager[None]:
         """Surround a step of the run."""
@@ -33,6 +36,10 @@ class DevicePeak:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def storing(self) -> AbstractContextManager[Any]:
+        """Do nothing, as ``step``."""
+        return nullcontext()
 
     def step(self, engine: Engine) -> AbstractContextManager[None]:
         """Do nothing: who tells it watches by itself."""

@@ -31,7 +31,7 @@ from axonlaunch.events import (
     unheard,
 )
 from axonlaunch.finite import require_finite
-from axonlaunch.memory import DevicePeak, Watch, peak_memory_bytes
+from axonlaunch.memory import Watch, peak_memory_bytes
 from axonlaunch.stragglers import Stragglers
 
 Report = Callable[[Event], None]
@@ -60,7 +60,7 @@ def fit(
     saver: Saver | None = None,
     save_every: int = 0,
     stop: Callable[[], bool] = lambda: False,
-    watch: Watch | None = None,
+    watch: Watch,
     beat: Beat = unheard,
 ) -> Finished:
     """Train until ``config.steps`` or until a rank asks to stop; every rank calls this.
@@ -74,10 +74,9 @@ def fit(
         saver: Writes checkpoints; None: there are none.
         save_every: Steps between checkpoints.
         stop: Whether this rank was asked to stop; all then stop after the same step.
-        watch: Finds the peak of this rank's memory; None: the system or the allocator tells it.
+        watch: Finds the peak of this rank's memory.
         beat: Takes what this rank is doing.
     """
-    watch = watch or DevicePeak(world.device)
     progress = _Progress()
     interrupted = False
     leaves_out = config.precision == "fp16"  # updates by gradients that are not finite

@@ -22,9 +22,9 @@ from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
 from axonlaunch.events import Beat, Event, Finished, Sampled, Started, unheard
+from axonlaunch.memory import DevicePeak, Watch
 from axonlaunch.metrics import MetricsFile, TensorBoard
 from axonlaunch.models.generation import generate
-from axonlaunch.planning.live import LivePeak
 from axonlaunch.trainer import fit
 
 Report = Callable[[Event], None]
@@ -36,6 +36,7 @@ def run(
     *,
     report: Report = lambda event: None,
     stop: Callable[[], bool] = lambda: False,
+    watch: Watch | None = None,
     beat: Beat = unheard,
 ) -> Finished:
     """Train as a frozen configuration says; every rank of the world calls this.
@@ -45,6 +46,7 @@ def run(
         world: Its ranks.
         report: Takes the main rank's events.
         stop: Whether this rank was asked to stop.
+        watch: Finds the peak of this rank's memory; None: as the device's allocator reports it.
         beat: Takes what this rank is doing.
     """
     beat("building", step=None)
@@ -59,8 +61,8 @@ def run(
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
     )
-    live = _watch(config, world)
-    source = Source(storing=live.storing) if live else None
+    watch = watch or DevicePeak(world.device)
+    source = Source(storing=watch.storing)
     engine = build(config, world, sample=sample_inputs(dataset), source=source)
     beat("loading", step=None)
     resumed = _restore(config, engine, world)
@@ -107,20 +109,12 @@ def run(
         saver=saver,
         save_every=config.checkpoint.every,
         stop=stop,
-        watch=live,
+        watch=watch,
         beat=beat,
     )
     if not finished.interrupted:
         _sample(config, engine, dataset, report)
     return finished
-
-
-def _watch(config: RunConfig, world: World) -> LivePeak | None:
-    """Return what counts live tensors, where no allocator does.
-
-    On a CPU nothing sees what compiled kernels allocate.
-    """
-    return LivePeak(config) if world.device.type == "cpu" and not config.train.compile else None
 
 
 def _restore(config: RunConfig, engine: Engine, world: World) -> str | None:

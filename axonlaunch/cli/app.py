@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,8 +25,6 @@ from axonlaunch.cli.options import print_problems
 
 if TYPE_CHECKING:
     from axonlaunch.config import Problem
-
-STARTED = time.time()
 
 app = typer.Typer(
     name="axonlaunch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,9 @@ import typer
 
 if TYPE_CHECKING:
     from axonlaunch.config import Problem
+
+STARTED = time.time()
+"""When this command began, near enough: the interpreter has only imported Typer so far."""
 
 Overrides = Annotated[
     list[str] | None,

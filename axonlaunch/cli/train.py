@@ -12,6 +12,7 @@ import typer
 
 from axonlaunch.cli.estimate import as_object, show
 from axonlaunch.cli.options import (
+    STARTED,
     ConfigDir,
     ConfigName,
     Json,
@@ -50,7 +51,6 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Train a model."""
-    from axonlaunch.cli.app import STARTED
     from axonlaunch.launch import forkserver
     from axonlaunch.launch.variables import may_be_rank
 

@@ -33,7 +33,8 @@ from axonlaunch.comm.errors import (
     RankFailedError,
 )
 from axonlaunch.comm.gradients import sync_gradient, sync_gradients
-from axonlaunch.comm.process_group import ProcessGroup, World
+from axonlaunch.comm.process_group import ProcessGroup
+from axonlaunch.comm.world import World
 
 __all__ = [
     "Backend",

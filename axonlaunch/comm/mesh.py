@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from axonlaunch.comm.process_group import ProcessGroup, World
+from axonlaunch.comm.process_group import ProcessGroup
 
 
 class Mesh:
@@ -25,31 +25,38 @@ class Mesh:
     """
 
     def __init__(
-        self, world: World, sizes: Mapping[str, int], *, keep: tuple[str, ...] = ()
+        self,
+        sizes: Mapping[str, int],
+        *,
+        rank: int,
+        device_type: str,
+        keep: tuple[str, ...] = (),
     ) -> None:
-        """Lay a world out; every rank calls this.
+        """Lay the default group's ranks out; every rank calls this.
 
         Args:
-            world: Who takes part.
             sizes: Ranks along each axis, outermost first.
+            rank: This process's in the default group.
+            device_type: Where its tensors are, ``cpu`` or ``cuda``.
             keep: Axes that stay in ``device_mesh`` even with one rank.
 
         Raises:
             ValueError: The sizes don't multiply to the world.
         """
-        if math.prod(sizes.values()) != world.world_size:
+        world_size = dist.get_world_size()
+        if math.prod(sizes.values()) != world_size:
             product = " x ".join(f"{name}={size}" for name, size in sizes.items())
             raise ValueError(
-                f"{product} is {math.prod(sizes.values())}, not the world's {world.world_size} "
+                f"{product} is {math.prod(sizes.values())}, not the world's {world_size} "
                 "ranks; make the product equal"
             )
         self.sizes = dict(sizes)
-        self._rank = world.rank
+        self._rank = rank
         self._groups: dict[str, ProcessGroup] = {}
         # Axes of one rank are left out: torch would make a process group for each rank of them.
         shown = {n: s for n, s in sizes.items() if s > 1 or n in keep} or dict(sizes)
         self.device_mesh: DeviceMesh = init_device_mesh(
-            world.device.type, tuple(shown.values()), mesh_dim_names=tuple(shown)
+            device_type, tuple(shown.values()), mesh_dim_names=tuple(shown)
         )
 
     def size(self, axis: str) -> int:

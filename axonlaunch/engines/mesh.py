@@ -26,7 +26,12 @@ def run_mesh(world: World, shares: Layout) -> Mesh:
     # no_shard keeps its shards of one rank.
     replicated = shares.data_parallel != "fsdp" or shares.dp_replicate == shares.data_ranks > 1
     sizes["dp_replicate" if replicated else "dp_shard"] *= sizes.pop("cp")
-    return Mesh(world, sizes, keep=_KEPT.get(shares.data_parallel, ()))
+    return Mesh(
+        sizes,
+        rank=world.rank,
+        device_type=world.device.type,
+        keep=_KEPT.get(shares.data_parallel, ()),
+    )
 
 
 def context_group(world: World, shares: Layout) -> ProcessGroup:

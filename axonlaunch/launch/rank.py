@@ -37,6 +37,7 @@ from axonlaunch.launch import forkserver, stacks
 from axonlaunch.launch.rank_messages import Done, Place
 from axonlaunch.launch.reports import Kind, Report
 from axonlaunch.memory import available_bytes
+from axonlaunch.planning.live import LivePeak
 
 _GRACE_S = 60.0
 """How much longer than ``launch.timeout_s`` torch waits: who watches the ranks is to find a hang
@@ -83,7 +84,8 @@ def work(
     beat = partial(place.pulse.beat, place.local_rank)
 
     def in_world(world: World) -> Finished:
-        return worker.run(config, world, report=report, stop=stop, beat=beat)
+        watch = _watch(config, world)
+        return worker.run(config, world, report=report, stop=stop, watch=watch, beat=beat)
 
     timeout_s = config.launch.timeout_s
     if config.launch.backend == "mock":
@@ -104,6 +106,14 @@ def work(
         backend=config.launch.backend, timeout_s=waits_s, store=_store(place, waits_s)
     ) as world:
         return in_world(world)
+
+
+def _watch(config: RunConfig, world: World) -> LivePeak | None:
+    """Return what counts live tensors, where no allocator does.
+
+    On a CPU nothing sees what compiled kernels allocate.
+    """
+    return LivePeak(config) if world.device.type == "cpu" and not config.train.compile else None
 
 
 def _store(place: Place, timeout_s: float) -> dist.Store:

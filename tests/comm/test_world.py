@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import axonlaunch.comm
 from axonlaunch import comm
 from axonlaunch.comm import Backend, World, nccl
-from axonlaunch.comm.process_group import choose_backend
 from axonlaunch.comm.rendezvous import Place, find_place, is_loopback
+from axonlaunch.comm.world import choose_backend
 
 Run = Callable[..., list[tuple[int, str]]]
 SET = {

@@ -11,7 +11,7 @@ import contextvars
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,16 @@ from axonlaunch.comm.mock.group import MockProcessGroup
 from axonlaunch.comm.mock.internals import forget_meshes_of_thread, isolated_threads
 from axonlaunch.comm.mock.meeting import Board, here
 from axonlaunch.comm.mock.store import MockStore
-from axonlaunch.comm.process_group import World
 
 P = ParamSpec("P")
 R = TypeVar("R")
+W = TypeVar("W")
+"""The world of one rank: ``comm.World``, or what a subclass of it is."""
 
 _one_at_a_time = threading.Lock()
 
 
-class MockWorld:
+class MockWorld(Generic[W]):
     """A world whose ranks are threads; ``run`` calls a function on each of them.
 
     Attributes:
@@ -43,17 +44,26 @@ class MockWorld:
         timeout_s: How long a rank may compute without communicating before it is given up.
     """
 
-    def __init__(self, world_size: int, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, world_size: int, *, join: Callable[..., W], timeout_s: float = 60.0) -> None:
+        """Describe it; ``World.mock`` is how users do.
+
+        Args:
+            world_size: The number of ranks.
+            join: Makes a rank's world on its default process group: ``World``.
+            timeout_s: How long a rank may compute without communicating.
+
+        Raises:
+            ValueError: There is no rank, or no time.
+        """
         if world_size < 1:
             raise ValueError(f"world_size={world_size}: a world has at least one rank")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s}: a time limit is more than 0 seconds")
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self._make_world = join
 
-    def run(
-        self, fn: Callable[Concatenate[World, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> list[R]:
+    def run(self, fn: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call ``fn(world, *args, **kwargs)`` on every rank and return the results by rank.
 
         Every rank starts with the random state that torch's CPU generator has here, which is
@@ -77,7 +87,7 @@ class MockWorld:
             torch.default_generator.set_state(random_state)
             _one_at_a_time.release()
 
-    def _run(self, fn: Callable[[World], R]) -> list[R]:
+    def _run(self, fn: Callable[[W], R]) -> list[R]:
         baton = Baton(self.world_size, timeout_s=self.timeout_s)
         board = Board(baton)
         store = MockStore(board)
@@ -129,7 +139,7 @@ class MockWorld:
             ) from cause
         return [results[rank] for rank in range(self.world_size)]
 
-    def _join(self, rank: int, store: dist.Store) -> World:
+    def _join(self, rank: int, store: dist.Store) -> W:
         """Make this thread's default process group and its world."""
         timeout = timedelta(seconds=self.timeout_s)
         dist.init_process_group(
@@ -139,7 +149,7 @@ class MockWorld:
             world_size=self.world_size,
             timeout=timeout,
         )
-        return World(
+        return self._make_world(
             rank=rank,
             local_rank=rank,
             world_size=self.world_size,
