@@ -21,6 +21,7 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.launch import forkserver, local, planned, run_folder, surroundings, sweep
+from axonlaunch.launch.launcher_process import LauncherProcess
 from axonlaunch.launch.planned import Compose
 from axonlaunch.launch.surroundings import Surroundings
 from axonlaunch.launch.telling import telling
@@ -58,6 +59,8 @@ def start(
         ConfigError: A configuration can't be run.
     """
     where = _Where.read()
+    launcher = LauncherProcess("" if where.found is None else where.found.launcher)
+    launcher.watch()  # before torch is imported, which takes seconds
     compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
     if multirun and where.found is not None:
         message = f"{where.found.launcher} started this process as a part of one run"
@@ -71,7 +74,7 @@ def start(
 
         if where.is_rank(lambda: compose(overrides), accelerators=partial(_accelerators, server)):
             load = partial(planned.load, overrides, server=server, config_dirs=config_dirs)
-            return _as_rank(load, compose, where, started=started, as_json=as_json)
+            return _as_rank(load, compose, where, launcher, started=started, as_json=as_json)
         server()
         # What torch's store says of strangers that knock is not for the user; set after the server
         # was started, whose ranks keep their words.
@@ -190,6 +193,7 @@ def _as_rank(
     load: Callable[..., RunConfig],
     compose: Compose,
     where: _Where,
+    launcher: LauncherProcess,
     *,
     started: float,
     as_json: bool,
@@ -208,7 +212,9 @@ def _as_rank(
 
         return preflight.resolve(load(compose=settled))
 
-    status, summary = alone.train(where.found, make, started=started, as_json=as_json)
+    status, summary = alone.train(
+        where.found, make, launcher=launcher, started=started, as_json=as_json
+    )
     return status, [summary] if summary else []
 
 

@@ -22,6 +22,7 @@ from axonlaunch.launch.judgement import judge
 from axonlaunch.launch.pulse import Pulse
 from axonlaunch.launch.rank_messages import Done
 from axonlaunch.launch.reports import Crash, Kind, Report, exit_reason
+from axonlaunch.launch.streams import silence
 
 SETTLE_S = 0.3
 """How long to wait after the first failure: peers report a closed connection before the culprit
@@ -261,10 +262,7 @@ class Supervisor:
         self._signals.append(number)
         if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel both tell
-            silence = os.open(os.devnull, os.O_RDWR)
-            for descriptor in range(3):
-                os.dup2(silence, descriptor)
-            os.close(silence)
+            silence(*range(3))
 
 
 def _signal(process: BaseProcess, number: int) -> None:
