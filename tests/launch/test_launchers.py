@@ -136,6 +136,7 @@ def test_a_rank_that_dies_or_stops_under_mpirun_leaves_nothing(
     axonlaunch.wait_until_gone(seconds=10)
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_no_rank_outlives_a_launcher_that_was_killed(
     axonlaunch: Command, faulty: list[str], launcher: str
@@ -145,8 +146,9 @@ def test_no_rank_outlives_a_launcher_that_was_killed(
     process = by.start(
         "train", *words, "train.steps=9999", "name=run", "model.arguments={pause:0.2}"
     )
-    logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2)
+    logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2, seconds=120)
     process.kill()
+    process.communicate()
     axonlaunch.wait_until_gone(seconds=15)
     summary = axonlaunch.summary("run")
     assert summary["status"] == "failed"
