@@ -66,7 +66,8 @@ def _sockets_in(folder: Path) -> Iterator[None]:
 
     Its own would be left in TMPDIR by whoever is killed, and has too long a path below a long one.
     """
-    settings: dict[str, Any] = multiprocessing.current_process()._config
+    process: Any = multiprocessing.current_process()
+    settings: dict[str, Any] = process._config
     given = settings.get("tempdir")
     settings["tempdir"] = str(folder)
     try:
@@ -91,7 +92,7 @@ def _run_server() -> None:
 
 
 def _server() -> Any:
-    return forkserver._forkserver  # type: ignore[attr-defined]
+    return forkserver._forkserver
 
 
 @contextmanager
