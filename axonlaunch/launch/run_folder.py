@@ -6,6 +6,7 @@ Everything a run writes is below it.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import itertools
 import json
@@ -23,6 +24,8 @@ from axonlaunch.config.problem import plain
 from axonlaunch.config.tree import read_yaml
 from axonlaunch.config.url import is_url
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a disk without space, or without space for this user, refuses a write with."""
 SUMMARY = "summary.json"
 CRASH = "crash.json"
 """Who failed first and why, in the folder of a run that failed."""
@@ -58,8 +61,11 @@ def create(config: RunConfig, *, tell: Callable[[str], object]) -> Iterator[RunC
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if changed := _changed(config):
             tell(f"goes on with other settings than before: {', '.join(changed)}")
-        write(folder / CONFIG, to_yaml(config))
-        (folder / CRASH).unlink(missing_ok=True)  # of a run before
+        try:
+            write(folder / CONFIG, to_yaml(config))
+            (folder / CRASH).unlink(missing_ok=True)  # of a run before
+        except OSError as error:
+            raise _unmade(error) from None
         yield config
     except BlockingIOError:
         message = f"another process is training in {folder}; wait for it, or choose another name"
@@ -129,7 +135,9 @@ def keep(config: RunConfig) -> None:
 
 
 def _unmade(error: OSError) -> ConfigError:
-    message = f"can't make the run folder: {error.strerror}: {error.filename}"
+    where = f": {error.filename}" if error.filename else ""
+    what_to_do = "; free some space, or use another" if error.errno in FULL else ""
+    message = f"can't make the run folder: {error.strerror}{where}{what_to_do}"
     return ConfigError([Problem("run_dir", message)])
 
 
@@ -194,8 +202,12 @@ def _refuse_overwriting(config: RunConfig) -> None:
 def write(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old or the new one, never half of it."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
