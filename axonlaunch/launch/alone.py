@@ -26,7 +26,7 @@ import torch.distributed as dist
 from axonlaunch import config as configuration
 from axonlaunch.comm.rendezvous import meet_at
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import nodes
+from axonlaunch.config.layout import frozen_threads, nodes
 from axonlaunch.config.problem import plain
 from axonlaunch.launch import rank as ranks
 from axonlaunch.launch import run_folder, stacks
@@ -91,7 +91,9 @@ def train(
             try:
                 given = compose(_counted(found, machines))
                 tell = partial(print, file=sys.stderr)
-                config = folder.enter_context(run_folder.create(given, tell=tell))
+                config = folder.enter_context(
+                    run_folder.create(given, tell=tell, sharing=_sharing(given))
+                )
             except ConfigError:
                 peers.tell("frozen", {"refused": True})
                 peers.watch()
@@ -215,7 +217,7 @@ def _run(
         listener=None,
         log=log,
         pulse=Pulse.of(config.launch.nproc),
-        threads=max(1, len(os.sched_getaffinity(0)) // _sharing(config)),
+        threads=frozen_threads(config),
         cores=None,  # who started this process placed it
     )
     asked = _Asked()

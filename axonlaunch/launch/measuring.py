@@ -46,7 +46,7 @@ def of_this_machine(
 
 def measure(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
     """Measure this machine with so many ranks at once, and keep what was found."""
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    threads = host.threads(ranks=ranks)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         calls = [(rank, ranks, threads, store) for rank in range(ranks)]
