@@ -87,7 +87,7 @@ def _file(ranks: int) -> Path:
     """Return where figures are kept: by processor, cores and torch, which they depend on."""
     about = (_processor(), sorted(os.sched_getaffinity(0)), version("torch"), _source())
     name = sha256(repr(about).encode()).hexdigest()[:16]
-    return cache.cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
+    return host.cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
 
 
 def _processor() -> str:

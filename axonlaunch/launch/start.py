@@ -74,6 +74,7 @@ def start(
 
         if where.is_rank(lambda: compose(overrides), accelerators=partial(_accelerators, server)):
             load = partial(planned.load, overrides, server=server, config_dirs=config_dirs)
+            stack.enter_context(forkserver.private_files())
             return _as_rank(load, compose, where, launcher, started=started, as_json=as_json)
         server()
         # What torch's store says of strangers that knock is not for the user; set after the server
