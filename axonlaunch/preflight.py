@@ -19,7 +19,7 @@ from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.config.rules import broken_sizes
+from axonlaunch.config.rules import broken_rules
 from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.disk import free_bytes
@@ -69,7 +69,8 @@ def check(config: RunConfig, *, here: bool = True) -> list[Problem]:
     """
     ranks = world_size(config)
     shares = layout(config, world_size=ranks)
-    problems = broken_sizes(config)
+    # Again, now that all is resolved: each rank holds what it reads of the run against them.
+    problems = broken_rules(config)
     if here:
         problems += _backend(config)
     dataset, found = _dataset(config)
