@@ -114,8 +114,8 @@ class StrategyConfig:
     """Where the work happens; it never changes what is computed."""
 
     data_parallel: Literal["none", "ddp", "zero1", "fsdp"] | None = None
-    """what ranks that hold the same parameters do: those that tensor and pipeline leave over, context
-    ranks among them. none: there is one; ddp: replicas; zero1: replicas with sharded optimizer
+    """what ranks that hold the same parameters do: those that tensor and pipeline leave over, those
+    of context among them. none: there is one; ddp: replicas; zero1: replicas with sharded optimizer
     states; fsdp: sharded; null: ddp, or none for one rank
     """
     ddp: DDPConfig = field(default_factory=DDPConfig)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from configured import run_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from axonlaunch import checkpoint, config, data
+from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Retention
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
@@ -54,7 +55,7 @@ def run(name: str, work: Callable[[Engine, Loader, World], Any], *extra: str) ->
     """Build a layout's engine on the mock world and return what each rank makes of it."""
     ranks, overrides = LAYOUTS[name]
     words = [*MODEL, *DATA, *overrides, f"launch.nproc={ranks}", "optimizer.eps=1e-5", *extra]
-    chosen = config.load(words)
+    chosen = run_config(words)
     shares = layout(chosen, world_size=ranks)
 
     def on_rank(world: World) -> Any:
