@@ -69,15 +69,14 @@ def test_a_wrong_configuration_is_told_as_by_train(served: Command) -> None:
     )
 
 
-@pytest.mark.parametrize("backend", ["mock", "gloo"])
 @pytest.mark.parametrize(
-    ("overrides", "ranks", "layout"),
+    ("overrides", "ranks", "layout", "backend"),
     [
-        ([], 2, "context 2"),
-        (["strategy=tensor"], 4, "context 2 x tensor 2"),
-        (["strategy=pipeline"], 4, "context 2 x pipeline 2 (1f1b)"),
+        ([], 2, "context 2", "mock"),
+        ([], 2, "context 2", "gloo"),
+        (["strategy=tensor"], 4, "context 2 x tensor 2", "gloo"),
+        (["strategy=pipeline"], 4, "context 2 x pipeline 2 (1f1b)", "gloo"),
     ],
-    ids=["context", "tensor", "pipeline"],
 )
 def test_context_ranks_without_data_parallel_ones_train_as_one_process(
     served: Command, overrides: list[str], ranks: int, layout: str, backend: str
