@@ -1,12 +1,13 @@
-"""Whether a model can be divided as a strategy asks: over a tensor axis, into pipeline stages.
+"""Whether a model can be divided as a strategy asks: over tensor and data axes, into stages.
 
 It tells problems of a model that was built on ``meta`` or on the CPU; it needs no rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from axonlaunch.config import Problem, RunConfig
@@ -51,6 +52,35 @@ def _undivided_length(config: RunConfig) -> Iterator[Problem]:
         needs = "needs" if len(sharers) == 1 else "need"
         message = f"{' and '.join(sharers)} {needs} a multiple of {pieces}; use {near}"
         yield Problem("data.sequence_length", message, length)
+
+
+def sharding_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[Problem]:
+    """Yield what keeps ``fully_shard`` from dividing the model's parameters."""
+    if config.strategy.data_parallel != "fsdp":
+        return
+    key = "strategy.data_parallel"
+    if scalars := [name for name, one in model.named_parameters() if one.ndim == 0]:
+        message = (
+            f"{listed(scalars)} has no dim that can be sharded; give it the shape [1], or use ddp "
+            "or zero1"
+        )
+        yield Problem(key, message, "fsdp")
+    # Each block is gathered by itself, and the rest together; what is gathered is of one type.
+    blocks = {f"{name}.": block for name, block in spec.blocks(model).items()}
+    units: dict[str, dict[torch.dtype, str]] = {}
+    for name, parameter in model.named_parameters():
+        unit = next((prefix for prefix in blocks if name.startswith(prefix)), "")
+        units.setdefault(unit, {}).setdefault(parameter.dtype, name)
+    for types in units.values():
+        if len(types) > 1:
+            seen = " and ".join(f"{name} is {dtype}" for dtype, name in types.items())
+            message = f"{seen}, and they are gathered together; give them one type, or use ddp"
+            yield Problem(key, message.replace("torch.", ""), "fsdp")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first four names."""
+    return ", ".join([*names[:4], "..."] if len(names) > 4 else names)
 
 
 def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[Problem]:
@@ -111,8 +141,9 @@ def pipeline_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> I
         yield Problem("model.ends", message, one_of(missing))
         return
     if kept := kept_everywhere(spec, model):
-        shown = ", ".join([*kept[:4], "..."] if len(kept) > 4 else kept)
-        message = f"every stage would train its own {shown}; name what holds it among the ends"
+        message = (
+            f"every stage would train its own {listed(kept)}; name what holds it among the ends"
+        )
         yield Problem("model.ends", message)
     per_rank = stages_per_rank(config.strategy)
     stages, blocks = pipeline.degree * per_rank, len(block_names(spec, model))

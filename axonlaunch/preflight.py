@@ -19,11 +19,17 @@ from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.config.rules import broken_sizes
+from axonlaunch.config.rules import broken_rules
 from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.disk import free_bytes
-from axonlaunch.division import context_problems, pipeline_problems, tensor_problems
+from axonlaunch.division import (
+    context_problems,
+    listed,
+    pipeline_problems,
+    sharding_problems,
+    tensor_problems,
+)
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.report import size
@@ -69,7 +75,8 @@ def check(config: RunConfig, *, here: bool = True) -> list[Problem]:
     """
     ranks = world_size(config)
     shares = layout(config, world_size=ranks)
-    problems = broken_sizes(config)
+    # Again, now that all is resolved: each rank holds what it reads of the run against them.
+    problems = broken_rules(config)
     if here:
         problems += _backend(config)
     dataset, found = _dataset(config)
@@ -81,6 +88,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[Problem]:
     if spec is not None and dataset is not None:
         problems += _fit_each_other(config, spec, dataset)
     if model is not None and spec is not None:
+        problems += sharding_problems(config, spec, model)
         problems += context_problems(config, spec)
         problems += tensor_problems(config, spec, model)
         problems += pipeline_problems(config, spec, model)
@@ -140,6 +148,11 @@ def _model(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         message = "it has no parameter that can be trained"
         return spec, None, [Problem("model", message, config.model.name)]
+    if spec.initializers is not None:
+        started = spec.initializers(model)
+        if unstarted := [name for name, _ in model.named_parameters() if name not in started]:
+            message = f"initializers= gives nothing for {listed(unstarted)}; add it by that name"
+            return spec, None, [Problem("model", message, config.model.name)]
     return spec, model, []
 
 

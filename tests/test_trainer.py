@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from configured import run_config
 
-from axonlaunch import config, worker
+from axonlaunch import worker
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import Batch
@@ -23,7 +24,7 @@ TINY += ["data.num_eval_samples=19", "train.sample_tokens=0", "checkpoint.every=
 
 
 def configured(folder: Path, *words: str, ranks: int = 2) -> RunConfig:
-    chosen = config.load([*TINY, f"launch.nproc={ranks}", "strategy=ddp", *words])
+    chosen = run_config([*TINY, f"launch.nproc={ranks}", "strategy=ddp", *words])
     return dataclasses.replace(chosen, run_dir=str(folder))
 
 
@@ -112,7 +113,7 @@ def test_never_resuming_starts_at_the_first_step(tmp_path: Path) -> None:
 def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be " * 40)
     words = ["data=text", f"data.files=[{tmp_path}/text.txt]", "data.sequence_length=8"]
-    chosen = config.load(
+    chosen = run_config(
         [
             *TINY[:3],
             *words,
@@ -149,7 +150,7 @@ def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: P
         words += ["scheduler=constant", "train.eval_batches=0"]
 
         def losses(folder: Path, steps: int) -> list[float]:
-            chosen = config.load([*words, f"train.steps={steps}"])
+            chosen = run_config([*words, f"train.steps={steps}"])
             chosen = dataclasses.replace(chosen, run_dir=str(folder))
             events: list[Event] = []
             World.mock(2).run(lambda world: worker.run(chosen, world, report=events.append))
@@ -165,7 +166,7 @@ def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
     from axonlaunch.engines.build import build
 
     def loss_and_norm(*words: str) -> tuple[float, float]:
-        chosen = config.load([*TINY, "launch.nproc=1", "strategy=single", *words])
+        chosen = run_config([*TINY, "launch.nproc=1", "strategy=single", *words])
         tokens = torch.arange(64).view(8, 8) % 256
         targets = tokens.clone()
         targets[0, :7] = -100

@@ -41,6 +41,7 @@ def broken_rules(config: RunConfig) -> list[Problem]:
         *_schedule(config),
         *_extras(config),
         *_resume(config),
+        *_prompt(config),
         *_saving(config),
         *_machines(config),
     ]
@@ -171,6 +172,12 @@ def _extras(config: RunConfig) -> Iterator[Problem]:
     if config.data.name == "digits" and find_spec("sklearn") is None:
         message = "scikit-learn is not installed; pip install 'axonlaunch[digits]'"
         yield Problem("data.name", message, "digits")
+
+
+def _prompt(config: RunConfig) -> Iterator[Problem]:
+    if config.train.sample_tokens and not config.train.prompt:
+        message = "is empty; give at least one character, or train.sample_tokens=0"
+        yield Problem("train.prompt", message, "")
 
 
 def _saving(config: RunConfig) -> Iterator[Problem]:

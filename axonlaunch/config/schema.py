@@ -114,8 +114,9 @@ class StrategyConfig:
     """Where the work happens; it never changes what is computed."""
 
     data_parallel: Literal["none", "ddp", "zero1", "fsdp"] | None = None
-    """what ranks that tensor, pipeline and context leave over do. none: there are none left; ddp:
-    replicas; zero1: replicas with sharded optimizer states; fsdp: sharded; null: none or ddp
+    """what ranks that hold the same parameters do: those that tensor and pipeline leave over, those
+    of context among them. none: there is one; ddp: replicas; zero1: replicas with sharded optimizer
+    states; fsdp: sharded; null: ddp, or none for one rank
     """
     ddp: DDPConfig = field(default_factory=DDPConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from configured import run_config
 from safetensors.torch import load_file
 from torch import nn
 
@@ -159,7 +160,7 @@ def test_a_run_of_any_layout_starts_from_weights(name: str, source: str, tmp_pat
         export(found, config.read(tmp_path / "run"), path)
     ranks, overrides = LAYOUTS[name]
     words = [*MODELS["llama"], *overrides, f"launch.nproc={ranks}", f"model.weights={path}"]
-    chosen = config.load([*words, "train.global_batch_size=8"])
+    chosen = run_config([*words, "train.global_batch_size=8"])
     shares = layout(chosen, world_size=ranks)
 
     def on_rank(world: World) -> dict[str, torch.Tensor]:

@@ -947,6 +947,12 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
+        "train.prompt=",
+        [
+            "train.prompt=: is empty; give at least one character, or train.sample_tokens=0",
+        ],
+    ),
+    (
         "strategy=single strategy.context.degree=2",
         [
             "strategy.context.degree=2: ranks that share a sequence have to sum gradients, and data_parallel is none; use ddp, zero1 or fsdp, or 1",

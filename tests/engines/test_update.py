@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from configured import run_config
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -194,14 +195,13 @@ def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    from axonlaunch import config as configuration
     from axonlaunch.config import RunConfig
     from axonlaunch.data.dataset import Batch
     from axonlaunch.engines.build import build
 
     words = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
     words += ["train.precision=fp16", "strategy=fsdp", "launch.nproc=2"]
-    chosen: RunConfig = configuration.load(["data=synthetic_tokens", *words])
+    chosen: RunConfig = run_config(["data=synthetic_tokens", *words])
 
     def run(world: World) -> tuple[bool, bool, bool]:
         engine = build(chosen, world)

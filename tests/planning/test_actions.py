@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch import config
 from axonlaunch.engines.pipeline_schedule import Action
 from axonlaunch.planning import actions
 from axonlaunch.planning.blueprint import Blueprint
@@ -69,7 +69,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: str) -> None:
-    chosen = config.load([*LONG, *overrides.split()])
+    chosen = estimate_config([*LONG, *overrides.split()])
     blueprint = Blueprint.of(chosen)
     short, _ = blueprint.shorter(0)
     assert short.shares.micro_batches < blueprint.shares.micro_batches
@@ -82,7 +82,7 @@ def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: st
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_micro_batches_without_a_pipeline_add_their_samples_and_losses(strategy: str) -> None:
     words = [*LONG[:-1], f"strategy={strategy}", "launch.nproc=2", "train.global_batch_size=12"]
-    chosen = config.load([*words, "model.num_hidden_layers=2"])
+    chosen = estimate_config([*words, "model.num_hidden_layers=2"])
     assert Blueprint.of(chosen).shorter(0)[0].shares.micro_batches == 3
     assert estimate(chosen) == estimate(chosen, exact=True)
 

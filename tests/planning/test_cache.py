@@ -7,10 +7,10 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from configured import estimate_config
+from parity_table import IMAGES
 
-from axonlaunch import config
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import resolved
 from axonlaunch.planning import cache
 from axonlaunch.planning.record import Estimate, RankEstimate
 
@@ -34,7 +34,7 @@ def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @lru_cache
 def run(*overrides: str) -> RunConfig:
-    return resolved(config.load(["strategy=fsdp", *overrides]), accelerators=0)
+    return estimate_config(["strategy=fsdp", *overrides])
 
 
 def test_what_was_kept_is_found_again_whole(kept_here: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_damaged_entry_is_passed_over_and_written_anew(damage: str, kept_here:
 
 
 def test_nothing_is_kept_of_a_model_whose_source_is_not_ours(kept_here: Path) -> None:
-    mine = run("model=custom", "model.target=torch.nn:Linear")
+    mine = run("model=custom", "model.target=normed:build", *IMAGES)
     cache.write(mine, MADE)
     assert cache.read(mine) is None
     with_plugin = run("plugins=[json]")

@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch import config
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import layout, resolved
+from axonlaunch.config.layout import layout
 from axonlaunch.planning.changes import levers, remedies
 from axonlaunch.planning.record import Estimate, RankEstimate
 
@@ -21,7 +21,7 @@ SAMPLE = 100
 @cache
 def run(*overrides: str) -> RunConfig:
     words = ["launch.nproc=8", "train.global_batch_size=64", *overrides]
-    return resolved(config.load(words), accelerators=0)
+    return estimate_config(words)
 
 
 def estimate(chosen: RunConfig) -> Estimate:

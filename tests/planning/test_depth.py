@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from configured import estimate_config
 from torch import nn
 
-from axonlaunch import config
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning import depth
@@ -60,7 +60,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_they_give_what_tracing_every_block_gives(overrides: str) -> None:
-    chosen = config.load([*DEEP, "launch.nproc=2", *overrides.split()])
+    chosen = estimate_config([*DEEP, "launch.nproc=2", *overrides.split()])
     assert min(Blueprint.of(chosen).counts) > depth.SHALLOW + 1
     assert estimate(chosen) == estimate(chosen, exact=True)
 

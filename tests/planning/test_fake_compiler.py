@@ -12,11 +12,10 @@ from functools import partial
 
 import pytest
 import torch
+from configured import estimate_config
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from axonlaunch.config import load
-from axonlaunch.config.layout import resolved
 from axonlaunch.planning import fake_compiler, fake_world, forked
 from axonlaunch.planning.fake_tensors import tensors_without_bytes
 from axonlaunch.planning.memory import estimate
@@ -131,7 +130,7 @@ LLAMA = [
 def test_what_a_compiler_computes_again_is_not_kept(words: str) -> None:
     def peak(compile_: str) -> int:
         overrides = [*LLAMA, *words.split(), f"train.compile={compile_}"]
-        return estimate(resolved(load(overrides), accelerators=0)).peak_bytes
+        return estimate(estimate_config(overrides)).peak_bytes
 
     eager, fused = peak("false"), peak("true")
     assert fused < eager or (fused == eager and "full" in words)

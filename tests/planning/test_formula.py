@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch import config
 from axonlaunch.planning import formula, memory
 
 SMALL = [
@@ -30,7 +30,7 @@ SMALL = [
     ],
 )
 def test_states_are_those_that_a_trace_counts(overrides: str) -> None:
-    chosen = config.load([*SMALL, *overrides.split()])
+    chosen = estimate_config([*SMALL, *overrides.split()])
     told, traced = formula.estimate(chosen), memory.estimate(chosen)
     assert (told.mesh, told.parameters) == (traced.mesh, traced.parameters)
     for one, other in zip(told.ranks, traced.ranks, strict=True):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch import config
 from axonlaunch.config import RunConfig
 from axonlaunch.planning import memory
 from axonlaunch.planning.memory import estimate, estimate_fitting
@@ -36,7 +36,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def run(*words: str) -> RunConfig:
-    return config.load([*TINY, *words])
+    return estimate_config([*TINY, *words])
 
 
 @pytest.mark.parametrize("words", [["strategy=fsdp"], PIPELINE], ids=["fsdp", "pipeline"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import live_storages
 import pytest
+from configured import estimate_config
 from live_storages import SMALL
 
-from axonlaunch import config
 from axonlaunch.config import RunConfig
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.memory import estimate
@@ -21,7 +21,7 @@ PIPELINES = [
 
 
 def run(case: str, ranks: int) -> RunConfig:
-    return config.load([*SMALL, f"launch.nproc={ranks}", "hardware=cpu", *case.split()])
+    return estimate_config([*SMALL, f"launch.nproc={ranks}", "hardware=cpu", *case.split()])
 
 
 @pytest.mark.timeout(120)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch import config
 from axonlaunch.config.layout import layout
 from axonlaunch.planning import closed_memory, forked
 from axonlaunch.planning.blueprint import Blueprint
@@ -33,14 +33,14 @@ MODEL = [
 
 @pytest.fixture(scope="module")
 def one() -> StepWork:
-    chosen = on_one_device(config.load([*MODEL, "launch.nproc=1"]))
+    chosen = on_one_device(estimate_config([*MODEL, "launch.nproc=1"]))
     [found] = forked.run([lambda: step_work(chosen, world_size=1)])
     return found
 
 
 @pytest.fixture(scope="module")
 def held() -> dict[str, closed_memory.Held]:
-    chosen = on_one_device(config.load([*MODEL, "launch.nproc=1"]))
+    chosen = on_one_device(estimate_config([*MODEL, "launch.nproc=1"]))
     [found] = forked.run([lambda: closed_memory.activations(chosen)])
     return found
 
@@ -69,7 +69,7 @@ def sent(work: Work) -> float:
     ],
 )
 def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -> None:
-    chosen = config.load([*MODEL, *words.split()])
+    chosen = estimate_config([*MODEL, *words.split()])
     shares = layout(chosen, world_size=2)
     told = scaled(one, chosen, shares, layers=(4,)).first.micro_layer.work
     [counted] = forked.run([lambda: step_work(chosen, world_size=2)])
@@ -94,7 +94,7 @@ def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -
 def test_memory_by_formulas_is_near_what_is_traced(
     words: str, one: StepWork, held: dict[str, closed_memory.Held]
 ) -> None:
-    chosen = config.load([*MODEL, *words.split()])
+    chosen = estimate_config([*MODEL, *words.split()])
     shares = layout(chosen, world_size=2)
     told = closed_memory.peak_bytes(chosen, shares, one=one, held=held, layers=4)
     assert told == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
@@ -103,7 +103,7 @@ def test_memory_by_formulas_is_near_what_is_traced(
 def test_a_model_that_takes_no_single_sample_has_formulas_too() -> None:
     words = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
     words += ["hardware=h100_80gb", "train.global_batch_size=4"]
-    chosen = config.load([*words, "launch.nproc=2", "train.micro_batch_size=2"])
+    chosen = estimate_config([*words, "launch.nproc=2", "train.micro_batch_size=2"])
     assert closed_memory.Formulas.of(chosen).process_bytes(chosen) > 0
 
 
@@ -112,7 +112,7 @@ def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
 ) -> None:
     def most(layers: int) -> int:
         words = ["strategy=fsdp", "launch.nproc=2", f"model.num_hidden_layers={layers}"]
-        events = traced(Blueprint.of(config.load([*MODEL, *words])), 0).events
+        events = traced(Blueprint.of(estimate_config([*MODEL, *words])), 0).events
         saved = CATEGORIES.index("activations")
         return max(point[saved] for event in events for point in event.points)
 
@@ -126,7 +126,7 @@ def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
 ) -> None:
     def of_ranks(ranks: int) -> float:
         words = ["strategy=pipeline", f"strategy.pipeline.degree={ranks}", f"launch.nproc={ranks}"]
-        chosen = config.load([*MODEL, *words])
+        chosen = estimate_config([*MODEL, *words])
         formulas = closed_memory.Formulas(replace(one, layers=(0,)), held)
         return formulas.process_bytes(chosen)
 

@@ -1,9 +1,8 @@
 """A shallow model's recording, stretched, is the deeper model's own."""
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch.config import load
-from axonlaunch.config.layout import resolved
 from axonlaunch.planning import forked, process
 from axonlaunch.planning.blueprint import Blueprint
 from axonlaunch.planning.recorded import Recording
@@ -49,7 +48,7 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
     """What rank 0 of a model of 8 blocks a stage asks of its allocator."""
     layers = 32 if layout == "interleaved" else 8
     overrides = [*MODEL, *LAYOUTS[layout], f"model.num_hidden_layers={layers}"]
-    blueprint = Blueprint.of(resolved(load(overrides), accelerators=0))
+    blueprint = Blueprint.of(estimate_config(overrides))
     if whole:
         return process._run(blueprint, 0, ())[0].changes
     return process.record(blueprint, rank=0, stages=blueprint.stages_of(0))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import live_storages
 import pytest
+from configured import estimate_config
 from live_storages import SMALL, Held
 
-from axonlaunch import config
 from axonlaunch.planning.memory import estimate
 
 PIPELINE = "strategy=pipeline strategy.pipeline.schedule"
@@ -58,7 +58,7 @@ RING = "strategy=ddp strategy.context.degree=2"
 
 def foretold(case: str, ranks: int) -> list[Held]:
     # Of a CPU no allocator's cache is foretold, which would take a trace more.
-    chosen = config.load([*SMALL, f"launch.nproc={ranks}", "hardware=cpu", *case.split()])
+    chosen = estimate_config([*SMALL, f"launch.nproc={ranks}", "hardware=cpu", *case.split()])
     stages = estimate(chosen).ranks
     each = ranks // len(stages)
     return [

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from configured import run_config
 
-from axonlaunch import config, data
+from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig
@@ -98,7 +99,7 @@ def _on_rank(cases: Sequence[tuple[str, ...]], rank: int, ranks: int, folder: st
 
 
 def _chosen(overrides: tuple[str, ...], world: World) -> RunConfig:
-    return config.load([*SMALL, f"launch.nproc={world.world_size}", *overrides])
+    return run_config([*SMALL, f"launch.nproc={world.world_size}", *overrides])
 
 
 def _engine(overrides: tuple[str, ...], world: World, trace: StorageTrace) -> tuple[Engine, Batch]:

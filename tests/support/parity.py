@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from configured import run_config
 from rank_engine import rank_engine
 from torch import Tensor
 
-from axonlaunch import config
 from axonlaunch.comm import World
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch
 from axonlaunch.models.placement import whole
@@ -33,7 +33,7 @@ class Trained:
 
 def train(overrides: list[str], ranks: int) -> Trained:
     """Train for some steps on the mock world; every rank must tell the same."""
-    chosen = config.load(
+    chosen = run_config(
         [
             *("train.global_batch_size=8", "train.steps=10", "scheduler.warmup_steps=0"),
             *(f"launch.nproc={ranks}", *overrides),

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configured import run_config
 from parity_table import MODELS
 from torch import Tensor, nn
 from torch.nn import functional
 
-from axonlaunch import config, verification
+from axonlaunch import verification
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
@@ -31,7 +32,7 @@ ONE_BY_ONE = ["strategy=ddp", "strategy.ddp.sync=no_sync", "launch.nproc=2"]
 
 
 def verify(overrides: list[str], *, model: str = "gpt", steps: int = 2) -> Verdict:
-    chosen = config.load(
+    chosen = run_config(
         [*MODELS[model], "train.global_batch_size=8", "scheduler.warmup_steps=0", *overrides]
     )
     return verification.on_mock(chosen, steps)

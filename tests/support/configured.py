@@ -1,0 +1,44 @@
+"""Configurations as the commands make them, for tests that build an engine or start a run.
+
+What a command refuses, these refuse; no test proves a configuration that no command makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from axonlaunch import config as configuration
+from axonlaunch import preflight
+from axonlaunch.config import RunConfig
+from axonlaunch.launch import planned
+from axonlaunch.planning.unread import without_files
+
+
+def run_config(overrides: Sequence[str]) -> RunConfig:
+    """Return what ``axonlaunch train`` and ``axonlaunch verify`` hand to the ranks.
+
+    Raises:
+        ConfigError: The commands refuse it.
+    """
+    return preflight.resolve(_loaded(overrides, ()))
+
+
+def estimate_config(overrides: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> RunConfig:
+    """Return what ``axonlaunch estimate`` traces.
+
+    Raises:
+        ConfigError: The command refuses it.
+    """
+    return preflight.resolve_anywhere(without_files(_loaded(overrides, config_dirs)))
+
+
+def _loaded(overrides: Sequence[str], config_dirs: Sequence[Path]) -> RunConfig:
+    def compose(words: Sequence[str]) -> configuration.Composed:
+        return configuration.compose(words, config_dirs=config_dirs)
+
+    def server() -> ForkServerContext:
+        raise AssertionError("only strategy=auto asks for processes")
+
+    return planned.load(overrides, compose=compose, server=server, config_dirs=config_dirs)
