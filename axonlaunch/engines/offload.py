@@ -49,6 +49,10 @@ class StreamedUpdate(Update):
     def _build(self, config: OptimizerConfig) -> list[Optimizer]:
         return [build_optimizer(config, [tensor]) for tensor in self.tensors.values()]
 
+    def _states_device(self, tensor: Tensor) -> torch.device:
+        del tensor
+        return self._states_on
+
     @torch.no_grad()
     def _step(self) -> None:
         for optimizer, tensor in zip(self.optimizers, self.tensors.values(), strict=True):
