@@ -5,8 +5,8 @@ It works on whatever tensors an engine updates, whole parameters or DTensor shar
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.checks import device_of
 from axonlaunch.config.optimizer import OptimizerConfig
 from axonlaunch.engines.optimizer import build_optimizer, new_states
-
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 class Update:
@@ -177,17 +175,6 @@ def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None =
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def buckets(tensors: Iterable[AnyTensor], *, limit: int) -> Iterator[list[AnyTensor]]:
-    """Yield tensors of one type and device that reach so many bytes together, then what is left."""
-    filling: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
-    for tensor in tensors:
-        bucket = filling.setdefault((tensor.dtype, tensor.device), [])
-        bucket.append(tensor)
-        if sum(one.numel() * one.element_size() for one in bucket) >= limit:
-            yield filling.pop((tensor.dtype, tensor.device))
-    yield from filling.values()
 
 
 def _division(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
