@@ -20,7 +20,13 @@ if TYPE_CHECKING:
         DeadlockError as DeadlockError,
     )
     from axonlaunch.comm import (
+        GradientBucket as GradientBucket,
+    )
+    from axonlaunch.comm import (
         MismatchError as MismatchError,
+    )
+    from axonlaunch.comm import (
+        NcclError as NcclError,
     )
     from axonlaunch.comm import (
         PeerFailedError as PeerFailedError,
@@ -74,6 +80,9 @@ if TYPE_CHECKING:
         is_main_process as is_main_process,
     )
     from axonlaunch.comm import (
+        nccl as nccl,
+    )
+    from axonlaunch.comm import (
         rank as rank,
     )
     from axonlaunch.comm import (
@@ -106,18 +115,8 @@ if TYPE_CHECKING:
     from axonlaunch.config import (
         RunConfig as RunConfig,
     )
-    from axonlaunch.engines.ddp import (
-        DDP as DDP,
-    )
-    from axonlaunch.engines.ddp import (
-        GradientBucket as GradientBucket,
-    )
-    from axonlaunch.engines.ddp import (
-        GradientSynchronizer as GradientSynchronizer,
-    )
-    from axonlaunch.engines.ddp import (
-        GradSyncStrategy as GradSyncStrategy,
-    )
+    from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
+    from axonlaunch.engines.ddp import DDP as DDP
     from axonlaunch.engines.fsdp import (
         FSDP as FSDP,
     )
@@ -127,7 +126,18 @@ if TYPE_CHECKING:
     from axonlaunch.engines.fsdp import (
         ShardingStrategy as ShardingStrategy,
     )
-    from axonlaunch.engines.fsdp_memory import FSDPMemoryStats as FSDPMemoryStats
+    from axonlaunch.engines.fsdp_memory import (
+        FSDPMemoryEstimate as FSDPMemoryEstimate,
+    )
+    from axonlaunch.engines.fsdp_memory import (
+        FSDPMemoryStats as FSDPMemoryStats,
+    )
+    from axonlaunch.engines.gradient_synchronizer import (
+        GradientSynchronizer as GradientSynchronizer,
+    )
+    from axonlaunch.engines.gradient_synchronizer import (
+        GradSyncStrategy as GradSyncStrategy,
+    )
     from axonlaunch.engines.pipeline import (
         Pipeline as Pipeline,
     )
@@ -166,13 +176,16 @@ __all__ = [
     "ConfigError",
     "DDP",
     "DeadlockError",
+    "DistributedSampler",
     "FSDP",
+    "FSDPMemoryEstimate",
     "FSDPMemoryStats",
     "GradSyncStrategy",
     "GradientBucket",
     "GradientSynchronizer",
     "MismatchError",
     "ModelSpec",
+    "NcclError",
     "PeerFailedError",
     "Pipeline",
     "PipelineMemoryStats",
@@ -199,6 +212,7 @@ __all__ = [
     "broadcast_from",
     "gather_tensor",
     "is_main_process",
+    "nccl",
     "rank",
     "recv",
     "reduce_scatter_mean",
@@ -214,14 +228,11 @@ __all__ = [
 
 _ROOMS = {
     "axonlaunch.config": ("ConfigError", "RunConfig"),
-    "axonlaunch.engines.ddp": (
-        "DDP",
-        "GradSyncStrategy",
-        "GradientBucket",
-        "GradientSynchronizer",
-    ),
+    "axonlaunch.data.sampler": ("DistributedSampler",),
+    "axonlaunch.engines.ddp": ("DDP",),
     "axonlaunch.engines.fsdp": ("CPUOffload", "FSDP", "ShardingStrategy"),
-    "axonlaunch.engines.fsdp_memory": ("FSDPMemoryStats",),
+    "axonlaunch.engines.fsdp_memory": ("FSDPMemoryEstimate", "FSDPMemoryStats"),
+    "axonlaunch.engines.gradient_synchronizer": ("GradSyncStrategy", "GradientSynchronizer"),
     "axonlaunch.engines.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline_schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline_timeline": ("PipelineMemoryStats",),

@@ -18,6 +18,7 @@ from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
+from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import broken_rules
 from axonlaunch.config.url import is_url
@@ -34,8 +35,8 @@ from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.report import size
 
-STATE_BYTES = {"adamw": 16, "sgd": 12}
-"""fp32 parameter, gradient and optimizer states of one parameter, in bytes."""
+FP32 = 4
+"""Bytes of a parameter's element, of its gradient and of each of its optimizer states."""
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -214,8 +215,9 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Pro
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
     held = count // (shares.tensor * shares.pipeline)
-    whole = STATE_BYTES[config.optimizer.name]
-    share = {"fsdp": whole / shares.dp_shard, "zero1": 8 + (whole - 8) / shares.data_ranks}
+    states = FP32 * states_per_element(config.optimizer)
+    whole = 2 * FP32 + states
+    share = {"fsdp": whole / shares.dp_shard, "zero1": 2 * FP32 + states / shares.data_ranks}
     per_rank = int(held * share.get(shares.data_parallel, whole))
     assert config.launch.nproc != "auto"
     hardware, memory = config.hardware, None
@@ -241,7 +243,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
         return
     count = sum(p.numel() for p in model.parameters())
     kept = config.checkpoint.keep + config.checkpoint.keep_best + 1  # and the one being written
-    needed = count * (STATE_BYTES[config.optimizer.name] - 4) * kept
+    needed = count * FP32 * (1 + states_per_element(config.optimizer)) * kept
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
         return

@@ -13,6 +13,7 @@ from axonlaunch.checkpoint import folders, reader, weights
 from axonlaunch.checkpoint.folders import Checkpoint
 from axonlaunch.checkpoint.storage import place, reaching
 from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config.optimizer_states import OPTIMIZER_STATES, optimizer_states
 
 if TYPE_CHECKING:
     from torch import nn
@@ -133,17 +134,37 @@ def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterat
             "so that no sample is skipped or repeated"
         )
         yield Problem("train.global_batch_size", message, config.train.global_batch_size)
-    wanted = {"adamw": "exp_avg_sq", "sgd": "momentum_buffer"}[config.optimizer.name]
-    states = reader.saved_states(found)
-    if not states:
+    if reader.is_of_a_run(found):
+        yield from _other_states(config, found)
+    else:
         message = (
             f"{found.path} holds weights and no run; use never, and model.weights={found.path}"
         )
         yield Problem("checkpoint.resume", message, resume)
-    if states and wanted not in states:
-        message = f"{found.path} is of another optimizer; it has states {', '.join(sorted(states))}"
-        yield Problem("optimizer.name", message, config.optimizer.name)
     differences = reader.differences(found, model)
     if differences:
         message = f"{found.path} is of another model: {weights.first(differences)}"
         yield Problem("checkpoint.resume", message, resume)
+
+
+def _other_states(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
+    """Refuse optimizer states that this run's optimizer does not have, or has and lacks here."""
+    optimizer, saved = config.optimizer, reader.saved_states(found)
+    wanted = {state.name for state in optimizer_states(optimizer)}
+    if saved == wanted:
+        return
+    # Of SGD with and without momentum that field is at fault, not the optimizer.
+    depends_on = {state.name: state.absent_at_zero for state in OPTIMIZER_STATES[optimizer.name]}
+    fields = {depends_on.get(name) for name in saved ^ wanted}
+    field = fields.pop() if len(fields) == 1 else None
+    if field is not None:
+        use = "use what it was saved with, above 0" if saved else "use 0, as it was saved with"
+        message = f"{found.path} has {_listed(saved)}; {use}"
+        yield Problem(f"optimizer.{field}", message, getattr(optimizer, field))
+        return
+    message = f"{found.path} is of another optimizer; it has {_listed(saved)}"
+    yield Problem("optimizer.name", message, optimizer.name)
+
+
+def _listed(states: set[str]) -> str:
+    return f"states {', '.join(sorted(states))}" if states else "no states"

@@ -127,6 +127,11 @@ def saved_states(checkpoint: Checkpoint) -> set[str]:
     return {key.rsplit(".", 1)[-1] for key in keys if key.startswith("optimizer.")}
 
 
+def is_of_a_run(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has what a run resumes from; imported weights alone do not."""
+    return any(key.startswith("counters.") for key in contents(checkpoint))
+
+
 def differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
     """Compare the names and shapes of a model's parameters with a checkpoint's; [] if equal."""
     saved = {

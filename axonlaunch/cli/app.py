@@ -64,8 +64,17 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show tracebacks, also of mistakes."),
+    ] = False,
 ) -> None:
     del version
+    if debug:
+        import logging
+
+        logging.basicConfig(format="debug: %(name)s: %(message)s")
+        logging.getLogger("axonlaunch").setLevel(logging.DEBUG)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -84,9 +93,17 @@ def run() -> None:
         problems = _problems(error)
         if problems is None:
             raise
+        _show_traceback(error)
         print_problems(problems, as_json="--json" in sys.argv)
         sys.exit(2)
     sys.exit(status or 0)
+
+
+def _show_traceback(error: Exception) -> None:
+    """Print where a mistake was found, under ``--debug``."""
+    import logging
+
+    logging.getLogger(__name__).debug("what led to the errors below", exc_info=error)
 
 
 def _problems(error: Exception) -> list[Problem] | None:

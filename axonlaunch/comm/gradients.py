@@ -6,7 +6,7 @@ For a backward pass that overlaps with it, use an engine; sharded gradients are 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,11 @@ from axonlaunch.comm.backend import ReduceOp
 from axonlaunch.comm.checks import bad_op, bad_tensor, device_of
 from axonlaunch.comm.collectives import group_or_default, reduce_values
 from axonlaunch.comm.errors import say_tensor
+from axonlaunch.comm.gradient_bucket import GradientBucket, buckets
 from axonlaunch.comm.process_group import ProcessGroup
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients travel together up to this size; a larger one travels alone."""
+"""Gradients travel together once they reach this size."""
 
 
 def sync_gradient(tensor: Tensor, *, group: ProcessGroup | None = None) -> None:
@@ -60,35 +61,18 @@ def sync_gradients(
     )
     dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=group.torch_group)
     used = [t for t, has in zip(tensors, has_grad.tolist(), strict=True) if has]
-    for bucket in _buckets(used):
-        grads = [_grad(tensor) for tensor in bucket]
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        flat = reduce_values(flat, ReduceOp.Average, group)
-        sizes = [grad.numel() for grad in grads]
-        for grad, mean in zip(grads, flat.split(sizes), strict=True):
-            grad.copy_(mean.view(grad.shape))
+    for together in buckets(used, limit=BUCKET_BYTES):
+        gradients = [_grad(tensor) for tensor in together]
+        bucket = GradientBucket(sum(gradient.numel() for gradient in gradients))
+        bucket.add_all(gradients)
+        bucket.data.copy_(reduce_values(bucket.data, ReduceOp.Average, group))
+        torch._foreach_copy_(gradients, bucket.extract())
 
 
 def _grad(tensor: Tensor) -> Tensor:
     if tensor.grad is None:
         tensor.grad = torch.zeros_like(tensor)
     return tensor.grad.detach()
-
-
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors of one dtype, in their order, into buckets."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bucket: list[Tensor] = []
-        size = 0
-        for tensor in tensors:
-            if tensor.dtype == dtype:
-                if bucket and size + tensor.nbytes > BUCKET_BYTES:
-                    yield bucket
-                    bucket, size = [], 0
-                bucket.append(tensor)
-                size += tensor.nbytes
-        if bucket:
-            yield bucket
 
 
 def _first_problem(tensors: list[Tensor], group: ProcessGroup) -> Exception | None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from axonlaunch.comm import nccl
 from axonlaunch.comm.agreement import agree
 from axonlaunch.comm.backend import Backend
+from axonlaunch.comm.errors import NcclError
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.comm.process_group import ProcessGroup, default_group
 from axonlaunch.comm.rendezvous import Place, find_place, gloo_towards, open_store
@@ -87,6 +88,7 @@ class World:
         Raises:
             ValueError: The environment is half set or senseless, the backend can't be had here,
                 or there is a world already.
+            NcclError: It is a ValueError that is about NCCL.
         """
         if dist.is_initialized():
             raise ValueError(
@@ -228,9 +230,9 @@ def _device(backend: Backend, local_rank: int) -> torch.device:
         return torch.device("cpu")
     found = nccl.status()
     if not found.available:
-        raise ValueError(f"backend=nccl: {found.reason}")
+        raise NcclError(f"backend=nccl: {found.reason}")
     if local_rank >= len(found.devices):
-        raise ValueError(
+        raise NcclError(
             f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees "
             f"{len(found.devices)}; start fewer ranks on this machine, or use backend=gloo"
         )

@@ -24,8 +24,9 @@ from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context import CHUNKS, ContextAxis
-from axonlaunch.engines.ddp import DDP, GradSyncStrategy
+from axonlaunch.engines.ddp import DDP
 from axonlaunch.engines.fsdp import FSDP, CPUOffload
+from axonlaunch.engines.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.mesh import context_group, run_mesh, sharding_mesh
 from axonlaunch.engines.mesh_engine import MeshEngine
 from axonlaunch.engines.offload import HOST, StreamedUpdate

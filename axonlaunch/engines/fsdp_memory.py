@@ -15,6 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from axonlaunch.config.optimizer import OptimizerConfig
+from axonlaunch.config.optimizer_states import optimizer_states, states_per_element
+
 
 @dataclass(frozen=True)
 class FSDPMemoryStats:
@@ -52,6 +55,41 @@ class FSDPMemoryStats:
         """Add what follows from the rest."""
         savings = 1 - current / total if total else 0.0
         return cls(current, peak, total, savings, device_peak)
+
+
+@dataclass(frozen=True)
+class FSDPMemoryEstimate:
+    """Bytes that one rank holds between steps, on whatever device.
+
+    Attributes:
+        parameter_bytes: This rank's shards.
+        gradient_bytes: Those of the shards that are trained.
+        optimizer_bytes: The optimizer's states of them.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All three."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def estimate(module: nn.Module, optimizer: OptimizerConfig) -> FSDPMemoryEstimate:
+    """Count what a sharded module's parameters take with gradients and an optimizer's states."""
+    sharded = [_local(p) for p in module.parameters()]
+    trained = [_local(p) for p in module.parameters() if p.requires_grad]
+    states = optimizer_states(optimizer)
+    numbers = sum(not state.elementwise for state in states) * torch.float32.itemsize
+    return FSDPMemoryEstimate(
+        parameter_bytes=sum(part.nbytes for part in sharded),
+        gradient_bytes=sum(part.nbytes for part in trained),
+        optimizer_bytes=sum(
+            part.nbytes * states_per_element(optimizer) + numbers for part in trained
+        ),
+    )
 
 
 class MemoryWatch:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axonlaunch.comm import ProcessGroup, World
+from axonlaunch.comm.checks import device_of
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.layout import Layout
 
@@ -49,17 +50,25 @@ def sharding_mesh(mesh: Mesh) -> DeviceMesh:
     return mesh.device_mesh["dp_shard"]
 
 
-def data_mesh(world: World, *, replicate: int, shard: int) -> DeviceMesh:
+def data_mesh(group: ProcessGroup, *, replicate: int, shard: int) -> DeviceMesh:
     """Return the mesh of ``replicate`` copies of ``shard`` ranks each, shards innermost.
 
     With one copy the mesh has the axis ``dp_shard`` alone.
 
     Raises:
-        ValueError: The two do not multiply to the world.
+        ValueError: The two do not multiply to the group, or copies are to be of a part of the
+            world, whose ranks would have to be grouped anew by all others.
     """
-    if replicate * shard != world.world_size:
-        raise ValueError(f"{replicate} x {shard} ranks are not the world's {world.world_size}")
-    kind = world.device.type
-    if replicate == 1:
+    if replicate * shard != group.size:
+        raise ValueError(f"{replicate} x {shard} ranks are not the group's {group.size}")
+    kind, is_world = device_of(group).type, group.size == dist.get_world_size()
+    if replicate == 1 and is_world:
         return init_device_mesh(kind, (shard,), mesh_dim_names=("dp_shard",))
+    if replicate == 1:
+        return DeviceMesh.from_group(group.torch_group, kind, mesh_dim_names=("dp_shard",))
+    if not is_world:
+        raise ValueError(
+            f"{replicate} replicas over ranks {list(group.ranks)}, a part of the world: give "
+            "mesh=world.mesh(...).device_mesh[...] in place of the group"
+        )
     return init_device_mesh(kind, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))

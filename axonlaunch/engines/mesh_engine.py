@@ -19,9 +19,10 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import StepResult
 from axonlaunch.engines.context import ContextAxis
-from axonlaunch.engines.ddp import DDP, GradSyncStrategy
+from axonlaunch.engines.ddp import DDP
 from axonlaunch.engines.fsdp import FSDP
 from axonlaunch.engines.fsdp_memory import FSDPMemoryStats
+from axonlaunch.engines.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.passes import Loss, Passes
 from axonlaunch.engines.precision import LossScale
 from axonlaunch.engines.tied import TiedGradients

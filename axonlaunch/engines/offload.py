@@ -6,7 +6,9 @@ parameter's states or copy. On a CPU device host and device are one and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MethodType
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from axonlaunch.config.optimizer import OptimizerConfig
-from axonlaunch.engines.optimizer import build_optimizer
 from axonlaunch.engines.update import Update
 
 HOST = torch.device("cpu")
+STREAMED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers whose step streams."""
 
 
 class StreamedUpdate(Update):
@@ -34,7 +37,7 @@ class StreamedUpdate(Update):
         device: torch.device,
         states_on: torch.device,
     ) -> None:
-        """Prepare one optimizer a parameter.
+        """Prepare an optimizer that streams.
 
         Args:
             config: The optimizer's figures.
@@ -47,30 +50,75 @@ class StreamedUpdate(Update):
         super().__init__(config, tensors)
 
     def _build(self, config: OptimizerConfig) -> list[Optimizer]:
-        return [build_optimizer(config, [tensor]) for tensor in self.tensors.values()]
+        made = super()._build(config)
+        for optimizer in made:
+            stream(optimizer, device=self._device, states_on=self._states_on)
+        return made
 
-    @torch.no_grad()
-    def _step(self) -> None:
-        for optimizer, tensor in zip(self.optimizers, self.tensors.values(), strict=True):
-            if tensor.grad is None:
-                continue
-            states = optimizer.state.pop(tensor, {})
-            working = nn.Parameter(moved(tensor.detach(), self._device))
-            working.grad = moved(tensor.grad, self._device)
-            optimizer.param_groups[0]["params"] = [working]
-            optimizer.state[working] = {k: self._place(v, self._device) for k, v in states.items()}
-            optimizer.step()
-            if tensor.device != self._device:
-                tensor.detach().copy_(moved(working.detach(), tensor.device))
-            states = optimizer.state.pop(working)
-            optimizer.state[tensor] = {
-                k: self._place(v, self._states_on) for k, v in states.items()
-            }
-            optimizer.param_groups[0]["params"] = [tensor]
+    def _states_device(self, tensor: Tensor) -> torch.device:
+        del tensor
+        return self._states_on
 
-    @staticmethod
-    def _place(value: object, device: torch.device) -> object:
-        return moved(value, device) if isinstance(value, Tensor) else value
+
+def stream(optimizer: Optimizer, *, device: torch.device, states_on: torch.device) -> None:
+    """Let an optimizer's step pass one parameter after another through a device.
+
+    Only for optimizers that update each parameter from its own gradient and states alone, as
+    torch's all do but LBFGS.
+
+    Args:
+        optimizer: Its parameters are on the host or on the device.
+        device: Where the update runs.
+        states_on: Where states live between updates.
+    """
+    update = optimizer.step
+
+    def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for tensor in group["params"]:
+                    if tensor.grad is not None:
+                        working = _brought(self, tensor, device)
+                        self.param_groups = [{**group, "params": [working]}]
+                        update()
+                        _taken_back(self, tensor, working, states_on)
+        finally:
+            self.param_groups = groups
+        return loss
+
+    # A method, as torch's schedulers of learning rates expect.
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    STREAMED.add(optimizer)
+
+
+def _brought(optimizer: Optimizer, tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a parameter on a device that stands in for one, with its gradient and states."""
+    working = nn.Parameter(moved(tensor.detach(), device))
+    assert tensor.grad is not None
+    working.grad = moved(tensor.grad, device)
+    states = optimizer.state.pop(tensor, {})
+    optimizer.state[working] = {k: _place(v, device) for k, v in states.items()}
+    return working
+
+
+@torch.no_grad()
+def _taken_back(
+    optimizer: Optimizer, tensor: Tensor, working: Tensor, states_on: torch.device
+) -> None:
+    """Give a parameter what was made of the one that stood in for it."""
+    if tensor.device != working.device:
+        tensor.detach().copy_(moved(working.detach(), tensor.device))
+    states = optimizer.state.pop(working)
+    optimizer.state[tensor] = {k: _place(v, states_on) for k, v in states.items()}
+
+
+def _place(value: object, device: torch.device) -> object:
+    return moved(value, device) if isinstance(value, Tensor) else value
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

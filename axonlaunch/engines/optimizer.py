@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from axonlaunch.config.optimizer import (
@@ -21,6 +22,7 @@ from axonlaunch.config.optimizer import (
     SGDConfig,
     WSDConfig,
 )
+from axonlaunch.config.optimizer_states import optimizer_states
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[Tensor]) -> Optimizer:
@@ -37,6 +39,50 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Tensor]) -> Op
         )
     assert isinstance(config, SGDConfig)
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+
+
+def new_states(
+    config: OptimizerConfig, parameter: Tensor, *, device: torch.device
+) -> dict[str, Tensor]:
+    """Allocate what torch's optimizer would make of a parameter in its first step.
+
+    A step with ``lr=0`` would not do: SGD adds ``weight_decay * parameter`` to the gradient before
+    it fills the momentum, which would then begin with the decay of weights that may be replaced.
+
+    AdamW begins with zeros itself. SGD has no momentum before its first step, in which it takes the
+    gradient as it is: ``buffer = gradient``. Zeros give the same, ``0 * momentum + (1 - dampening)
+    * gradient``, because ``build_optimizer`` leaves dampening at 0; with another they would not.
+
+    Args:
+        config: Of the optimizer.
+        parameter: A whole tensor, or a DTensor whose states are divided as it is.
+        device: Where the states are kept.
+    """
+    return {
+        state.name: _zeros_like(parameter, device)
+        if state.elementwise
+        else torch.zeros((), dtype=torch.float32, device=device)
+        for state in optimizer_states(config)
+    }
+
+
+def _zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
+    local = tensor.detach()
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    # What is copied to a device in every update is in page-locked memory, as ``offload`` keeps it.
+    pinned = local.is_cuda and device.type == "cpu"
+    zeros = torch.zeros_like(local, device=device, pin_memory=pinned)
+    if not isinstance(tensor, DTensor):
+        return zeros
+    return DTensor.from_local(
+        zeros,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def learning_rate(schedule: SchedulerConfig, *, peak: float, step: int, steps: int) -> float:

@@ -5,8 +5,8 @@ It works on whatever tensors an engine updates, whole parameters or DTensor shar
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,7 @@ from torch.optim import Optimizer
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.checks import device_of
 from axonlaunch.config.optimizer import OptimizerConfig
-from axonlaunch.engines.optimizer import build_optimizer
-
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+from axonlaunch.engines.optimizer import build_optimizer, new_states
 
 
 class Update:
@@ -32,6 +30,7 @@ class Update:
 
     def __init__(self, config: OptimizerConfig, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
+        self._config = config
         self.optimizers = self._build(config)
 
     def _build(self, config: OptimizerConfig) -> list[Optimizer]:
@@ -108,28 +107,17 @@ class Update:
         return {p: s for optimizer in self.optimizers for p, s in optimizer.state.items()}
 
     def _make_states(self) -> None:
-        """Let each optimizer allocate its states by an update that changes nothing."""
-        states = self._states()
-        missing = [t for t in self.tensors.values() if not states.get(t)]
-        if not missing:
-            return
-        kept = {tensor: tensor.grad for tensor in self.tensors.values()}
-        rates = [[g["lr"] for g in optimizer.param_groups] for optimizer in self.optimizers]
-        for tensor in self.tensors.values():
-            tensor.grad = torch.zeros_like(tensor) if tensor in set(missing) else None
+        """Allocate the states that the first step would make, without a step."""
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-        self._step()
-        for tensor in missing:  # the step that allocated them is not one of the run's
-            for key, value in self._states().get(tensor, {}).items():
-                if key == "step":
-                    value.zero_()
-        for optimizer, kept_rates in zip(self.optimizers, rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, kept_rates, strict=True):
-                group["lr"] = rate
-        for tensor, gradient in kept.items():
-            tensor.grad = gradient
+            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                if not optimizer.state.get(parameter):
+                    device = self._states_device(parameter)
+                    states = new_states(self._config, parameter, device=device)
+                    optimizer.state[parameter] = states
+
+    def _states_device(self, tensor: Tensor) -> torch.device:
+        """Return where the states of a tensor are between updates."""
+        return tensor.device
 
 
 def clip_gradients(
@@ -187,17 +175,6 @@ def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None =
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def buckets(tensors: Iterable[AnyTensor], *, limit: int) -> Iterator[list[AnyTensor]]:
-    """Yield tensors of one type and device that reach so many bytes together, then what is left."""
-    filling: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
-    for tensor in tensors:
-        bucket = filling.setdefault((tensor.dtype, tensor.device), [])
-        bucket.append(tensor)
-        if sum(one.numel() * one.element_size() for one in bucket) >= limit:
-            yield filling.pop((tensor.dtype, tensor.device))
-    yield from filling.values()
 
 
 def _division(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

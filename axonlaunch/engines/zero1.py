@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from axonlaunch.comm.gradient_bucket import buckets
 from axonlaunch.comm.renamed import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig
-from axonlaunch.engines.update import Update, buckets, local_part
+from axonlaunch.engines.update import Update, local_part
 
 _LARGE = 4 * 2**20
 """Bytes of a parameter that is gathered by itself, straight to its place."""

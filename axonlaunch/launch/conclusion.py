@@ -151,6 +151,7 @@ def _foretold(
     if prediction.peak_bytes is None:
         with log_of(config, 0).open("a") as log:
             log.write(f"summary.json has no predicted_peak_bytes: {prediction.reason}\n")
+            log.write(prediction.traceback)
         return {}
     return {"predicted_peak_bytes": prediction.peak_bytes}
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
@@ -90,14 +92,17 @@ def call(context: ForkServerContext, target: str, *args: Any) -> Any:
     """Run ``"module:function"`` in a forked process and return what it returns.
 
     Raises:
-        Exception: What the function raised.
-        RuntimeError: The process died without an answer.
+        Exception: What the function raised; its ``__cause__`` shows the traceback that it had in
+            the process.
+        RuntimeError: The process died without an answer, or raised what can't be pickled.
     """
     try:
         [result] = call_together(context, target, [args])
-    except CallsFailedError as error:
-        raise error.errors[0] from None
-    return result
+    except CallsFailedError as failed:
+        error = failed.errors[0]
+    else:
+        return result
+    raise error  # out here, so that the caller sees the process's failure and none of ours
 
 
 class CallsFailedError(Exception):
@@ -146,6 +151,13 @@ def call_together(
     return [one.result for one in calls]
 
 
+class RemoteTracebackError(Exception):
+    """The cause of an exception that was raised in another process: its traceback there."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
 class Call:
     """A function that runs in another process.
 
@@ -175,8 +187,11 @@ class Call:
             return RuntimeError(f"{self._target} died with status {status}")
         self._process.join()
         if kind == "raised":
-            assert isinstance(content, Exception)
-            return content
+            error, text = content
+            assert isinstance(error, Exception)
+            # Tracebacks don't pickle: as concurrent.futures does, theirs is shown as the cause.
+            error.__cause__ = RemoteTracebackError(text)
+            return error
         self.result = content
         return None
 
@@ -225,13 +240,28 @@ def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
     try:
         message = ("returned", load(target)(*args))
     except Exception as error:
-        message = ("raised", error)
+        message = ("raised", _portable(error))
     except SystemExit as error:
-        message = ("raised", RuntimeError(f"a module ended the process with status {error.code}"))
+        ended = RuntimeError(f"a module ended the process with status {error.code}")
+        message = ("raised", (ended, "".join(traceback.format_exception(error))))
     connection.send(message)
     connection.close()
     # Skip interpreter teardown with torch loaded, which takes up to a second.
     os._exit(0)
+
+
+def _portable(error: Exception) -> tuple[Exception, str]:
+    """Return an exception that pickles, and the traceback that it has here.
+
+    One that does not (it holds a lock, or its ``__init__`` takes other arguments than ``args``)
+    becomes a RuntimeError with its name.
+    """
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a class's own pickling raises
+        return RuntimeError(f"{type(error).__name__}: {error}"), text
+    return error, text
 
 
 def _run(target: str, args: tuple[Any, ...]) -> None:

@@ -25,6 +25,7 @@ class Prediction:
     Attributes:
         peak_bytes: None until it is known.
         reason: Why it is not known.
+        traceback: Of the failure that is the reason, where it was one of the estimate's own code.
     """
 
     def __init__(self, context: forkserver.Starter, config: RunConfig) -> None:
@@ -41,7 +42,7 @@ class Prediction:
             self._config = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
         self._call: forkserver.Call | None = None
         self.peak_bytes: int | None = None
-        self.reason = "no step was done"
+        self.reason, self.traceback = "no step was done", ""
         if (kept := cache.read(self._config) or cache.read(named)) is not None:
             self._take(kept)
 
@@ -73,9 +74,11 @@ class Prediction:
         if error is None:
             cache.write(self._config, self._call.result)
             self._take(self._call.result)
+        elif isinstance(error, ConfigError):
+            self.reason = str(error)
         else:
-            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-            self.reason = f"{kind}{error}"
+            self.reason = f"{type(error).__name__}: {error}"
+            self.traceback = str(error.__cause__ or "")
 
     def _take(self, found: Estimate) -> None:
         self.peak_bytes, self.reason = found.peak_bytes, ""

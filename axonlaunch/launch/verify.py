@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,6 +15,8 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import world_size
 from axonlaunch.launch import forkserver, planned
 from axonlaunch.verdict import Verdict, failed
+
+_log = logging.getLogger(__name__)
 
 
 def verify(
@@ -58,6 +61,8 @@ def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> 
         try:
             verdict, *_ = forkserver.call_together(context, f"{run}on_rank", ranks)
         except forkserver.CallsFailedError as error:
+            for rank, one in error.errors.items():
+                _log.debug("rank %d failed", rank, exc_info=one)
             return failed(config, steps, _who(error.errors))
         return cast("Verdict", verdict)
 

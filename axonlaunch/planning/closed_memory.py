@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from axonlaunch.config import RunConfig, replaced
 from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
-from axonlaunch.config.optimizer import SGDConfig
+from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.planning import fake_tensors, forked, process
@@ -190,7 +190,7 @@ def states(
     """
     half = 1.0 if config.train.precision == "fp32" else 0.5
     whole, layer, ends = (size / shares.tensor for size in (whole, layer, ends))
-    moments = num_moments(config) * whole
+    moments = states_per_element(config.optimizer) * whole
     cast = 0.0 if half == 1 else whole * half  # autocast keeps what it casts until a forward ends
     if shares.data_parallel != "fsdp":
         moments /= shares.gradient_ranks if shares.data_parallel == "zero1" else 1
@@ -204,14 +204,6 @@ def states(
     kept = 0.0 if offload in ("params", "full") else whole * shard
     moments = 0.0 if offload in ("optimizer_states", "full") else moments * shard
     return {"parameters": kept, "gradients": kept, "optimizer": moments, "communication": working}
-
-
-def num_moments(config: RunConfig) -> int:
-    """Return how many numbers an optimizer keeps of each parameter."""
-    optimizer = config.optimizer
-    if isinstance(optimizer, SGDConfig):
-        return 1 if optimizer.momentum else 0
-    return 2
 
 
 def _in_flight(shares: Layout) -> float:

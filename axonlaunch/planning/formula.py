@@ -9,10 +9,11 @@ from __future__ import annotations
 from torch import nn
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.engines.pipeline_split import cut, parts
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.closed_memory import num_moments, states
+from axonlaunch.planning.closed_memory import states
 from axonlaunch.planning.record import Estimate, RankEstimate
 from axonlaunch.planning.trace import CATEGORIES
 
@@ -62,7 +63,7 @@ def _of_rank(blueprint: Blueprint, place: int) -> RankEstimate:
     host = 0.0
     if shares.data_parallel == "fsdp" and config.strategy.fsdp.cpu_offload != "none":
         shard = whole / shares.tensor / (shares.dp_shard * shares.context)
-        host = (2 + num_moments(config)) * shard - kept
+        host = (2 + states_per_element(config.optimizer)) * shard - kept
     rank = place * blueprint.world_size // shares.pipeline
     return RankEstimate(
         rank=rank,

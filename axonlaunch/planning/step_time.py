@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout
+from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.config.schedules import SCHEDULES
 from axonlaunch.engines.pipeline_schedule import PipelineSchedule
 from axonlaunch.engines.pipeline_timeline import timeline
@@ -109,7 +110,7 @@ class StepTime:
         held = FP32 * work.parameters / shards
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_sustained") * 1e9
         if offload == "optimizer_states":
-            moments = 2 if self._config.optimizer.name == "adamw" else 1
+            moments = states_per_element(self._config.optimizer)
             return float(2 * moments * held / rate)
         # The shard is read for forward and, where it was let go, for backward; its gradient is
         # written. An update reads both and writes the shard.

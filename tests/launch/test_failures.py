@@ -186,6 +186,18 @@ def test_another_optimizers_states_are_told_before_a_rank_starts(served: Command
     assert "is of another optimizer; it has states exp_avg, exp_avg_sq, step" in ran.stderr
 
 
+def test_sgd_without_momentum_resumes_and_not_with_it(served: Command) -> None:
+    words = [word for word in TINY if not word.startswith("optimizer.")]
+    words += ["optimizer=sgd", "strategy=single", "checkpoint.every=3", "name=run"]
+    served("train", *words, "optimizer.momentum=0", "train.steps=3")
+    refused = served("train", *words, status=2).stderr
+    assert "error: optimizer.momentum=0.9: runs/run/checkpoints/step_3 has no states; use 0" in (
+        refused
+    )
+    served("train", *words, "optimizer.momentum=0")
+    assert len(served.losses("run")) == 6
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
     served: Command, strategy: str

@@ -16,10 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from axonlaunch import verification
-from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm import ProcessGroup, gradient_bucket
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
-from axonlaunch.engines import build, ddp, mesh_engine, passes, pipeline, tensor, tied, update
+from axonlaunch.engines import (
+    build,
+    gradient_synchronizer,
+    mesh_engine,
+    passes,
+    pipeline,
+    tensor,
+    tied,
+    update,
+)
 from axonlaunch.engines.zero1 import ShardedUpdate
 from axonlaunch.models import attention
 from axonlaunch.models import build as models_build
@@ -63,12 +72,12 @@ Patch = pytest.MonkeyPatch
 
 
 def gradients_are_not_averaged(patch: Patch) -> None:
-    patch.setattr(ddp.GradientSynchronizer, "sync", nothing)
+    patch.setattr(gradient_synchronizer.GradientSynchronizer, "sync_all", nothing)
 
 
 def gradients_are_summed_not_averaged(patch: Patch) -> None:
-    finish = ddp.GradientBucket.finish
-    patch.setattr(ddp.GradientBucket, "finish", lambda bucket, size: finish(bucket, 1))
+    finish = gradient_bucket.GradientBucket.finish
+    patch.setattr(gradient_bucket.GradientBucket, "finish", lambda bucket, size: finish(bucket, 1))
 
 
 def a_bias_is_added_on_every_rank(patch: Patch) -> None:
