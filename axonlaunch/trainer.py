@@ -120,6 +120,7 @@ def fit(
                     _save(saver, engine, config, progress, report)
                 _tell(saver.close() if interrupted or last else saver.finished(), report)
                 _forget_time(progress, started)
+            del loss, tokens, result  # the next step's peak is its own
     speed = progress.tokens / progress.seconds if progress.seconds else None
     done = Finished(
         step=engine.step,

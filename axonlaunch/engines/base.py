@@ -55,6 +55,9 @@ class Engine(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank holds by its name in the whole model, divided ones as DTensors."""
 
+    def optimizer_states(self) -> Iterator[Tensor]:
+        """Yield the optimizer's states on this rank, made if they are not there yet."""
+
     def evaluate(self, batch: Batch) -> Tensor:
         """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64."""
 

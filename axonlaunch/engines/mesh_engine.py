@@ -164,6 +164,10 @@ class MeshEngine:
             for name, parameter in module.named_parameters():
                 yield self._aliases.get(name, name), parameter
 
+    def optimizer_states(self) -> Iterator[Tensor]:
+        """Yield the optimizer's states, made if not there yet; of both ends of a tied weight."""
+        yield from self._update.state_dict().values()
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64.

@@ -18,7 +18,7 @@ from typing import Any, get_args
 from torch.distributed import pipelining
 
 from axonlaunch.engines.pipeline_schedule import Action, Kind
-from axonlaunch.planning.trace import CATEGORIES, Event, Point, StorageTrace, on_device
+from axonlaunch.planning.trace import CATEGORIES, Category, Event, Point, StorageTrace, on_device
 
 _ACTION = "action"
 _SETTLED = 3
@@ -88,13 +88,19 @@ def watch(trace: StorageTrace) -> None:
     """
     stage: Any = pipelining.PipelineStage
 
-    def receive(name: str) -> None:
+    def receive(name: str, *, source: int, here: Category) -> None:
+        """Say what a stage's buffers for its neighbour's tensors are for.
+
+        A neighbour on the same rank hands its tensors on, which from then on take the place of the
+        buffers: with 8 micro-batches, 8 outputs of the stage below instead of 8 messages.
+        """
         prepare = getattr(stage, name)
 
         @functools.wraps(prepare)
-        def make_buffers(*args: Any, **kwargs: Any) -> Any:
-            with trace.during("communication"):
-                return prepare(*args, **kwargs)
+        def make_buffers(self: Any, *args: Any, **kwargs: Any) -> Any:
+            neighbour = self.stage_index_to_group_rank.get(self.stage_index + source)
+            with trace.during(here if neighbour == self.group_rank else "communication"):
+                return prepare(self, *args, **kwargs)
 
         setattr(stage, name, make_buffers)
 
@@ -108,8 +114,8 @@ def watch(trace: StorageTrace) -> None:
 
         setattr(stage, name, run_and_tell)
 
-    receive("_prepare_forward_infra")
-    receive("_prepare_backward_infra")
+    receive("_prepare_forward_infra", source=-1, here="activations")
+    receive("_prepare_backward_infra", source=1, here="temporary")
     begin("forward_one_chunk", lambda _: "F")
     begin("backward_one_chunk", lambda given: "B" if given.get("full_backward", True) else "I")
     begin("backward_weight_one_chunk", lambda _: "W")

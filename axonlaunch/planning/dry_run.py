@@ -5,6 +5,7 @@ A dry run belongs in a process that is forked for it. It measures nothing by its
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -20,7 +21,7 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.initialization import materialize
 from axonlaunch.planning import boundaries, fake_tensors, fake_world
 from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.trace import StorageTrace
+from axonlaunch.planning.trace import Category, StorageTrace
 
 
 class DryRun:
@@ -28,7 +29,8 @@ class DryRun:
 
     Attributes:
         engine: The rank's.
-        received_bytes: What it receives from other stages of one micro-batch.
+        received: Bytes of one micro-batch's buffers for what other stages give, by category: the
+            rank's own stages hand outputs and gradients on without a message.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class DryRun:
         self._stages = blueprint.stages_of(
             world.rank * blueprint.shares.pipeline // blueprint.world_size
         )
-        self.received_bytes = 0
+        self.received: Counter[Category] = Counter()
         self._mode = fake_tensors.tensors_without_bytes()
         source = Source(
             construct=self._construct,
@@ -68,13 +70,20 @@ class DryRun:
             stack.enter_context(self._trace)
         return stack
 
-    def batch(self) -> Batch:
-        """Return a rank's samples of one step; made inside of ``storing``."""
+    def batch(self, micro_batches: int | None = None) -> Batch:
+        """Return a rank's samples of a step; made outside of ``storing``, as a loader makes them.
+
+        What an engine takes of them is followed from then on: of a context axis its own positions.
+
+        Args:
+            micro_batches: How many; None: all of a step.
+        """
         shares, sample = self._blueprint.shares, self._blueprint.sample
-        samples = shares.micro_batch_size * shares.micro_batches
-        inputs = torch.empty((samples, *sample.shape), dtype=sample.dtype)
-        shape = inputs.shape if self._blueprint.is_text else inputs.shape[:1]
-        return Batch(inputs, torch.empty(shape, dtype=torch.int64))
+        samples = shares.micro_batch_size * (micro_batches or shares.micro_batches)
+        with self._mode:
+            inputs = torch.empty((samples, *sample.shape), dtype=sample.dtype)
+            shape = inputs.shape if self._blueprint.is_text else inputs.shape[:1]
+            return Batch(inputs, torch.empty(shape, dtype=torch.int64))
 
     def settle(self) -> None:
         """Let the optimizer make its states, as a first step does; inside of ``storing``.
@@ -83,8 +92,7 @@ class DryRun:
         there gradients come from nowhere.
         """
         if self._blueprint.shares.pipeline == 1:
-            batch, size = self.batch(), self._blueprint.shares.micro_batch_size
-            self.engine.backward(Batch(batch.inputs[:size], batch.targets[:size]))
+            self.engine.backward(self.batch(1))
         for _, parameter in self.engine.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
@@ -120,6 +128,9 @@ class DryRun:
         for part in parts:
             takes, gives = ends[part.index]
             if part.index in self._stages:
-                self.received_bytes += 0 if part.is_first else takes.nbytes
-                self.received_bytes += 0 if part.is_last else gives.nbytes
+                below, above = (index in self._stages for index in (part.index - 1, part.index + 1))
+                if not part.is_first:
+                    self.received["activations" if below else "communication"] += takes.nbytes
+                if not part.is_last:
+                    self.received["temporary" if above else "communication"] += gives.nbytes
         return ends

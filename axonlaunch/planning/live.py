@@ -13,7 +13,7 @@ from typing import Any
 from axonlaunch.config import RunConfig
 from axonlaunch.engines.base import Engine
 from axonlaunch.planning import depth
-from axonlaunch.planning.place import host_categories
+from axonlaunch.planning.place import follow, host_categories
 from axonlaunch.planning.trace import StorageTrace, on_device
 
 WATCHED = 2
@@ -51,13 +51,9 @@ class LivePeak:
         if trace is None:
             yield
             return
-        state = engine.state_dict()
-        trace.tag(state["model"].values(), "parameters")
-        trace.tag(state["optimizer"].values(), "optimizer")
-        del state
-        trace.follow(parameter for _, parameter in engine.named_parameters())
-        trace.forget()
         with trace:
+            follow(engine, trace)
+            trace.forget()
             yield
         trace.finish()
         self._steps += 1

@@ -45,13 +45,13 @@ class Traced:
         events: The step's.
         fed: Samples and targets of a micro-batch; without a pipeline, where no action shows it,
             also its loss, which is kept.
-        received: Buffers for what other stages send of one.
+        received: Buffers for what other stages give of one, by category.
         sharded: What the rank holds of parameters that are sharded; None where none are.
     """
 
     events: list[Event]
     fed: int
-    received: int
+    received: Mapping[Category, int]
     sharded: FSDPMemoryStats | None
 
 
@@ -110,7 +110,8 @@ class Place:
         in_a_round = whole.round_microbatches - short.round_microbatches
         more = dict.fromkeys(CATEGORIES, 0)
         more["activations"] = micro_batches * told.fed
-        more["communication"] = in_a_round * told.received
+        for category, num_bytes in told.received.items():
+            more[category] += in_a_round * num_bytes
         events = [actions.shifted(event, (*more.values(), 0)) for event in short_step]
         if whole.pipeline == 1 or short == whole:
             return events
@@ -154,14 +155,15 @@ def traced(blueprint: Blueprint, rank: int) -> Traced:
     world = fake_world.join(rank=rank, world_size=blueprint.world_size)
     with refusing_untraceable(blueprint.config):
         dry = DryRun(blueprint, world, trace=trace)
+        batch, spec = dry.batch(), spec_for(blueprint.config.model)
         with dry.storing():
-            batch, spec = dry.batch(), spec_for(blueprint.config.model)
             dry.settle()
             measure(dry.engine, batch, trace, spec=spec, updating=fake_world.answering_yes)
-    fed = (batch.inputs.nbytes + batch.targets.nbytes) // blueprint.shares.micro_batches
-    if blueprint.shares.pipeline == 1:
+    shares = blueprint.shares
+    fed = (batch.inputs.nbytes + batch.targets.nbytes) // (shares.micro_batches * shares.context)
+    if shares.pipeline == 1:
         fed += torch.float32.itemsize
-    return Traced(trace.events, fed, dry.received_bytes, dry.engine.memory_stats())
+    return Traced(trace.events, fed, dry.received, dry.engine.memory_stats())
 
 
 def _of_parameters(stats: FSDPMemoryStats | None) -> dict[str, int]:
@@ -191,13 +193,18 @@ def measure(
         spec: The model's.
         updating: What surrounds the update.
     """
-    for module in engine.modules:
-        trace.tag([*module.parameters(), *module.buffers()], "parameters")
-    trace.tag(engine.state_dict()["optimizer"].values(), "optimizer")
-    trace.follow(parameter for _, parameter in engine.named_parameters())
+    follow(engine, trace)
     blocks = {n: [*spec.blocks(module).values()] for n, module in enumerate(engine.modules)}
     depth.watch(blocks, trace)
     step(engine, batch, trace, updating=updating)
+
+
+def follow(engine: Engine, trace: StorageTrace) -> None:
+    """Say what an engine's tensors are for, in an entered trace: it may make optimizer states."""
+    for module in engine.modules:
+        trace.tag([*module.parameters(), *module.buffers()], "parameters")
+    trace.tag(engine.optimizer_states(), "optimizer")
+    trace.follow(parameter for _, parameter in engine.named_parameters())
 
 
 def step(

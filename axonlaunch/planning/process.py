@@ -140,8 +140,8 @@ def _steps(
     spec = spec_for(blueprint.config.model)
     blocks = {n: [*spec.blocks(part).values()] for n, part in enumerate(dry.engine.modules)}
     depth.watch(blocks, trace)
+    batch = dry.batch()
     with dry.storing():
-        batch = dry.batch()
         if blueprint.shares.pipeline > 1:
             dry.settle()
         for _ in range(1 if blueprint.shares.pipeline > 1 else 2):
@@ -149,7 +149,7 @@ def _steps(
             trace.begin("update")
             with trace.during("temporary"), fake_world.answering_yes():
                 dry.engine.update()
-            trace.tag(dry.engine.state_dict()["optimizer"].values(), "optimizer")
+            trace.tag(dry.engine.optimizer_states(), "optimizer")
             trace.follow(parameter for _, parameter in dry.engine.named_parameters())
         recording = trace.recording(dry.engine, blocks)
     return recording, {stage: len(members) for stage, members in blocks.items()}

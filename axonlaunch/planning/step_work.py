@@ -239,9 +239,9 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
     blueprint = Blueprint.of(replaced(config, {"train.compile": False}))
     dry = DryRun(blueprint, world)
     trace = OperationTrace(blueprint.shares.axes)
+    batch = dry.batch()
     with dry.storing():
         dry.settle()
-        batch = dry.batch()
         with trace:
             dry.engine.backward(batch)
             with trace.updating(), fake_world.answering_yes():

@@ -139,7 +139,8 @@ class StorageTrace(TorchDispatchMode):
             category = "communication"
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._add(tensor, category)
+                # A tensor that waits for a message holds another one, and no storage of its own.
+                self._add(_plain(tensor), category)
         if namespace == "c10d" and self.host:
             self._tag_gradients()
         self._note()
