@@ -986,7 +986,7 @@ def test_a_wrong_configuration_is_told_in_exact_words(
 
 
 def test_a_key_like_none_here_is_not_taken_for_a_far_one_elsewhere() -> None:
-    with pytest.raises(ConfigError, match="train.epoc=3: there is no such key; keys of train: "):
+    with pytest.raises(ConfigError, match=r"train.epoc=3: there is no such key; keys of train: "):
         config.load(["train.epoc=3"])
 
 
