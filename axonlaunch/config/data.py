@@ -10,6 +10,8 @@ from typing import Final, Literal
 
 IGNORE_INDEX: Final = -100
 """The target that a loss does not count: torch's own default for ``ignore_index``."""
+NUM_BYTES: Final = 256
+"""The vocabulary of text, a token a byte."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import TextConfig
+from axonlaunch.config.data import NUM_BYTES, TextConfig
 from axonlaunch.config.problem import ConfigError, Problem
 from axonlaunch.data import text_files
 from axonlaunch.data.windows import TokenWindows
@@ -41,7 +41,7 @@ class ByteWindows(TokenWindows):
         *,
         sequence_length: int,
     ) -> None:
-        super().__init__(train, held_out, sequence_length=sequence_length, num_classes=256)
+        super().__init__(train, held_out, sequence_length=sequence_length, num_classes=NUM_BYTES)
 
     @cached_property
     def unigram_entropy(self) -> float:
@@ -124,7 +124,7 @@ def _files(patterns: list[str]) -> list[Path]:
 
 
 def _histogram(row: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    counts = np.zeros(256, dtype=np.int64)
+    counts = np.zeros(NUM_BYTES, dtype=np.int64)
     for start in range(0, len(row), 2**20):  # bincount works on an int64 copy: keep it small
-        counts += np.bincount(row[start : start + 2**20], minlength=256)
+        counts += np.bincount(row[start : start + 2**20], minlength=NUM_BYTES)
     return counts
