@@ -41,6 +41,7 @@ class Slowest:
         data: Share of its time in which it waited for data.
         compute: In which it computed.
         wait: In which it waited for others.
+        starved: In which it was ready to run and its node, which others use too, gave it no core.
         cost: By how much of the time it worked longer than the median of the others.
     """
 
@@ -49,6 +50,7 @@ class Slowest:
     data: float
     compute: float
     wait: float
+    starved: float
     cost: float
 
 

@@ -6,7 +6,7 @@ It gathers problems; each room knows its own. It runs in a process of its own, b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
+from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig
 from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import broken_rules
@@ -33,6 +34,7 @@ from axonlaunch.division import (
 )
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.planning.model_outputs import output_problems
 from axonlaunch.planning.report import size
 
 FP32 = 4
@@ -87,7 +89,10 @@ def check(config: RunConfig, *, here: bool = True) -> list[Problem]:
     if here and dataset is not None:
         problems += _samples(config, dataset)
     if spec is not None and dataset is not None:
-        problems += _fit_each_other(config, spec, dataset)
+        unfit = list(_fit_each_other(config, spec, dataset))
+        if not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
+            unfit = list(_named(config, output_problems(model, spec, dataset)))
+        problems += unfit
     if model is not None and spec is not None:
         problems += sharding_problems(config, spec, model)
         problems += context_problems(config, spec)
@@ -185,6 +190,15 @@ def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Ite
         message = f"data={name} has {dataset.num_classes} classes; use {dataset.num_classes}"
         yield Problem("model.num_classes", message, classes)
     yield from _image_shape(config, dataset)
+
+
+def _named(config: RunConfig, problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Say of which model the problems are: by what the user chose it."""
+    for one in problems:
+        if isinstance(config.model, CustomConfig):
+            yield Problem("model.target", one.message, config.model.target)
+        else:
+            yield Problem("model.name", one.message, config.model.name)
 
 
 def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:

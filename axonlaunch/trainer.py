@@ -33,6 +33,7 @@ from axonlaunch.events import (
 from axonlaunch.finite import require_finite
 from axonlaunch.memory import Watch, peak_memory_bytes
 from axonlaunch.stragglers import Stragglers
+from axonlaunch.vocabulary import naming_unknown_tokens
 
 Report = Callable[[Event], None]
 
@@ -97,7 +98,8 @@ def fit(
             is_logged = _due(step, config.log_every, last=last) or not progress.started
             is_saved = saver is not None and _due(step, save_every, last=last)
             with watch.step(engine):
-                loss, tokens = engine.backward(batch)
+                with naming_unknown_tokens(batch, data, step=engine.step):
+                    loss, tokens = engine.backward(batch)
                 if (is_logged or is_saved) and not leaves_out:
                     require_finite(engine, loss, world=world)
                 result = StepResult(loss, tokens, *engine.update())

@@ -51,3 +51,20 @@ def state(pid: int, thread: int | None = None) -> str:
         return content.rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def queued_s(thread: int) -> float | None:
+    """Return for how long a thread of this process was ready to run and got no core.
+
+    Other processes, more ranks than cores or a quota of a container had them.
+
+    Args:
+        thread: Its native id.
+
+    Returns:
+        Seconds since it started, by Linux's ``schedstat``; None where the system does not tell.
+    """
+    try:
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None

@@ -14,14 +14,19 @@ from axonlaunch.checkpoint.folders import Checkpoint
 from axonlaunch.checkpoint.storage import place
 from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, Problem, RunConfig, replaced, to_tree
-from axonlaunch.config.data import SyntheticTokensConfig
+from axonlaunch.config.data import NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
+from axonlaunch.data import TEXT_DATASETS
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from axonlaunch.comm import World
+    from axonlaunch.config.model import GPTConfig, LlamaConfig
     from axonlaunch.engines.base import Engine
+
+TRAINED_ON = "axonlaunch"
+"""Key of an exported ``config.json``: the data that the run was on, by which its text is read."""
 
 
 def start(engine: Engine, model: Any, *, world: World) -> None:
@@ -111,6 +116,9 @@ def export(
     tensors = zip(names, read, strict=True)
     written = safetensors.write(folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes)
     content = hugging_face.figures(config.model) if known else to_tree(config.model)
+    content[TRAINED_ON] = {"data": config.data.name}
+    if length := getattr(config.data, "sequence_length", None):
+        content[TRAINED_ON]["sequence_length"] = length
     content["dtype"] = str(dtype or entries[names[0]].properties.dtype).removeprefix("torch.")
     (folder / safetensors.CONFIG).write_text(json.dumps(content, indent=1) + "\n")
     return [*written, safetensors.CONFIG]
@@ -130,12 +138,36 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     Raises:
         ConfigError: It can't be read, is no model of ours, or the run is there already.
     """
-    import torch
     import torch.distributed.checkpoint as dcp
 
-    from axonlaunch.checkpoint.safetensors import CONFIG, Reader
     from axonlaunch.checkpoint.writer import Writer
     from axonlaunch.config import to_yaml
+
+    model, data = described(folder)
+    if run_dir.exists():
+        raise ConfigError([Problem("", f"{run_dir}: is there already; give a new folder")])
+    state = read_folder(folder, model)
+    config = replaced(config, {"model": model, "data": data, "name": run_dir.name})
+    config = replaced(config, {"run_dir": str(run_dir.absolute())})
+    about = Checkpoint(folders.path_of(run_dir, step=0), 0, 0, 1, None, layout="imported")
+    with reader.in_one_process():
+        dcp.save({"model": state}, storage_writer=Writer(about), no_dist=True)
+    (run_dir / RUN_CONFIG).write_text(to_yaml(config))
+    return about.path
+
+
+def described(
+    folder: Path,
+) -> tuple[GPTConfig | LlamaConfig, PythonSourceConfig | SyntheticTokensConfig]:
+    """Return the model of a folder of safetensors, and data such as it was trained on.
+
+    What was exported from here says what that was; another model with a vocabulary of 256 is taken
+    to be one of bytes of text.
+
+    Raises:
+        ConfigError: Its ``config.json`` can't be read, or is not of a model of ours.
+    """
+    from axonlaunch.checkpoint.safetensors import CONFIG
     from axonlaunch.models import hugging_face
 
     file = folder / CONFIG
@@ -143,26 +175,43 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError([Problem("", f"{file}: can't be read: {error}")]) from None
-    if run_dir.exists():
-        raise ConfigError([Problem("", f"{run_dir}: is there already; give a new folder")])
+    if "model_type" not in content and "name" in content:
+        message = (
+            f"{file}: model={content['name']} is not in Hugging Face's format, as gpt and llama "
+            "are; only model.weights reads it"
+        )
+        raise ConfigError([Problem("", message)])
     model = hugging_face.typed(content, where=str(file))
+    assumed = {"data": "text" if model.vocab_size == NUM_BYTES else "tokens"}
+    trained_on = content.get(TRAINED_ON, assumed)
+    length = trained_on.get("sequence_length", model.max_position_embeddings)
+    if trained_on["data"] in TEXT_DATASETS:
+        return model, PythonSourceConfig(sequence_length=length)
+    return model, SyntheticTokensConfig(vocab_size=model.vocab_size, sequence_length=length)
+
+
+def read_folder(folder: Path, model: GPTConfig | LlamaConfig) -> dict[str, Tensor]:
+    """Read all weights of a folder of safetensors, by our names.
+
+    Raises:
+        ConfigError: A parameter is missing, or a file can't be read.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from axonlaunch.checkpoint.safetensors import Reader
+    from axonlaunch.models import hugging_face
+
     source = Reader(folder, model)
     known = hugging_face.places(model)
     assert known is not None
     shapes = source.shapes()
     if wrong := [f"{name} is missing" for name in known if name not in shapes]:
         raise ConfigError([Problem("", f"{folder}: {first(wrong)}")])
-    data = SyntheticTokensConfig(vocab_size=model.vocab_size)
-    config = replaced(config, {"model": model, "data": data, "name": run_dir.name})
-    config = replaced(config, {"run_dir": str(run_dir.absolute())})
     state = {name: torch.empty(shapes[name]) for name in known}
     with reader.in_one_process():
         dcp.load({"model": state}, storage_reader=source, no_dist=True)
-    about = Checkpoint(folders.path_of(run_dir, step=0), 0, 0, 1, None, layout="imported")
-    with reader.in_one_process():
-        dcp.save({"model": state}, storage_writer=Writer(about), no_dist=True)
-    (run_dir / RUN_CONFIG).write_text(to_yaml(config))
-    return about.path
+    return state
 
 
 def first(problems: list[str]) -> str:

@@ -14,6 +14,7 @@ from axonlaunch.launch.telling import telling
 
 if TYPE_CHECKING:
     from axonlaunch.checkpoint import Checkpoint
+    from axonlaunch.checkpoint.comparison import Difference
     from axonlaunch.config import RunConfig
 
 HELP = "Look at what a run saved, and take weights out and in."
@@ -123,7 +124,7 @@ def check(run_dir: RunDir, as_json: Json = False) -> None:
     raise typer.Exit(0 if passed else 1)
 
 
-@app.command("diff", help="Tell how far two checkpoints are apart, tensor by tensor.")
+@app.command("diff", help="Compare two checkpoints by tensor; exit status 1 if any differ.")
 def diff(
     first: Annotated[
         Path, typer.Argument(metavar="A", parser=_place, help="A run or a checkpoint.")
@@ -131,21 +132,29 @@ def diff(
     second: Annotated[Path, typer.Argument(metavar="B", parser=_place, help="Another.")],
     as_json: Json = False,
 ) -> None:
-    """Tell how far two checkpoints are apart."""
+    """Compare two checkpoints.
+
+    Raises:
+        typer.Exit: With 1 where tensors differ, as ``diff`` does, so that a script can ask.
+    """
     from axonlaunch.checkpoint import comparison
 
     with telling("comparing"):
         found = comparison.compare(_checkpoint(first), _checkpoint(second))
     if as_json:
         print_json({"equal": not found, "differences": [asdict(one) for one in found]})
-        return
+    elif found:
+        _show_differences(found)
+    else:
+        typer.echo("equal, to the bit")
+    raise typer.Exit(1 if found else 0)
+
+
+def _show_differences(found: list[Difference]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
-    if not found:
-        console.print("equal, to the bit")
-        return
     console.print("1 tensor differs" if len(found) == 1 else f"{len(found)} tensors differ")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("tensor", "largest", "relative"):

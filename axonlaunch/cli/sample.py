@@ -16,11 +16,15 @@ EXAMPLES = """Examples:
 \b
   axonlaunch sample runs/gpt-fsdp --prompt "def "
   axonlaunch sample runs/gpt-fsdp --prompt "class " --tokens 400 --temperature 0.5 --seed 1
+  axonlaunch sample exported --prompt "import "
 """
 
 
 def command(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a run that saved a checkpoint.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="A run with a checkpoint, or exported weights."),
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
     tokens: Annotated[int, typer.Option(min=1, help="Bytes to add.")] = 300,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.8,
@@ -34,7 +38,7 @@ def command(
     from axonlaunch.sampling import continue_prompt
 
     text = continue_prompt(
-        run_dir, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+        folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
     )
     if as_json:
         print_json({"prompt": prompt, "text": text})

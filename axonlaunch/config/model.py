@@ -195,6 +195,9 @@ def _head_problems(hidden_size: int, num_attention_heads: int) -> list[tuple[str
     return [("num_attention_heads", message)]
 
 
+OWN_MODEL_CONFIGS = (MLPConfig, GPTConfig, LlamaConfig, ViTConfig)
+"""Of the models whose code is here: what they are fed and return follows from their figures."""
+
 MODEL_CONFIGS: dict[str, type] = {
     "mlp": MLPConfig,
     "gpt": GPTConfig,

@@ -16,16 +16,20 @@ from axonlaunch.config.problem import Problem, one_of, plain
 from axonlaunch.registry import nearest, unknown
 
 FOREIGN_NAMES = {
+    "batch": "train.global_batch_size",
     "batch_size": "train.global_batch_size",
     "devices": "launch.nproc",
+    "epochs": "train.steps",
     "gpus": "launch.nproc",
     "gradient_accumulation_steps": "train.micro_batch_size",
     "gradient_checkpointing": "train.activation_checkpointing",
     "learning_rate": "optimizer.lr",
+    "max_epochs": "train.steps",
     "max_grad_norm": "train.grad_clip",
     "max_steps": "train.steps",
     "mixed_precision": "train.precision",
     "nproc_per_node": "launch.nproc",
+    "num_epochs": "train.steps",
     "num_gpus": "launch.nproc",
     "num_processes": "launch.nproc",
     "output_dir": "run_dir",
@@ -35,6 +39,11 @@ FOREIGN_NAMES = {
     "tp": "strategy.tensor.degree",
 }
 """What other tools call a key, to the key that it is here."""
+
+
+_ELSEWHERE = 0.75
+"""How like a key of another group a name must be: ``stepz`` is meant for ``train.steps`` (0.8), and
+``epochs`` for ``optimizer.eps`` (0.67) is not."""
 
 
 class _Rejected(Exception):  # noqa: N818 - control flow inside this module, never seen outside
@@ -255,12 +264,14 @@ def _unknown_key(prefix: str, name: str, value: Any, fields: dict[str, Any], roo
     if key in elsewhere:
         owners = [other for other, keys in _variants(root, prefix) if name in keys]
         return Problem(key, f"there is no such key here, only in {prefix}={one_of(owners)}", shown)
-    if close := nearest(name, fields):
-        meant: str | None = f"{prefix}.{close}" if prefix else close
-    else:
-        last = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
-        found = nearest(name, last)
-        meant = FOREIGN_NAMES.get(name) or (last[found] if found else None)
+    last = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
+    here = {field: f"{prefix}.{field}" if prefix else field for field in fields}
+    # What another tool calls a key is known; the rest is guessed, in this group first.
+    meant = (
+        FOREIGN_NAMES.get(name)
+        or here.get(nearest(name, here) or "")
+        or last.get(nearest(name, last, cutoff=_ELSEWHERE) or "")
+    )
     if meant:
         return Problem(key, f"there is no such key; did you mean {meant}?", shown)
     where = f"keys of {prefix}" if prefix else "top-level keys"

@@ -12,9 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.config import ConfigError
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.ddp import DDP
 from axonlaunch.engines.pipeline import Pipeline
+from axonlaunch.models.spec import not_a_tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -76,11 +78,21 @@ class WholePasses:
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs."""
-        outputs: Tensor = self._forward(inputs.to(self._device))
+        return self._outputs(inputs.to(self._device))
+
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        """Return the model's outputs.
+
+        Raises:
+            ConfigError: They are no tensor.
+        """
+        outputs: object = self._forward(inputs)
+        if not isinstance(outputs, Tensor):
+            raise ConfigError([not_a_tensor(outputs)])
         return outputs
 
     def _loss(self, batch: Batch, loss: Loss) -> Tensor:
-        outputs = self._forward(batch.inputs.to(self._device, non_blocking=True))
+        outputs = self._outputs(batch.inputs.to(self._device, non_blocking=True))
         return loss(outputs, batch.targets.to(self._device, non_blocking=True))
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:

@@ -39,8 +39,11 @@ from axonlaunch.events import (
 from axonlaunch.launch.reports import Crash, Report, plain_ranks
 from axonlaunch.provenance import owner
 
-SLOW = 0.1
-"""Share of the time that a slow rank costs the others, from which it is told."""
+SLOW = 0.2
+"""Share of a step for which the others wait for a slow rank, from which it is reported."""
+_PERSISTENT = 4
+"""Logged steps in a row in which the same rank has to be that slow: a moment's work of the system
+makes any rank slow."""
 _SHOWN = 16
 """Lines of a traceback that are shown, the last: the whole is in the log."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)"')
@@ -67,7 +70,8 @@ class RunConsole:
         self._status: Status | None = None
         self._counted, self._of_process = "tok", ""
         self._suspect: int | None = None
-        self._told: int | None = None
+        self._slow_for = 0
+        self._reported: int | None = None
         self._task: TaskID | None = None
 
     def __call__(self, event: Event) -> None:
@@ -164,18 +168,20 @@ class RunConsole:
         self._straggler(event.slowest)
 
     def _straggler(self, slowest: Slowest | None) -> None:
-        """Tell who is slow, once it was so twice in a row, and not again until it is another."""
+        """Report a rank that stays slow, and not again until it is another."""
         if slowest is None:
             return
-        slow = slowest.rank if slowest.cost > SLOW else None
-        if slow is not None and slow == self._suspect and slow != self._told:
-            self._told = slow
-            self.line(
-                f"[yellow]note[/yellow] the others wait {slowest.cost:.0%} of the time for rank "
-                f"{slow} on {escape(slowest.machine)}: data {slowest.data:.0%}, compute "
-                f"{slowest.compute:.0%}, waiting itself {slowest.wait:.0%}"
-            )
+        slow = slowest.rank if slowest.cost >= SLOW else None
+        self._slow_for = self._slow_for + 1 if slow == self._suspect else 1
         self._suspect = slow
+        if slow is None or slow == self._reported or self._slow_for < _PERSISTENT:
+            return
+        self._reported = slow
+        self.line(
+            f"[yellow]note[/yellow] rank {slow} on {escape(slowest.machine)} is slow: the other "
+            f"ranks wait {slowest.cost:.0%} of each step for it. It spends {slowest.compute:.0%} "
+            f"of its time computing and {slowest.data:.0%} waiting for data."
+        )
 
     def _advance(self, step: int) -> None:
         if self._progress is not None and self._task is not None:

@@ -92,6 +92,15 @@ class ModelSpec:
         return len({_looks(block) for block in blocks}) == 1
 
 
+def not_a_tensor(outputs: object) -> Problem:
+    """Return the problem that a model's forward returned something else than a tensor."""
+    kind = type(outputs).__name__
+    part = ".logits" if hasattr(outputs, "logits") else "[0]" if isinstance(outputs, tuple) else ""
+    example = f", as in return outputs{part}" if part else ""
+    message = f"its forward returns {kind}, not a tensor; return the logits alone{example}"
+    return Problem("model", message)
+
+
 def _looks(block: nn.Module) -> tuple[Any, ...]:
     tensors = [*block.named_parameters(), *block.named_buffers()]
     settings = [

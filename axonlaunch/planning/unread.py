@@ -10,6 +10,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.data import (
+    NUM_BYTES,
     DigitsConfig,
     PythonSourceConfig,
     SyntheticImagesConfig,
@@ -20,7 +21,6 @@ from axonlaunch.config.data import (
 
 _NOWHERE: dict[str, dict[str, Any]] = {"tokens": {"path": "-"}, "text": {"files": ["-"]}}
 _MISSING = "???"
-_BYTES = 256
 
 
 def naming_files(tree: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,9 @@ def without_files(config: RunConfig) -> RunConfig:
     """Return a configuration whose samples have the same shape and come from no file."""
     data: Any = config.data
     if isinstance(data, PythonSourceConfig | TextConfig):
-        shape: Any = SyntheticTokensConfig(vocab_size=_BYTES, sequence_length=data.sequence_length)
+        shape: Any = SyntheticTokensConfig(
+            vocab_size=NUM_BYTES, sequence_length=data.sequence_length
+        )
     elif isinstance(data, TokensConfig):
         # Without a size that is told, any: the model's own decides what is allocated.
         size = data.vocab_size or 2

@@ -25,6 +25,11 @@ UNTRACEABLE = (
 """What torch raises for an operation that needs values, or that has no fake kernel."""
 
 
+def silence_fake_tensors() -> None:
+    """Let fake tensors raise alone: torch logs what it raises, too."""
+    _LOGGER.setLevel(logging.CRITICAL)
+
+
 @contextmanager
 def refusing_untraceable(config: RunConfig) -> Iterator[None]:
     """Refuse a run of which an operation needs values or has no fake kernel, or a module fails.
@@ -32,7 +37,7 @@ def refusing_untraceable(config: RunConfig) -> Iterator[None]:
     Raises:
         ConfigError: What fails, and the module it is in.
     """
-    _LOGGER.setLevel(logging.CRITICAL)  # it shows what it raises, too
+    silence_fake_tensors()
     try:
         yield
     except UNTRACEABLE as error:

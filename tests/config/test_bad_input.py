@@ -117,7 +117,25 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "checkpoint.interval=3",
         [
-            "checkpoint.interval=3: there is no such key; did you mean optimizer.nesterov?",
+            "checkpoint.interval=3: there is no such key; keys of checkpoint: async_save, every, keep, keep_best, keep_every, path, resume",
+        ],
+    ),
+    (
+        "train.epochs=3",
+        [
+            "train.epochs=3: there is no such key; did you mean train.steps?",
+        ],
+    ),
+    (
+        "train.batch=3",
+        [
+            "train.batch=3: there is no such key; did you mean train.global_batch_size?",
+        ],
+    ),
+    (
+        "train.log_evry=3",
+        [
+            "train.log_evry=3: there is no such key; did you mean train.log_every?",
         ],
     ),
     (
@@ -483,7 +501,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "hardware=h100",
         [
-            "hardware=h100: there is no such option; did you mean h200? known: a100_40gb, a100_80gb, b200, cpu, h100_80gb, h100_96gb, h200, mi300x, rtx4090",
+            "hardware=h100: there is no such option; did you mean h100_80gb? known: a100_40gb, a100_80gb, b200, cpu, h100_80gb, h100_96gb, h200, mi300x, rtx4090",
         ],
     ),
     (
@@ -971,6 +989,11 @@ def test_a_wrong_configuration_is_told_in_exact_words(
     told = [str(problem) for problem in raised.value.problems]
     assert told == [problem.replace("{cwd}", str(tmp_path)) for problem in problems]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_like_none_here_is_not_taken_for_a_far_one_elsewhere() -> None:
+    with pytest.raises(ConfigError, match=r"train.epoc=3: there is no such key; keys of train: "):
+        config.load(["train.epoc=3"])
 
 
 def test_an_unknown_primary_config_lists_those_there_are() -> None:
