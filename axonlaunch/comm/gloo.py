@@ -122,7 +122,7 @@ def connect(
     options._threads = 2 * len(listeners.devices)
     options._timeout = min(timeout, timedelta(seconds=DEADLINE_S))
     try:
-        group = _Gloo(store, rank, size, options)
+        group: dist.ProcessGroupGloo = _Gloo(store, rank, size, options)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise UnreachableRankError(
