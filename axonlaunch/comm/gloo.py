@@ -27,7 +27,7 @@ from axonlaunch.authentication import derive_key
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
 from axonlaunch.comm.errors import UnreachableRankError
 
-DEADLINE_S = 25.0
+DEADLINE_S = 20.0
 """Seconds in which the ranks of a group must have connected, once all have come to it."""
 _LEAST_S = 2.0
 """Seconds that a proof gets at least, however late the connections were."""
