@@ -1,12 +1,13 @@
 """Someone without a run's token who can reach its ports; run as a program, or called by tests.
 
 ``stranger.py rob ADDRESS SECONDS`` connects to each port that opens and sends what gloo expects;
-``stranger.py noise ADDRESS COUNT`` sends noise to them; ``stranger.py store HOST PORT PAYLOAD``
-writes a payload (hexadecimal) under every key of a store and prints the keys and values it read.
+``stranger.py noise ADDRESS COUNT`` sends noise to them; ``stranger.py frozen HOST PORT YAML`` puts
+a configuration (its bytes in hexadecimal) where node 1 of 2 looks for that of node 0.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import socket
@@ -80,22 +81,26 @@ def noise(address: str, count: int) -> None:
     print(made, flush=True)
 
 
-def store(host: str, port: int, payload: bytes) -> None:
-    """Write a payload under every key of a store."""
+def frozen(host: str, port: int, config: str) -> None:
+    """Put a configuration where node 1 looks for that of node 0, before node 0 does."""
     import torch.distributed as dist
 
     theirs: Any = dist.TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    for key in theirs.list_keys():
-        with suppress(RuntimeError):
-            print(key, theirs.get(key), flush=True)
-            theirs.set(key, payload)
+    while not (begun := [key for key in theirs.list_keys() if key.endswith("joined/0")]):
+        time.sleep(0.05)
+    value = {"config": config, "attempts": 0, "restarts": 0}
+    key = begun[0].replace("joined/0", "frozen")
+    joined = json.loads(theirs.get(begun[0])[64:])
+    message = {**joined, "name": "frozen", "content": {"nonces": ["", ""], "value": value}}
+    theirs.set(key, "0" * 64 + json.dumps(message))
+    print(key, flush=True)
 
 
 if __name__ == "__main__":
     kind, where, what, *rest = sys.argv[1:]
-    if kind == "store":
-        store(where, int(what), bytes.fromhex(rest[0]))
+    if kind == "frozen":
+        frozen(where, int(what), bytes.fromhex(rest[0]).decode())
     else:
         {"rob": rob, "noise": noise}[kind](where, int(what))
