@@ -6,13 +6,14 @@ It is held where the loss is read anyway, at logged steps, and before a checkpoi
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import World
+from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.engines.base import Engine
 
 
@@ -35,10 +36,9 @@ def require_finite(engine: Engine, loss: Tensor, *, world: World) -> None:
     value = float(loss)
     if math.isfinite(value):
         return
-    found: list[tuple[int, int, int, str] | None] = [_first(engine, world.rank)]
+    found: list[Any] = [_first(engine, world.rank)]
     if world.world_size > 1:
-        mine, found = found[0], [None] * world.world_size
-        dist.all_gather_object(found, mine)
+        found = all_gather_json(found[0])
     message = f"the loss of step {engine.step + 1} is {value:g}; "
     if told := sorted(one for one in found if one is not None):
         message += told[0][-1]

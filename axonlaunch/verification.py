@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from axonlaunch import data
 from axonlaunch.checkpoint.weights import start
 from axonlaunch.comm import RankFailedError, World
+from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig, replaced
 from axonlaunch.config.layout import layout, world_size
@@ -218,11 +219,12 @@ def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> Verdict | 
         backend=config.launch.backend, timeout_s=config.launch.timeout_s, store=store
     ) as world:
         reference = Reference(**torch.load(Path(folder) / _SAVED))
-        told: list[list[Difference]] = [[] for _ in range(ranks)]
-        dist.all_gather_object(told, compare(config, world, reference, steps=steps))
+        own = compare(config, world, reference, steps=steps)
+        told = all_gather_json([dataclasses.asdict(one) for one in own])
     if rank:
         return None
-    return judge(config, reference, [one for differences in told for one in differences])
+    found = [Difference(**one) for differences in told for one in differences]
+    return judge(config, reference, found)
 
 
 def judge(

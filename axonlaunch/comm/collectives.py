@@ -26,6 +26,7 @@ from axonlaunch.comm.checks import (
     is_me,
 )
 from axonlaunch.comm.errors import say_tensor
+from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.comm.process_group import ProcessGroup, default_group
 from axonlaunch.comm.renamed import all_gather_single, reduce_scatter_single
 
@@ -352,7 +353,5 @@ def _reduce_scatter(name: str, tensor: Tensor, op: ReduceOp, group: ProcessGroup
 def _said_by(src: int, line: str, lines: list[str], group: ProcessGroup) -> str:
     """Return what rank ``src`` said; on NCCL nobody has heard it yet."""
     if group.backend is Backend.NCCL and group.size > 1:
-        box = [line]
-        dist.broadcast_object_list(box, src=src, group=group.torch_group)
-        return box[0]
+        lines = all_gather_json(line, group=group.torch_group)
     return lines[group.ranks.index(src)]

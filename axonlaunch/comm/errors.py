@@ -32,6 +32,10 @@ class PeerFailedError(CommError):
     """This rank waited for a rank that failed, which the message names."""
 
 
+class UnreachableRankError(CommError):
+    """A rank could not be connected with, or a stranger is in its place; the message says which."""
+
+
 class RankFailedError(CommError):
     """A rank of a mock world failed; ``__cause__`` is its exception.
 

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from axonlaunch.comm.authenticated_store import AuthenticatedStore
+
 _IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -124,7 +126,7 @@ def find_place(environment: Mapping[str, str], *, store: dist.Store | None = Non
 
 
 def _host_of(store: dist.Store | None) -> str | None:
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, dist.PrefixStore | AuthenticatedStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else None
 

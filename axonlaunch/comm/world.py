@@ -20,6 +20,7 @@ from axonlaunch.comm import nccl
 from axonlaunch.comm.agreement import agree
 from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.errors import NcclError
+from axonlaunch.comm.gloo import proven_groups
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.comm.process_group import ProcessGroup, default_group
 from axonlaunch.comm.rendezvous import Place, find_place, gloo_towards, open_store
@@ -105,6 +106,7 @@ class World:
             at_close.enter_context(gloo_towards(place.master_addr or "localhost"))
             at_close.callback(setattr, sys, "excepthook", sys.excepthook)
             store = store or open_store(place, timeout=timeout)
+            at_close.enter_context(proven_groups(store, rank=place.rank))
             dist.init_process_group(
                 chosen.torch_name,
                 store=store,

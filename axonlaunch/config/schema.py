@@ -217,7 +217,12 @@ class LaunchConfig:
     master_port: int | Literal["auto"] = field(default="auto", metadata={"min": 1, "max": 65535})
     """port of the rendezvous, on machine 0; auto: what the surroundings say, else a free one"""
     token_file: str | None = None
-    """file with a secret, the same on every machine, under which the machines of this run meet"""
+    """file with a secret, the same on every node, that only this user can read (mode 0600): the
+    nodes sign what they tell each other with a key derived from it; made by
+    (umask 077; head -c 32 /dev/urandom | base64 > FILE)
+    """
+    require_token: bool = False
+    """refuse a run on more than one node without token_file; its messages could be forged"""
     backend: Literal["auto", "gloo", "nccl", "mock"] = "auto"
     """auto: nccl on accelerators, else gloo; mock: all ranks are threads of one process"""
     timeout_s: float = field(default=600.0, metadata={"above": 0})

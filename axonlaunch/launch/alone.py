@@ -24,15 +24,18 @@ from typing import Any, NoReturn, TextIO
 import torch.distributed as dist
 
 from axonlaunch import config as configuration
-from axonlaunch.comm.rendezvous import meet_at
+from axonlaunch.authentication import ForgedMessageError, derive_key
+from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.config.problem import plain
+from axonlaunch.config.schema import LaunchConfig
 from axonlaunch.launch import rank as ranks
-from axonlaunch.launch import run_folder, stacks
+from axonlaunch.launch import run_folder, run_identity, stacks, token
 from axonlaunch.launch.conclusion import Record, Tail, conclude, log_of, tell_crash
 from axonlaunch.launch.console import RunConsole
-from axonlaunch.launch.peers import Peers, meet
+from axonlaunch.launch.peers import Peers, meet, member_name
 from axonlaunch.launch.prediction import Prediction
 from axonlaunch.launch.pulse import Pulse
 from axonlaunch.launch.rank_messages import Place
@@ -46,12 +49,17 @@ LOST_S = 20.0
 """Seconds of silence after which a rank is lost. Its watching thread shares the interpreter with
 training, so a short silence says nothing; a launcher notices a process that ended at once."""
 _TICK_S = 0.1
+_FORGED = (
+    "what stands in the store there was not written by a rank of this run: give every rank the "
+    "same launch.token_file, and let nobody else reach the port"
+)
 
 
 def train(
     found: Surroundings,
     compose: Callable[[Surroundings], RunConfig],
     *,
+    launch: LaunchConfig,
     started: float,
     as_json: bool = False,
 ) -> tuple[int, dict[str, Any] | None]:
@@ -59,6 +67,7 @@ def train(
 
     Args:
         found: Which one.
+        launch: What is said of the token.
         compose: Makes the resolved configuration, on rank 0.
         started: ``time.time()`` when the command began.
         as_json: Keep standard output free.
@@ -72,9 +81,10 @@ def train(
             latter.
     """
     assert found.local_rank is not None
-    member_store, machines = _join(found)
+    channel, machines, nonces = _join(found, _key(found, launch))
     peers = Peers(
-        member_store,
+        channel,
+        nonces=nonces,
         member=found.rank,
         members=found.world_size,
         first_ranks=list(range(found.world_size)),
@@ -101,8 +111,34 @@ def train(
         return _run(config, found, peers, started=started, as_json=as_json)
 
 
-def _join(found: Surroundings) -> tuple[dist.Store, list[dict[str, Any]] | None]:
+def _key(found: Surroundings, launch: LaunchConfig) -> bytes:
+    """Return the key of the run's messages; rank 0 says where there is no secret.
+
+    Ranks of one node find the same token in this user's own folder.
+
+    Raises:
+        ConfigError: There is a file that is no secret, or none where one is required.
+    """
+    secret = token.read(launch)
+    assert found.master_addr is not None
+    if secret is None and (
+        found.local_world_size == found.world_size or is_loopback(found.master_addr)
+    ):
+        secret = token.of_this_user()
+    if secret is None:
+        warning = token.without(launch, address=f"{found.master_addr}:{found.master_port}")
+        if found.rank == 0:
+            print(warning, file=sys.stderr)
+    return derive_key(secret or b"")
+
+
+def _join(
+    found: Surroundings, key: bytes
+) -> tuple[Channel, list[dict[str, Any]] | None, list[str]]:
     """Meet the other ranks; rank 0 learns what each said of itself.
+
+    Returns:
+        Where they meet, what each said, and the nonces for ``Peers``.
 
     Raises:
         ConfigError: They can't meet.
@@ -122,11 +158,23 @@ def _join(found: Surroundings) -> tuple[dist.Store, list[dict[str, Any]] | None]
     except (dist.DistNetworkError, dist.DistStoreError):
         message = f"rank {found.rank} waited {JOIN_S:g} s, and rank 0 does not listen there"
         raise ConfigError([Problem("MASTER_ADDR", message, where)]) from None
-    member_store = dist.PrefixStore(_token(found), store)
+    job = dist.PrefixStore(f"axonlaunch/{found.run_id}", store)
+    try:
+        if found.rank == 0:
+            named = run_identity.announce(job, key)
+        else:
+            named = run_identity.learn(job, key, timeout_s=JOIN_S)
+    except TimeoutError:
+        message = f"rank {found.rank} waited {JOIN_S:g} s, and rank 0 began no run there"
+        raise ConfigError([Problem("MASTER_ADDR", message, where)]) from None
+    except ForgedMessageError:
+        raise ConfigError([Problem("MASTER_ADDR", _FORGED, where)]) from None
+    credentials = named.of(member_name(found.rank))
+    channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
         about = {"machine": socket.gethostname(), "local_rank": found.local_rank}
-        machines = meet(
-            member_store,
+        machines, nonces = meet(
+            channel,
             member=found.rank,
             members=found.world_size,
             about=about,
@@ -136,11 +184,9 @@ def _join(found: Surroundings) -> tuple[dist.Store, list[dict[str, Any]] | None]
     except TimeoutError as missing:
         message = f"ranks {missing} did not come within {JOIN_S:g} s"
         raise ConfigError([Problem("WORLD_SIZE", message, found.world_size)]) from None
-    return member_store, machines
-
-
-def _token(found: Surroundings) -> str:
-    return f"axonlaunch/{found.run_id}"
+    except ForgedMessageError:
+        raise ConfigError([Problem("MASTER_ADDR", _FORGED, where)]) from None
+    return channel, machines, nonces
 
 
 def _counted(found: Surroundings, members: list[dict[str, Any]] | None) -> Surroundings:
@@ -168,6 +214,8 @@ def _frozen(peers: Peers) -> RunConfig | None:
     except TimeoutError:
         message = f"rank 0 told no configuration within {JOIN_S:g} s"
         raise ConfigError([Problem("", message)]) from None
+    except ForgedMessageError:
+        raise ConfigError([Problem("MASTER_ADDR", _FORGED)]) from None
     if "refused" in told:
         peers.watch()
         peers.farewell()
@@ -200,7 +248,7 @@ def _run(
         nnodes=nodes(config)[1],
         master_addr=found.master_addr,
         port=found.master_port,
-        token=f"{_token(found)}/ranks",
+        credentials=peers.channel.credentials.of(f"rank {found.rank}"),
         listener=None,
         log=log,
         pulse=Pulse.of(config.launch.nproc),

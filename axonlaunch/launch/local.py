@@ -7,7 +7,6 @@ process forked from the warm server.
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.authentication import Credentials
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import nodes, world_size
 from axonlaunch.launch import forkserver, run_folder
@@ -37,7 +37,7 @@ class Meeting:
     Attributes:
         address: Of the rank or process that listens.
         port: Its port.
-        token: What the run's keys begin with.
+        credentials: What all of its ranks sign with.
         listener: The bound socket that rank 0 is to take over; None where somebody else listens.
         node_rank: Which machine this is.
         others: The other machines; None where there is none.
@@ -45,7 +45,7 @@ class Meeting:
 
     address: str
     port: int
-    token: str
+    credentials: Credentials
     listener: socket.socket | None = None
     node_rank: int = 0
     others: Others | None = None
@@ -147,7 +147,7 @@ def _spawn(
             nnodes=nodes(config)[1],
             master_addr=meeting.address,
             port=meeting.port,
-            token=meeting.token,
+            credentials=meeting.credentials.of(f"rank {number}"),
             listener=meeting.listener if number == 0 else None,
             log=log,
             pulse=pulse,
@@ -179,9 +179,9 @@ def _meeting(config: RunConfig) -> Iterator[Meeting]:
     Raises:
         ConfigError: The port is taken.
     """
-    token = secrets.token_hex(16)
+    credentials = Credentials.random(sender="launcher")
     if config.launch.backend == "mock":
-        yield Meeting(address=LOOPBACK, port=0, token=token)
+        yield Meeting(address=LOOPBACK, port=0, credentials=credentials)
         return
     port = config.launch.master_port
     with socket.socket() as bound:
@@ -194,4 +194,4 @@ def _meeting(config: RunConfig) -> Iterator[Meeting]:
             raise ConfigError([Problem("launch.master_port", message, port)]) from None
         bound.listen(1024)
         number = bound.getsockname()[1]
-        yield Meeting(address=LOOPBACK, port=number, token=token, listener=bound)
+        yield Meeting(address=LOOPBACK, port=number, credentials=credentials, listener=bound)

@@ -6,32 +6,38 @@ checks the same words itself, and a difference is told before a rank starts.
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import socket
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from axonlaunch import config as configuration
+from axonlaunch.authentication import Credentials, ForgedMessageError, derive_key
+from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.rendezvous import is_own, meet_at
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import nodes, world_size
 from axonlaunch.config.problem import plain
-from axonlaunch.launch import run_folder
+from axonlaunch.launch import run_folder, run_identity, token
 from axonlaunch.launch.console import RunConsole
 from axonlaunch.launch.local import Meeting
-from axonlaunch.launch.peers import Peers, meet
+from axonlaunch.launch.peers import Peers, meet, member_name
 from axonlaunch.launch.rounds import Round, Rounds
 from axonlaunch.launch.supervisor import Outcome, was_interrupted
 
 LOST_S = 5.0
 """Seconds of silence after which a machine is lost: its processes have to be gone in ten."""
-_OWN = ("launch.node_rank", "name", "run_dir")
-"""What may differ between machines: each says the first itself, machine 0 decides the others."""
+_OWN = ("launch.node_rank", "launch.token_file", "name", "run_dir")
+"""What may differ between machines: each says the first two itself, machine 0 decides the others.
+"""
+_FORGED = (
+    "what stands in the store there was not written by a node of this run: give every node the "
+    "same launch.token_file, and let nobody else reach the port"
+)
 
 
 class Membership:
@@ -56,18 +62,26 @@ class Membership:
             console: Takes lines for the user.
 
         Raises:
-            ConfigError: The address is not machine 0's, its port is taken, or nobody answers.
+            ConfigError: The address is not machine 0's, its port is taken, nobody answers, or the
+                token can't be read.
         """
         self._given = config
         self._problems = problems
         self._console = console
         self._hosts = _is_first(config)
+        secret = token.read(config.launch)
+        if secret is None:
+            where = f"{config.launch.master_addr}:{_port(config)}"
+            warning = token.without(config.launch, address=where)
+            if self._hosts:
+                console.line(warning)
         # It listens for as long as this is held.
         if not self._hosts:
             which = "" if config.launch.node_rank == "auto" else f" {config.launch.node_rank}"
             where = f"{config.launch.master_addr}:{_port(config)}"
             console.line(f"machine{which}: joining {where}")
         self._held = self._open(listens=self._hosts)
+        self._credentials = self._named(derive_key(secret or b""))
         self._rounds: Rounds | None = None
         self._frozen: RunConfig | None = None
         self._peers: Peers | None = None
@@ -91,17 +105,37 @@ class Membership:
                 [Problem("launch.master_addr", message, launch.master_addr)]
             ) from None
 
+    def _named(self, key: bytes) -> Credentials:
+        """Name the run on machine 0, learn its name elsewhere.
+
+        Raises:
+            ConfigError: Who answers there is not of this run.
+        """
+        if self._hosts:
+            return run_identity.announce(self._held, key)
+        launch = self._given.launch
+        try:
+            return run_identity.learn(self._held, key, timeout_s=launch.timeout_s)
+        except TimeoutError:
+            message = f"who listens at port {_port(self._given)} there began no run of axonlaunch"
+        except ForgedMessageError:
+            message = _FORGED
+        raise ConfigError([Problem("launch.master_addr", message, launch.master_addr)])
+
     def agree(self, folder: ExitStack) -> tuple[RunConfig, Meeting]:
         """Meet the others for an attempt; return what all run, and where the ranks meet.
 
         Raises:
             ConfigError: The machines can't meet, or differ.
         """
-        launch, token = self._given.launch, _token(self._given)
+        launch = self._given.launch
         now, store = self._round(), self._open(listens=False)
-        own = dist.PrefixStore(f"{token}/{now.name}", store)
+        credentials = dataclasses.replace(
+            self._credentials, round=now.number, sender=member_name(now.member)
+        )
+        own = Channel(run_identity.keys_of(store, credentials, now.name), credentials)
         try:
-            met = meet(
+            met, nonces = meet(
                 own,
                 member=now.member,
                 members=now.members,
@@ -114,8 +148,12 @@ class Membership:
                 f"machines {missing} did not come within launch.timeout_s={launch.timeout_s:g}"
             )
             raise ConfigError([Problem("launch.nnodes", message, launch.nnodes)]) from None
+        except ForgedMessageError:
+            problem = Problem("launch.master_addr", _FORGED, launch.master_addr)
+            raise ConfigError([problem]) from None
         self._peers = peers = Peers(
             own,
+            nonces=nonces,
             member=now.member,
             members=now.members,
             first_ranks=[machine * _count(self._given) for machine in range(now.members)],
@@ -134,7 +172,7 @@ class Membership:
         meeting = Meeting(
             address=launch.master_addr,
             port=_port(config),
-            token=f"{token}/{now.name}/ranks",
+            credentials=credentials,
             node_rank=now.member,
             others=peers,
         )
@@ -169,9 +207,10 @@ class Membership:
         if least == most and self.restarts == 0:
             return Round(-1, order, most)
         if self._rounds is None:
-            store = dist.PrefixStore(f"{_token(self._given)}/rounds", self._open(listens=False))
+            store = self._open(listens=False)
             self._rounds = Rounds(
-                store,
+                run_identity.keys_of(store, self._credentials, "rounds"),
+                self._credentials,
                 first=self._hosts,
                 least=least,
                 most=most,
@@ -229,10 +268,13 @@ class Membership:
         try:
             told = peers.ask("frozen", timeout_s=launch.timeout_s)
         except TimeoutError:
-            message = "machine 0 answers, but never began this run; is launch.token_file the same?"
+            message = "machine 0 answers, but never began this run"
             raise ConfigError(
                 [Problem("launch.master_addr", message, launch.master_addr)]
             ) from None
+        except ForgedMessageError:
+            problem = Problem("launch.master_addr", _FORGED, launch.master_addr)
+            raise ConfigError([problem]) from None
         if "problems" in told:
             peers.watch()
             peers.farewell()
@@ -277,25 +319,6 @@ def _count(config: RunConfig) -> int:
 
 def _port(config: RunConfig) -> int:
     return 29500 if config.launch.master_port == "auto" else config.launch.master_port
-
-
-def _token(config: RunConfig) -> str:
-    """Return what this run's keys begin with.
-
-    Raises:
-        ConfigError: The file of the secret can't be read.
-    """
-    file = config.launch.token_file
-    if file is None:
-        return "axonlaunch"
-    try:
-        secret = Path(file).expanduser().read_bytes().strip()
-    except OSError as error:
-        message = f"can't read it ({error.strerror})"
-        raise ConfigError([Problem("launch.token_file", message, file)]) from None
-    if not secret:
-        raise ConfigError([Problem("launch.token_file", "it is empty", file)])
-    return hashlib.sha256(secret).hexdigest()
 
 
 def _is_first(config: RunConfig) -> bool:

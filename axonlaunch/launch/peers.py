@@ -1,21 +1,20 @@
 """What the processes of a run on several machines tell each other, over torch's store.
 
 Each beats, so that silence is noticed; failures are gathered by member 0, which alone judges who
-was first. Nothing is unpickled: what travels is JSON.
+was first. All of it is signed JSON; what another than the named member wrote is ignored.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import secrets
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
+from axonlaunch.authentication import ForgedMessageError
+from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.events import Finished
 from axonlaunch.launch.judgement import is_conclusive, judge
 from axonlaunch.launch.reports import Crash, Report
@@ -31,7 +30,7 @@ class Peers:
     """This process among the members of a run.
 
     Attributes:
-        store: Where they meet, under what is the run's alone.
+        channel: Where they meet, under what is the run's alone.
         member: Which one this is; 0 leads.
         members: How many there are.
         goes_on: Once all have ended: whether they meet again, with newcomers.
@@ -39,8 +38,9 @@ class Peers:
 
     def __init__(
         self,
-        store: dist.Store,
+        channel: Channel,
         *,
+        nonces: list[str],
         member: int,
         members: int,
         first_ranks: list[int],
@@ -51,7 +51,8 @@ class Peers:
         """Join; nothing is watched before ``watch``.
 
         Args:
-            store: Where the members meet; used by nobody else while this lives.
+            channel: Where the members meet; used by nobody else while this lives.
+            nonces: Those of all members on member 0, elsewhere this one's, of ``meet``.
             member: Which one this is.
             members: How many there are.
             first_ranks: The first rank of each.
@@ -62,7 +63,8 @@ class Peers:
             newcomers: Whether somebody waits to join who could; member 0 alone asks, in the
                 thread that listens.
         """
-        self.store = store
+        self.channel = channel
+        self._nonces = nonces
         self.member = member
         self.members = members
         self._first_ranks = first_ranks
@@ -71,18 +73,17 @@ class Peers:
         self._newcomers = newcomers
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._outbox: list[tuple[str, str]] = []
+        self._outbox: list[tuple[str, Any]] = []
+        # On member 0 everybody's; elsewhere this member's own, which each beat carries.
         self._reports: list[Report] = []
-        self._read = 0
-        self._heard: dict[int, bytes] = {}
+        self._read = [0] * members
+        self._heard: dict[int, int] = {}
         self._heard_at: dict[int, float] = {}
         self._verdict: Crash | None = None
         self._finished: list[list[dict[str, Any]]] = []
         self._contact = time.monotonic()
         self._is_done = self._is_over = self._all_left = self._gone = False
         self._is_awaited = self.goes_on = False
-        if self.is_lead:
-            store.set("reports", "\n")
 
     @property
     def is_lead(self) -> bool:
@@ -100,20 +101,23 @@ class Peers:
         return not self.is_lead and self._lead_is_lost()
 
     def tell(self, key: str, value: Any) -> None:
-        """Write a value that others wait for."""
-        self.store.set(key, json.dumps(value))
+        """Write a value that others wait for; member 0 does."""
+        self.channel.put(key, {"nonces": self._nonces, "value": value})
 
     def ask(self, key: str, *, timeout_s: float) -> Any:
-        """Wait for a value.
+        """Wait for a value of member 0.
 
         Raises:
-            TimeoutError: Nobody told it in time.
+            TimeoutError: It did not tell it in time.
+            ForgedMessageError: It did not write what stands there, or not for this member now: a
+                message of an old run has another nonce.
         """
-        try:
-            self.store.wait([key], timedelta(seconds=timeout_s))
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
-            raise TimeoutError(str(error)) from error
-        return json.loads(self.store.get(key))
+        self.channel.wait(key, timeout_s=timeout_s)
+        content = self.channel.get(key, sender=member_name(0))
+        nonces = content["nonces"]
+        if len(nonces) != self.members or [nonces[self.member]] != self._nonces:
+            raise ForgedMessageError(f"{key}: was written for an earlier start of this node")
+        return content["value"]
 
     def watch(self) -> None:
         """Begin to beat and to listen.
@@ -137,11 +141,9 @@ class Peers:
 
     def post(self, report: Report) -> None:
         """Tell of a failure without waiting for a judgement."""
-        if self.is_lead:
-            with self._lock:
-                self._reports.append(report)
-        else:
-            self._send("reports", report.to_json() + "\n")
+        with self._lock:
+            self._reports.append(report)
+        self._wake.set()
 
     def verdict(self, reports: list[Report]) -> Crash:
         """Agree with the others on who failed first; ``reports`` are this member's failures."""
@@ -158,7 +160,7 @@ class Peers:
         """
         self.goes_on = again
         told = [dataclasses.asdict(one) for one in finished]
-        self._send(f"done/{self.member}", json.dumps(told))
+        self._send(f"done/{self.member}", told)
         self._is_done = True
         while not self._is_over:
             if self.failure():
@@ -198,13 +200,13 @@ class Peers:
 
         Not long: one that is lost never reads it.
         """
-        self._send(f"left/{self.member}", "1")
+        self._send(f"left/{self.member}", True)
         deadline = time.monotonic() + _FAREWELL_S
         while not self._all_left and not self._gone and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _send(self, key: str, value: str) -> None:
-        """Let the thread set a key; ``reports`` grows."""
+    def _send(self, key: str, value: Any) -> None:
+        """Let the thread write a message."""
         with self._lock:
             self._outbox.append((key, value))
         self._wake.set()
@@ -228,8 +230,8 @@ class Peers:
         try:
             while not self._all_left:
                 count += 1
-                self.store.set(f"beat/{self.member}", "done" if self._is_done else str(count))
                 self._wake.clear()
+                self._beat(count)
                 self._flush()
                 if self.is_lead:
                     self._hear()
@@ -241,80 +243,117 @@ class Peers:
             # Whatever it was, there is no store any more.
             self._gone = True
 
+    def _beat(self, count: int) -> None:
+        """Say that this member lives, and all that it has to report.
+
+        Counts grow, so that an old beat, put back by a stranger, is not taken for life.
+        """
+        with self._lock:
+            reports = [] if self.is_lead else [report.to_json() for report in self._reports]
+        beat = {"count": count, "done": self._is_done, "reports": reports}
+        self.channel.put(f"beat/{self.member}", beat)
+
     def _flush(self) -> None:
         with self._lock:
             sent, self._outbox = self._outbox, []
         for key, value in sent:
-            if key == "reports":
-                self.store.append(key, value)  # type: ignore[attr-defined]  # torch's stub
-            else:
-                self.store.set(key, value)
+            self.channel.put(key, value)
             if key == f"left/{self.member}" and not self.is_lead:
                 self._all_left = True
 
     def _obey(self) -> None:
         """Take what member 0 says."""
-        if self.store.check(["verdict"]):
-            self._verdict = Crash.from_json(self.store.get("verdict").decode())
-        elif self._is_done and self.store.check(["over"]):
-            self.goes_on = self.store.get("over").decode() == _AGAIN
+        if (verdict := self._said("verdict")) is not None:
+            self._verdict = Crash.from_json(verdict)
+        elif self._is_done and (over := self._said("over")) is not None:
+            self.goes_on = over == _AGAIN
             self._is_over = True
+
+    def _said(self, name: str) -> Any | None:
+        """Return a message of member 0; None where there is none, or another's."""
+        if not self.channel.check([name]):
+            return None
+        return self.channel.get_each({name: member_name(0)})[0]
 
     def _hear(self) -> None:
         """Take the others' beats and reports, and their ends."""
-        lines = self.store.get("reports").decode().splitlines()[1:]
         others = range(1, self.members)
-        beats = self.store.multi_get([f"beat/{member}" for member in others]) if others else []
+        beats = self.channel.get_each(self._names("beat", others))
         now = time.monotonic()
         with self._lock:
-            self._reports += [Report.from_json(line) for line in lines[self._read :]]
-            self._read = len(lines)
             for member, beat in zip(others, beats, strict=True):
-                if beat == b"done":
+                if beat is None:
+                    continue
+                if beat["done"]:
                     self._heard_at.pop(member, None)
-                elif self._heard.get(member) != beat:
-                    self._heard[member] = beat
+                elif beat["count"] > self._heard.get(member, -1):
+                    self._heard[member] = beat["count"]
                     self._heard_at[member] = now
+                new = beat["reports"][self._read[member] :]
+                self._reports += [Report.from_json(line) for line in new]
+                self._read[member] += len(new)
         everyone = range(self.members)
         if self._is_done and not self._is_over:
-            names = [f"done/{member}" for member in everyone]
-            if self.store.check(names):
-                self._finished = [json.loads(told) for told in self.store.multi_get(names)]
-                self.store.set("over", _AGAIN if self.goes_on else "1")
+            finished = self._all_of("done", everyone)
+            if finished is not None:
+                self._finished = finished
+                self.channel.put("over", _AGAIN if self.goes_on else "ended")
                 self._is_over = True
         if not self._is_done and not self._is_awaited:
             self._is_awaited = self._newcomers()
         with self._lock:
-            names = [f"left/{member}" for member in everyone if member not in self._lost()]
-        self._all_left = self.store.check(names)
+            left = [member for member in everyone if member not in self._lost()]
+        self._all_left = self._all_of("left", left) is not None
+
+    def _all_of(self, kind: str, members: Sequence[int]) -> list[Any] | None:
+        """Return the messages of a kind; None until each of the members has written its own."""
+        names = self._names(kind, members)
+        if not self.channel.check([*names]):
+            return None
+        contents = self.channel.get_each(names)
+        return None if None in contents else contents
+
+    def _names(self, kind: str, members: Sequence[int]) -> dict[str, str]:
+        return {f"{kind}/{member}": member_name(member) for member in members}
+
+
+def member_name(member: int) -> str:
+    """Return what a member signs as."""
+    return f"member {member}"
 
 
 def meet(
-    store: dist.Store,
+    channel: Channel,
     *,
     member: int,
     members: int,
     about: Any,
     timeout_s: float,
     announce: Callable[[str], None],
-) -> list[Any] | None:
-    """Wait until every member has joined; return what each said of itself, on member 0 alone.
+) -> tuple[list[Any] | None, list[str]]:
+    """Wait until every member has joined.
+
+    Returns:
+        What each said of itself, on member 0 alone, and the nonces for ``Peers``.
 
     Raises:
         TimeoutError: Some did not come; the message says which.
+        ForgedMessageError: Another than the member wrote what it said.
     """
-    store.set(f"joined/{member}", json.dumps(about))
-    store.set(f"beat/{member}", "0")
+    nonce = secrets.token_hex(16)
+    channel.put(f"beat/{member}", {"count": 0, "done": False, "reports": []})
+    channel.put(f"joined/{member}", {"nonce": nonce, "about": about})
     if member:
-        return None
-    names = [f"joined/{other}" for other in range(members)]
+        return None, [nonce]
+    names = {f"joined/{other}": member_name(other) for other in range(members)}
     deadline, told = time.monotonic() + timeout_s, time.monotonic() + 2.0
-    while not store.check(names):
-        missing = [other for other, name in enumerate(names) if not store.check([name])]
+    while not channel.check([*names]):
+        missing = [other for other, name in enumerate(names) if not channel.check([name])]
         if time.monotonic() > deadline:
             raise TimeoutError(", ".join(map(str, missing)))
         if time.monotonic() > told and missing:
             announce(f"waiting for {len(missing)} of {members}: {', '.join(map(str, missing))}")
             told = deadline
         time.sleep(0.05)
-    return [json.loads(found) for found in store.multi_get(names)]
+    joined = [channel.get(name, sender=sender) for name, sender in names.items()]
+    return [one["about"] for one in joined], [one["nonce"] for one in joined]

@@ -25,9 +25,12 @@ import torch.distributed as dist
 
 from axonlaunch import checkpoint, worker
 from axonlaunch import config as configuration
+from axonlaunch.authentication import ForgedMessageError
 from axonlaunch.checkpoint import storage
 from axonlaunch.checkpoint.saver import SaveError
 from axonlaunch.comm import RankFailedError, World
+from axonlaunch.comm.authenticated_store import AuthenticatedStore
+from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.comm.rendezvous import environment_of
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.layout import world_size
@@ -42,6 +45,17 @@ from axonlaunch.planning.live import LivePeak
 _GRACE_S = 60.0
 """How much longer than ``launch.timeout_s`` torch waits: who watches the ranks is to find a hang
 first, for torch blames whoever noticed it."""
+
+
+# Their messages say it all, without a traceback.
+_PLAIN = (
+    checkpoint.DamagedError,
+    SaveError,
+    NotFiniteError,
+    ConfigError,
+    ForgedMessageError,
+    UnreachableRankError,
+)
 
 
 def main(run_dir: Path, place: Place, connection: Connection) -> None:
@@ -125,7 +139,8 @@ def _store(place: Place, timeout_s: float) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=None if place.listener is None else place.listener.detach(),
     )
-    return dist.PrefixStore(place.token, store)
+    keys = f"axonlaunch/{place.credentials.run}/{place.credentials.round}/ranks"
+    return AuthenticatedStore(dist.PrefixStore(keys, store), place.credentials)
 
 
 def redirect(log: Path) -> None:
@@ -174,8 +189,8 @@ def report_of(error: BaseException, place: Place) -> Report:
     rank, beat = place.rank, place.pulse.read(place.local_rank)
     if isinstance(error, RankFailedError):
         rank, error = error.rank, error.__cause__ or error
-    if isinstance(error, checkpoint.DamagedError | SaveError | NotFiniteError | ConfigError):
-        text = None  # their words say it all
+    if isinstance(error, _PLAIN):
+        text = None
     message = str(error).strip() or type(error).__name__
     kind: Kind = "connection" if _is_connection(error) else "error"
     return Report(
@@ -216,6 +231,8 @@ def _cause(error: BaseException) -> str:
 
 def _is_connection(error: BaseException) -> bool:
     """Tell an error that a lost peer causes from one of this rank's own."""
+    if isinstance(error, UnreachableRankError):
+        return False  # nobody failed before it
     words = (
         "connection closed",
         "connection reset",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.authentication import Credentials
 from axonlaunch.events import Finished
 from axonlaunch.launch.pulse import Pulse
 
@@ -25,7 +26,7 @@ class Place:
         nnodes: Machines that take part, of as many as the configuration allows.
         master_addr: Where the ranks meet.
         port: Of the rendezvous there.
-        token: What the run's keys begin with, so that no other run's are taken for them.
+        credentials: What this rank signs with. They come here by inheritance alone.
         listener: The bound socket for the rank that is to listen, None elsewhere; no port is ever
             free for others to take.
         log: File that takes what this process prints.
@@ -42,7 +43,7 @@ class Place:
     nnodes: int
     master_addr: str
     port: int
-    token: str
+    credentials: Credentials
     listener: Any
     log: Path
     pulse: Pulse

@@ -14,11 +14,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
 )
+
+from axonlaunch.authentication import Credentials
+from axonlaunch.comm.authenticated_store import AuthenticatedStore
+from axonlaunch.launch.rendezvous_state import AuthenticatedBackend
 
 _KEEP_ALIVE_S, _MISSED = 1, 4
 """A machine that says nothing for their product is not waited for any more."""
@@ -50,12 +53,21 @@ class Rounds:
     """The attempts at one run, for one machine."""
 
     def __init__(
-        self, store: dist.Store, *, first: bool, least: int, most: int, order: int, timeout_s: float
+        self,
+        store: dist.Store,
+        credentials: Credentials,
+        *,
+        first: bool,
+        least: int,
+        most: int,
+        order: int,
+        timeout_s: float,
     ) -> None:
         """Prepare to take part; nothing is said to the others yet.
 
         Args:
-            store: Where the machines meet; used here alone.
+            store: Where the machines meet, under what is the run's alone; used here alone.
+            credentials: Of the run.
             first: Whether this is the machine of the store, which leads every attempt.
             least: The fewest machines.
             most: The most.
@@ -67,10 +79,11 @@ class Rounds:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         # It counts machines in the order of what it takes for their addresses.
         name = f"{0 if first else 1}-{order:06}-{socket.gethostname()}"
+        credentials = credentials.of(name)
         self._handler = DynamicRendezvousHandler.from_backend(
             run_id="run",
-            store=store,
-            backend=C10dRendezvousBackend(store, "run"),
+            store=AuthenticatedStore(store, credentials),
+            backend=AuthenticatedBackend(store, credentials),
             min_nodes=least,
             max_nodes=most,
             local_addr=name,

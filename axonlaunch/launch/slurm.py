@@ -16,12 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from axonlaunch import config as configuration
 from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig
 from axonlaunch.config.url import is_url
-from axonlaunch.launch import run_folder
+from axonlaunch.launch import run_folder, token
 
 SCRIPT = "job.sbatch"
 JOB = "job.yaml"
+TOKEN = "token"
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 _POLL_S = 1.0
 
@@ -125,7 +127,14 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
 
 
 def _write(config: RunConfig, folder: Path) -> Path:
-    (folder / CONFIG).replace(folder / JOB)  # the run is yet to begin
+    if config.launch.token_file is None:
+        # The folder is on a file system that the job's nodes share.
+        token.create(folder / TOKEN)
+        config = configuration.replaced(
+            config, {"launch.token_file": str((folder / TOKEN).absolute())}
+        )
+    run_folder.write(folder / JOB, configuration.to_yaml(config))
+    (folder / CONFIG).unlink()  # the run is yet to begin
     run_folder.write(folder / SCRIPT, render(config))
     return folder / SCRIPT
 

@@ -20,6 +20,7 @@ from typing import Any, Self
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import nodes
+from axonlaunch.config.schema import LaunchConfig
 from axonlaunch.launch import forkserver, local, planned, run_folder, surroundings, sweep
 from axonlaunch.launch.planned import Compose
 from axonlaunch.launch.surroundings import Surroundings
@@ -71,7 +72,13 @@ def start(
 
         if where.is_rank(lambda: compose(overrides), accelerators=partial(_accelerators, server)):
             load = partial(planned.load, overrides, server=server, config_dirs=config_dirs)
-            return _as_rank(load, compose, where, started=started, as_json=as_json)
+            # Only rank 0 composes, unless somebody may have said where the token is.
+            is_ours = config_name == "config" and not config_dirs
+            if is_ours and not any("token" in word for word in overrides):
+                launch = LaunchConfig()
+            else:
+                launch = _of_token(compose(overrides))
+            return _as_rank(load, compose, where, launch, started=started, as_json=as_json)
         server()
         # What torch's store says of strangers that knock is not for the user; set after the server
         # was started, whose ranks keep their words.
@@ -190,6 +197,7 @@ def _as_rank(
     load: Callable[..., RunConfig],
     compose: Compose,
     where: _Where,
+    launch: LaunchConfig,
     *,
     started: float,
     as_json: bool,
@@ -208,8 +216,19 @@ def _as_rank(
 
         return preflight.resolve(load(compose=settled))
 
-    status, summary = alone.train(where.found, make, started=started, as_json=as_json)
+    status, summary = alone.train(
+        where.found, make, launch=launch, started=started, as_json=as_json
+    )
     return status, [summary] if summary else []
+
+
+def _of_token(composed: Composed) -> LaunchConfig:
+    """Return what a rank has to know of the token before it can meet the others."""
+    launch = composed.tree.get("launch", {})
+    file, required = launch.get("token_file"), launch.get("require_token", False)
+    return LaunchConfig(
+        token_file=None if file is None else str(file), require_token=required is True
+    )
 
 
 @dataclass(frozen=True)

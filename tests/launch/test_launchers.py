@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from command import TINY, Command, Served, wait_for
-from launchers import BIN, By, ended, logged, needs, slurm
+from launchers import By, ended, logged, needs, slurm, torchrun
 from served import Server
 
 RUN = ["train", *TINY, "strategy=fsdp"]
@@ -32,11 +32,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[f
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with slurm(tmp_path_factory.mktemp("slurm")) as variables:
         yield variables
-
-
-def torchrun(folder: Path, nproc: int, *options: str) -> By:
-    prefix = [str(BIN / "torchrun"), f"--nproc-per-node={nproc}", "--no-python", *options]
-    return By(folder, prefix)
 
 
 def mpirun(folder: Path, nproc: int) -> By:

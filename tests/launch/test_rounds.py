@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from command import wait_for
 
+from axonlaunch.authentication import Credentials
 from axonlaunch.launch.rounds import Round, Rounds
 
 
@@ -26,11 +27,14 @@ def port() -> int:
 
 
 _HELD: list[dist.Store] = []
+CREDENTIALS = Credentials.random(sender="")
 
 
 def rounds(port: int, order: int, *, first: bool, most: int = 2, timeout_s: float = 20) -> Rounds:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-    return Rounds(store, first=first, least=2, most=most, order=order, timeout_s=timeout_s)
+    return Rounds(
+        store, CREDENTIALS, first=first, least=2, most=most, order=order, timeout_s=timeout_s
+    )
 
 
 def test_machines_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
