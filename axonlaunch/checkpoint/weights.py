@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint import folders, reader
-from axonlaunch.checkpoint.folders import Checkpoint
+from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place
 from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, Problem, RunConfig, replaced, to_tree
@@ -133,16 +133,13 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from axonlaunch.checkpoint.safetensors import CONFIG, Reader
+    from axonlaunch.checkpoint.safetensors import CONFIG, Reader, read_json
     from axonlaunch.checkpoint.writer import Writer
     from axonlaunch.config import to_yaml
     from axonlaunch.models import hugging_face
 
     file = folder / CONFIG
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError([Problem("", f"{file}: can't be read: {error}")]) from None
+    content = read_json(file)
     if run_dir.exists():
         raise ConfigError([Problem("", f"{run_dir}: is there already; give a new folder")])
     model = hugging_face.typed(content, where=str(file))

@@ -17,8 +17,9 @@ from axonlaunch.config.plugins import import_entry_point, import_plugins, search
 from axonlaunch.config.problem import ConfigError, Problem
 from axonlaunch.config.rules import broken_rules
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.config.tree import leaves, read_yaml, replaced, to_tree, to_yaml
+from axonlaunch.config.tree import LARGEST_YAML, leaves, read_yaml, replaced, to_tree, to_yaml
 from axonlaunch.config.validate import validate
+from axonlaunch.files import read_text
 
 __all__ = [
     "CONFIG",
@@ -173,10 +174,15 @@ def read(path: str | Path) -> RunConfig:
     """
     path = Path(path) if isinstance(path, str) else path
     file = path / CONFIG if path.is_dir() else path
-    if not file.is_file():
+    try:
+        text = read_text(file, at_most=LARGEST_YAML)
+    except (FileNotFoundError, NotADirectoryError):
         message = f"{path}: no run folder (it has no config.yaml){meant_below_runs(path)}"
-        raise ConfigError([Problem("", message)])
-    return parsed(file.read_text(), name=str(file))
+        raise ConfigError([Problem("", message)]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError([Problem("", f"{file}: can't be read: {reason}")]) from None
+    return parsed(text, name=str(file))
 
 
 def meant_below_runs(path: Path) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig
 from axonlaunch.config.url import is_url
+from axonlaunch.files import replace_text
 from axonlaunch.launch import run_folder
 
 SCRIPT = "job.sbatch"
@@ -126,7 +127,7 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
 
 def _write(config: RunConfig, folder: Path) -> Path:
     (folder / CONFIG).replace(folder / JOB)  # the run is yet to begin
-    run_folder.write(folder / SCRIPT, render(config))
+    replace_text(folder / SCRIPT, render(config))
     return folder / SCRIPT
 
 
