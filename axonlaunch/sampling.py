@@ -17,13 +17,15 @@ def continue_prompt(
     temperature: float,
     top_k: int | None,
     seed: int,
+    trusted: bool = False,
 ) -> str:
     """Load a run's newest checkpoint and continue a prompt.
 
     Raises:
-        ConfigError: The folder holds no checkpoint, or the run was not on text.
+        ConfigError: The folder holds no checkpoint, the run was not on text, or its configuration
+            names code and is not trusted.
     """
-    saved = config.read(run_dir)
+    saved = config.read(run_dir, trusted=trusted)
     found = checkpoint.latest(run_dir)
     if found is None:
         message = f"{run_dir}: the run has no checkpoint; train with checkpoint.every=N"

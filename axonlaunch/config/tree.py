@@ -83,6 +83,20 @@ def read_yaml(text: str) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
+def line_of(text: str, key: str) -> int:
+    """Return the line, from 1, in which YAML that was read names a dotted key."""
+    import yaml
+
+    node = yaml.compose(text, Loader=_loader())
+    line = 1
+    for name in key.split("."):
+        for known, value in node.value if isinstance(node, yaml.MappingNode) else []:
+            if known.value == name:
+                node, line = value, known.start_mark.line + 1
+                break
+    return line
+
+
 def _refuse_bombs(text: str) -> None:
     """Go through YAML's events, of which none takes memory, before anything is built of them.
 

@@ -53,7 +53,7 @@ def main(run_dir: Path, place: Place, connection: Connection) -> None:
     redirect(place.log)
     status = 1
     try:
-        config = configuration.read(run_dir)
+        config = configuration.read(run_dir, trusted=True)  # the parent wrote it
         config = configuration.replaced(config, {"launch.nnodes": place.nnodes})
         if place.restarted and checkpoint.resolve(storage.root(config)) is not None:
             config = configuration.replaced(config, {"checkpoint.resume": "auto"})
