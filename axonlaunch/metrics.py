@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from axonlaunch.events import Evaluated, Event, Finished, Stepped, finite
+from axonlaunch.files import append_text, replace_text
 
 
 class MetricsFile:
@@ -23,7 +24,7 @@ class MetricsFile:
             after_step: Steps done before the next line.
         """
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= after_step]
-        path.write_text("".join(kept))
+        replace_text(path, "".join(kept))
         self._path = path
 
     def __call__(self, event: Event) -> None:
@@ -36,8 +37,7 @@ class MetricsFile:
             line = {"step": event.step, "eval_loss": event.eval_loss}
         else:
             return
-        with self._path.open("a") as stream:
-            stream.write(json.dumps(finite(line), allow_nan=False) + "\n")
+        append_text(self._path, json.dumps(finite(line), allow_nan=False) + "\n")
 
 
 def _lines(path: Path) -> list[str]:

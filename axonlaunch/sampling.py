@@ -26,6 +26,7 @@ def continue_prompt(
     temperature: float,
     top_k: int | None,
     seed: int,
+    trusted: bool = False,
 ) -> str:
     """Load a run's newest checkpoint, or a folder of safetensors, and continue a prompt.
 
@@ -36,14 +37,16 @@ def continue_prompt(
         temperature: Divides the logits; 0 takes the likeliest byte.
         top_k: Draw among so many likeliest bytes; None: among all.
         seed: Starts the draws.
+        trusted: Whether code that the run's configuration names may run.
 
     Raises:
-        ConfigError: The folder holds no weights, or not those of a model of text.
+        ConfigError: The folder holds no weights, or not those of a model of text, or a run's
+            configuration names code and is not trusted.
     """
     if not prompt:
         raise ConfigError([Problem("", "--prompt: it is empty; give at least one character")])
     is_exported = (folder / _EXPORTED).is_file() and not (folder / CONFIG).is_file()
-    model, context_length = _exported(folder) if is_exported else _of_run(folder)
+    model, context_length = _exported(folder) if is_exported else _of_run(folder, trusted=trusted)
     from axonlaunch.data.text import decode, encode
     from axonlaunch.models.generation import generate
 
@@ -64,9 +67,9 @@ def continue_prompt(
     return decode(written)
 
 
-def _of_run(folder: Path) -> tuple[nn.Module, int]:
+def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int]:
     """Return a run's model, and how many bytes it was trained to look at."""
-    saved = config.read(folder)
+    saved = config.read(folder, trusted=trusted)
     found = checkpoint.latest(folder)
     if found is None:
         message = f"{folder}: the run has no checkpoint; train with checkpoint.every=N"

@@ -5,8 +5,6 @@ torch.distributed.checkpoint does the storage; any layout reads what any layout 
 """
 
 from axonlaunch.checkpoint.folders import (
-    Checkpoint,
-    DamagedError,
     Retention,
     damaged,
     latest,
@@ -14,6 +12,7 @@ from axonlaunch.checkpoint.folders import (
     resolve,
     sweep_partial,
 )
+from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
 from axonlaunch.checkpoint.reader import differences, load, load_model, saved_states
 
 __all__ = [

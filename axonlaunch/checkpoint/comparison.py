@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from axonlaunch.checkpoint import folders, reader
-from axonlaunch.checkpoint.folders import Checkpoint
+from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
 from axonlaunch.config import RunConfig
 
 
@@ -42,7 +42,10 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
     if found:
         return found
     model = on_meta(config.model, seed=config.seed)
-    return reader.differences(checkpoint, model)
+    try:
+        return reader.differences(checkpoint, model)
+    except DamagedError as error:
+        return [str(error).removeprefix(f"{checkpoint.path} ")]
 
 
 def compare(first: Checkpoint, second: Checkpoint) -> list[Difference]:

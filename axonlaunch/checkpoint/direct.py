@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from axonlaunch.files import new_descriptor
+
 _BUFFER = 16 << 20
 _ALIGNED = 4096
 """What lengths and places of direct writes are multiples of; the kernel asks for 512 or this."""
@@ -28,10 +30,10 @@ class DirectFile(io.RawIOBase):
     """A new file that takes bytes in order; the disk works while more are written."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Create it, or empty one that is there.
+        """Create it; what is there already, a link too, is an error.
 
         Raises:
-            OSError: It can't be opened.
+            OSError: It can't be made.
         """
         self._file = _opened(path)
         # Memory that is mapped is aligned as pages are.
@@ -99,13 +101,14 @@ class DirectFile(io.RawIOBase):
 
 
 def _opened(path: str | os.PathLike[str]) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    file = new_descriptor(path)
     try:
-        return os.open(path, flags | _DIRECT, 0o666)
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | _DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
+            os.close(file)
             raise
-        return os.open(path, flags, 0o666)
+    return file
 
 
 def _store(file: int, buffer: npt.NDArray[np.uint8], size: int, place: int) -> None:

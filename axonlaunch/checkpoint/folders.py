@@ -9,65 +9,28 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import BinaryIO
 
 from zlib_ng.zlib_ng import crc32
 
+from axonlaunch.checkpoint import manifest
+from axonlaunch.checkpoint.manifest import MANIFEST, Checkpoint, DamagedError, Sum
 from axonlaunch.checkpoint.storage import CHECKPOINTS, delete, is_remote, kept_by, sizes
 from axonlaunch.disk import free_bytes
+from axonlaunch.files import NotRegularError, TooLargeError, created, opened
 
-FORMAT = 2
 MIB = 2**20
-MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 _NAME = "step_"
 _CHUNK = 1 << 22
 
 CHANGED = "is not what was written (its CRC-32 differs)"
 """What is said of a file that ``damage`` names."""
-
-
-class DamagedError(Exception):
-    """A saved file is not what was written."""
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A file's size in bytes and, but for those of format 1, its CRC-32."""
-
-    bytes: int
-    crc32: int | None
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint.
-
-    Attributes:
-        path: Its folder.
-        step: Optimizer steps done.
-        samples: Samples seen: the global index of the next one.
-        world_size: Ranks that wrote it.
-        loss: Training loss of the last step; None if it was not known.
-        eval_loss: Loss of the last evaluation; None without one.
-        layout: Of the run that wrote it, in words.
-        saved_at: Seconds since the epoch.
-    """
-
-    path: Path
-    step: int
-    samples: int
-    world_size: int
-    loss: float | None
-    eval_loss: float | None = None
-    layout: str = ""
-    saved_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,17 +67,16 @@ def prepare(folder: Path) -> None:
     run_dir = folder.parent.parent
     sweep_partial(run_dir)
     if is_remote(folder):
-        if folder.exists():  # the same step, saved again after a resume
+        if sizes(folder):  # the same step, saved again after a resume
             _unmake(folder)
         return
     before = latest(run_dir)
-    if before is None:  # whether there is room for the first was asked before the run
-        return
-    needed = sum(file.bytes for file in files(before).values())
-    _, free = free_bytes(run_dir)
-    if needed > free:
-        told = f"it takes {needed / MIB:,.0f} MiB, and the disk has {free / MIB:,.0f} MiB"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {told}")
+    if before is not None:  # whether there is room for the first was asked before the run
+        needed = sum(file.bytes for file in files(before).values())
+        _, free = free_bytes(run_dir)
+        if needed > free:
+            message = f"it takes {needed / MIB:,.0f} MiB, and the disk has {free / MIB:,.0f} MiB"
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {message}")
 
 
 def latest(run_dir: Path) -> Checkpoint | None:
@@ -124,18 +86,38 @@ def latest(run_dir: Path) -> Checkpoint | None:
 
 
 def resolve(path: Path) -> Checkpoint | None:
-    """Return the checkpoint that a path means: itself, or a run's newest; None where neither."""
-    return read(path) if (path / MANIFEST).is_file() else latest(path)
+    """Return the checkpoint that a path means: itself, or a run's newest; None where neither.
+
+    A link that a user names is followed; those that a folder holds are not.
+
+    Raises:
+        OSError: It can't be listed or read.
+    """
+    path = named(path)
+    return read(path) if MANIFEST in sizes(path) else latest(path)
+
+
+def named(path: Path) -> Path:
+    """Return where a path that a user wrote leads."""
+    return path.resolve() if not is_remote(path) and path.is_symlink() else path
 
 
 def listed(run_dir: Path) -> list[Checkpoint]:
-    """Return a run's complete checkpoints, by step."""
+    """Return a run's complete checkpoints, by step.
+
+    Raises:
+        OSError: They can't be listed or read.
+    """
     found = [read(folder) for folder in _folders(run_dir)]
     return sorted((c for c in found if c is not None), key=lambda c: c.step)
 
 
 def read(folder: Path) -> Checkpoint | None:
-    """Read a manifest; None where the folder is no complete checkpoint that is understood."""
+    """Read a manifest; None where the folder is no complete checkpoint that is understood.
+
+    Raises:
+        OSError: It can't be read.
+    """
     found = _looked_at(folder)
     return found if isinstance(found, Checkpoint) else None
 
@@ -144,29 +126,48 @@ def fault(folder: Path) -> str | None:
     """Say in words what a folder lacks of a complete checkpoint; None if nothing shows.
 
     Sizes are looked at, contents are not: ``damage`` reads them.
+
+    Raises:
+        OSError: It can't be read.
     """
     found = _looked_at(folder)
     return found if isinstance(found, str) else None
 
 
 def _looked_at(folder: Path) -> Checkpoint | str:
-    """Return a complete checkpoint, or what the folder lacks of one."""
+    """Return a complete checkpoint, or what the folder lacks of one.
+
+    Raises:
+        OSError: It can't be read, which says nothing of what is in it.
+    """
+    if not is_remote(folder) and folder.is_symlink():
+        return "is a link"
+    present = sizes(folder)
+    if MANIFEST not in present:
+        return f"lacks {MANIFEST}"
     try:
-        about = _manifest(folder)
-        if about["format"] > FORMAT:
-            return f"is of format {about['format']}, and this version knows up to {FORMAT}"
-        found = _described(folder, about)
-        present = sizes(folder)
-        for name, expected in _sums(about).items():
-            if name not in present:
-                return f"lacks {name}"
-            if present[name] != expected.bytes:
-                return f"has {present[name]} bytes of {name} instead of {expected.bytes}"
-    except OSError as error:
-        return f"lacks {MANIFEST}" if isinstance(error, FileNotFoundError) else str(error)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"has a {MANIFEST} that can't be understood"
-    return found
+        about = manifest.read(folder)
+    except FileNotFoundError:  # deleted since it was listed
+        return f"lacks {MANIFEST}"
+    except NotRegularError:
+        return f"has {MANIFEST}, which is no regular file"
+    except TooLargeError:
+        return f"has a {MANIFEST} that is larger than any is"
+    except DamagedError as error:
+        return str(error)
+    if _step(folder) not in (-1, about.checkpoint.step):
+        return f"has a {MANIFEST} of step {about.checkpoint.step}"
+    if about.foreign_index in present:
+        return f"mixes formats: it has {about.foreign_index} beside {about.index}"
+    for name, expected in about.files.items():
+        if name not in present:
+            return f"lacks {name}"
+        size = present[name]
+        if size is None:
+            return f"has {name}, which is no regular file"
+        if size != expected.bytes:
+            return f"has {size} bytes of {name} instead of {expected.bytes}"
+    return about.checkpoint
 
 
 def damaged(path: Path, *, after: Checkpoint | None = None) -> dict[Path, str]:
@@ -177,7 +178,8 @@ def damaged(path: Path, *, after: Checkpoint | None = None) -> dict[Path, str]:
         after: Leave out what is older.
     """
     since = -1 if after is None else after.step
-    given = path.name.startswith(_NAME) and not (path / CHECKPOINTS).exists()
+    path = named(path)
+    given = path.name.startswith(_NAME) and CHECKPOINTS not in sizes(path)
     found = [path] if given else sorted(_folders(path), key=_step)
     found = [one for one in found if _step(one) > since and (given or not _is_begun(one))]
     return {one: reason for one in found if (reason := fault(one))}
@@ -202,7 +204,7 @@ def damage(checkpoint: Checkpoint, *, part: int = 0, parts: int = 1) -> list[str
 
 def files(checkpoint: Checkpoint) -> dict[str, Sum]:
     """Return a checkpoint's files."""
-    return _sums(_manifest(checkpoint.path))
+    return manifest.read(checkpoint.path).files
 
 
 def prune(run_dir: Path, retention: Retention) -> None:
@@ -211,8 +213,8 @@ def prune(run_dir: Path, retention: Retention) -> None:
         if is_remote(checkpoint.path):
             _unmake(checkpoint.path)
             continue
-        with (checkpoint.path / MANIFEST).open() as manifest:
-            if not _locked(manifest, fcntl.LOCK_EX):
+        with opened(checkpoint.path / MANIFEST) as stream:
+            if not _locked(stream, fcntl.LOCK_EX):
                 continue
             # Renamed first: a folder of a checkpoint's name is never half deleted.
             doomed = partial_of(checkpoint.path)
@@ -239,9 +241,9 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
         DamagedError: It is gone already.
     """
     try:
-        with (checkpoint.path / MANIFEST).open() as manifest:
+        with opened(checkpoint.path / MANIFEST) as stream:
             if not is_remote(checkpoint.path):
-                _locked(manifest, fcntl.LOCK_SH)
+                _locked(stream, fcntl.LOCK_SH)
             yield
     except FileNotFoundError as error:
         raise DamagedError(f"{error.filename}: it is gone") from None
@@ -261,21 +263,17 @@ def sweep_partial(run_dir: Path) -> list[str]:
 
 def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) -> None:
     """Describe files that are written and synced, and give their folder its name."""
-    about = {**asdict(checkpoint), "format": FORMAT}
-    about["files"] = {name: asdict(written[name]) for name in sorted(written)}
-    del about["path"]
-    manifest = partial / MANIFEST
-    text = json.dumps(about, indent=1)
+    text = manifest.written(checkpoint, written)
     if is_remote(partial):
-        manifest.write_text(text)
+        (partial / MANIFEST).write_text(text)
         return
-    with manifest.open("w") as stream:
-        stream.write(text)
+    with created(partial / MANIFEST) as stream:
+        stream.write(text.encode())
         stream.flush()
         os.fsync(stream.fileno())
     _sync_folder(partial)
     folder = checkpoint.path
-    if folder.exists():  # the same step, saved again after a resume
+    if folder.is_symlink() or folder.exists():  # the same step, saved again after a resume
         replaced = folder.with_name(f"{folder.name}.replaced{PARTIAL}")
         folder.rename(replaced)
         partial.rename(folder)
@@ -287,70 +285,59 @@ def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) 
 
 def _is_begun(folder: Path) -> bool:
     """Return whether a remote folder is what a save that was interrupted has left."""
-    return is_remote(folder) and not (folder / MANIFEST).is_file()
+    return is_remote(folder) and MANIFEST not in sizes(folder)
 
 
 def _unmake(folder: Path) -> None:
     """Delete a remote checkpoint, which is none from the first moment on."""
-    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).unlink(missing_ok=True)
     delete(folder)
 
 
-def _sums(manifest: Mapping[str, Any]) -> dict[str, Sum]:
-    return {
-        name: Sum(known, None) if isinstance(known, int) else Sum(**known)
-        for name, known in manifest["files"].items()
-    }
-
-
 def _folders(run_dir: Path) -> list[Path]:
-    found = (kept_by(run_dir) / CHECKPOINTS).glob(f"{_NAME}*")
-    return [folder for folder in found if _step(folder) >= 0]
+    """Return the folders that are named as checkpoints are.
+
+    Raises:
+        OSError: They can't be listed.
+    """
+    kept = kept_by(run_dir) / CHECKPOINTS
+    return [kept / name for name in sorted(sizes(kept)) if _step(kept / name) >= 0]
 
 
 def _step(folder: Path) -> int:
     """Return the step of a folder's name; -1 where it has none."""
     number = folder.name.removeprefix(_NAME)
-    return int(number) if number.isdecimal() else -1
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    return content
-
-
-def _described(folder: Path, about: Mapping[str, Any]) -> Checkpoint:
-    return Checkpoint(
-        folder,
-        step=about["step"],
-        samples=about["samples"],
-        world_size=about["world_size"],
-        loss=about["loss"],
-        eval_loss=about.get("eval_loss"),
-        layout=about.get("layout", ""),
-        saved_at=about.get("saved_at", 0.0),
-    )
+    is_one = folder.name.startswith(_NAME) and number.isdecimal()
+    return int(number) if is_one else -1
 
 
 def _order(name: str) -> tuple[bool, int, str]:
     """Put ranks' files by number, and the index, which a load has read by then, last."""
-    return name.startswith("."), len(name), name
+    return name in (manifest.INDEX, manifest.PICKLED_INDEX), len(name), name
 
 
 def _crc32(file: Path) -> int:
-    """Return a file's CRC-32; -1 where it can't be read."""
+    """Return a file's CRC-32; -1 where it is gone, or its disk can't read it any more.
+
+    Raises:
+        OSError: It can't be read for reasons that say nothing of what is in it.
+    """
     found = 0
     buffer = memoryview(bytearray(_CHUNK))
     try:
-        with file.open("rb") as stream:
+        with opened(file) as stream:
             while count := stream.readinto(buffer):
                 found = crc32(buffer[:count], found)
-    except OSError:
+    except (FileNotFoundError, NotRegularError):
+        return -1
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
         return -1
     return found
 
 
-def _locked(manifest: IO[str], kind: int) -> bool:
+def _locked(manifest: BinaryIO, kind: int) -> bool:
     """Say whether an open manifest could be locked; where the disk has no locks, it could."""
     try:
         fcntl.flock(manifest, kind | fcntl.LOCK_NB)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from axonlaunch.checkpoint import folders, reader, weights
-from axonlaunch.checkpoint.folders import Checkpoint
+from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place, reaching
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.optimizer_states import OPTIMIZER_STATES, optimizer_states

@@ -5,6 +5,7 @@ Files whose checksum is not what was written are refused.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint import folders
-from axonlaunch.checkpoint.folders import Checkpoint, DamagedError
+from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
+from axonlaunch.files import NotRegularError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,9 +44,9 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
         summing = beside.submit(share)
         try:
             dcp.load(state, storage_reader=source(checkpoint.path), planner=only_tensors())
-        except (Exception, CheckpointException):  # the latter is none of the former
+        except (Exception, CheckpointException) as error:  # the latter is none of the former
             refuse_damage(checkpoint)  # of a damaged file torch says what it stumbled over
-            raise
+            raise _damage_in(checkpoint, error) or error from None
         _refuse(checkpoint, summing.result())
     return state
 
@@ -60,14 +62,36 @@ def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
 
 
 def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-    """Read whole tensors in one process, in place; ``refuse_damage`` is the caller's."""
+    """Read whole tensors in one process, in place; ``refuse_damage`` is the caller's.
+
+    Raises:
+        DamagedError: The index, or what it names, is not what was written.
+    """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from axonlaunch.checkpoint.source import only_tensors, source
 
     with folders.reading(checkpoint), in_one_process():
         read_from = source(checkpoint.path)
-        dcp.load(state, storage_reader=read_from, planner=only_tensors(), no_dist=True)
+        try:
+            dcp.load(state, storage_reader=read_from, planner=only_tensors(), no_dist=True)
+        except CheckpointException as error:
+            raise _damage_in(checkpoint, error) or error from None
+
+
+def _damage_in(checkpoint: Checkpoint, error: BaseException) -> DamagedError | None:
+    """Return what an error of torch's says of damage; None where it is about something else."""
+    failures = getattr(error, "failures", {})
+    causes = [cause for cause, _ in failures.values()]
+    known = (DamagedError, NotRegularError, FileNotFoundError, pickle.UnpicklingError)
+    return next((_damaged(checkpoint, c) for c in causes if isinstance(c, known)), None)
+
+
+def _damaged(checkpoint: Checkpoint, cause: BaseException) -> DamagedError:
+    if isinstance(cause, OSError):
+        return DamagedError(f"{cause.filename}: {(cause.strerror or str(cause)).lower()}")
+    return DamagedError(f"{checkpoint.path} {cause}")
 
 
 def tensors(
@@ -105,10 +129,17 @@ def in_one_process() -> Iterator[None]:
 
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a checkpoint holds: name -> shape and dtype, as torch's index has them."""
-    from axonlaunch.checkpoint.source import source
+    """Return what a checkpoint holds: name -> shape and dtype, as torch's index has them.
 
-    found: dict[str, Any] = source(checkpoint.path).read_metadata().state_dict_metadata
+    Raises:
+        DamagedError: Its index, or its manifest, is not what was written, or says what can't be.
+    """
+    from axonlaunch.checkpoint.source import read_index
+
+    try:
+        found: dict[str, Any] = read_index(checkpoint.path).state_dict_metadata
+    except (DamagedError, NotRegularError, FileNotFoundError) as error:
+        raise _damaged(checkpoint, error) from None
     return found
 
 

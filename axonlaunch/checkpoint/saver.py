@@ -16,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from axonlaunch.checkpoint import folders
-from axonlaunch.checkpoint.folders import Checkpoint, Retention
+from axonlaunch.checkpoint.folders import Retention
+from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.writer import Writer
 from axonlaunch.comm import World
 

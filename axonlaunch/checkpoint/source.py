@@ -1,16 +1,19 @@
-"""What torch reads a checkpoint with, here or by fsspec URL; its index may be anybody's.
+"""What torch reads a checkpoint with, here or by fsspec URL; its files may be anybody's.
 
-Torch keeps the index as a pickle, which could name any function there is; what has no place in an
-index is refused. So are values that are not tensors, which torch would unpickle without a look.
+Files that the manifest does not list, or that are no regular files, are not opened. Values that are
+not tensors, which torch would unpickle without a look, are refused.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -20,59 +23,68 @@ from torch.distributed.checkpoint import (
     Metadata,
 )
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader
+from torch.distributed.checkpoint.filesystem import FileSystem as LocalFileSystem
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
+from zlib_ng.zlib_ng import crc32
 
+from axonlaunch import files
+from axonlaunch.checkpoint import index, manifest
+from axonlaunch.checkpoint.manifest import DamagedError
 from axonlaunch.checkpoint.storage import is_remote
 
-__all__ = ["FileSystem", "only_tensors", "source"]
-
-INDEX = ".metadata"
-_CHECKPOINT = "torch.distributed.checkpoint"
-IN_INDEX = {
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
-    "torch": {
-        *("Size", "bool", "uint8", "int8", "int16", "int32", "int64"),
-        *("uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64"),
-        *("complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
-    },
-    "torch.serialization": {"_get_layout"},
-    f"{_CHECKPOINT}.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    f"{_CHECKPOINT}.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-}
-"""Module -> names that an index may hold."""
+__all__ = ["FileSystem", "LocalFileSystem", "only_tensors", "read_index", "source"]
 
 
-class _Index(pickle.Unpickler):
-    """Unpickles an index and nothing else."""
+def read_index(folder: Path) -> Metadata:
+    """Return the index of a checkpoint, held against its manifest.
 
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in IN_INDEX.get(module, ()):
-            raise pickle.UnpicklingError(f"{INDEX} names {module}.{name}, which no index needs")
-        return super().find_class(module, name)
+    Raises:
+        DamagedError: Either is not what was written, or says what can't be.
+        OSError: They can't be read.
+    """
+    about = manifest.read(folder)
+    with files.opened(folder / about.index) as stream:
+        # A byte more than there should be, so that a file that has grown is found.
+        content = stream.read(about.files[about.index].bytes + 1)
+    expected = about.files[about.index].crc32
+    if expected is not None and crc32(content) != expected:
+        raise DamagedError(
+            f"has an {about.index} that is not what was written (its CRC-32 differs)"
+        )
+    return index.read(content, about.files, pickled=about.format < 3)
 
 
 class _Guarded(FileSystemReader):
     """Reads the index with a look at what it names."""
 
+    folder: Path
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "rb") as stream:
-            index = _Index(stream).load()
-        if not isinstance(index, Metadata):
-            raise pickle.UnpicklingError(f"{INDEX} is no index but {type(index).__name__}")
-        if index.storage_meta is None:
-            index.storage_meta = StorageMeta()
-        index.storage_meta.load_id = self.load_id
-        return index
+        found = read_index(self.folder)
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        return found
+
+
+class _Regular(LocalFileSystem):
+    """Reads regular files of this machine, and nothing else."""
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        assert mode == "rb"
+        with files.opened(path) as stream:
+            yield cast("io.IOBase", stream)
 
 
 class _Here(_Guarded):
     """Reads from a folder, each file from its beginning to its end."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _Regular()
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         where = self.storage_data
@@ -86,9 +98,13 @@ class _Elsewhere(_Guarded, FsspecReader):
 
 def source(folder: Path) -> FileSystemReader:
     """Return what reads a checkpoint's folder."""
+    found: _Guarded
     if is_remote(folder):
-        return _Elsewhere(str(folder), use_listings_cache=False)
-    return _Here(folder)
+        found = _Elsewhere(str(folder), use_listings_cache=False)
+    else:
+        found = _Here(folder)
+    found.folder = folder
+    return found
 
 
 class _OnlyTensors(DefaultLoadPlanner):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint import folders, reader
-from axonlaunch.checkpoint.folders import Checkpoint
+from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place
 from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, Problem, RunConfig, replaced, to_tree
@@ -167,14 +167,11 @@ def described(
     Raises:
         ConfigError: Its ``config.json`` can't be read, or is not of a model of ours.
     """
-    from axonlaunch.checkpoint.safetensors import CONFIG
+    from axonlaunch.checkpoint.safetensors import CONFIG, read_json
     from axonlaunch.models import hugging_face
 
     file = folder / CONFIG
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError([Problem("", f"{file}: can't be read: {error}")]) from None
+    content = read_json(file)
     if "model_type" not in content and "name" in content:
         message = (
             f"{file}: model={content['name']} is not in Hugging Face's format, as gpt and llama "

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,8 +21,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import WriteResult
 from zlib_ng.zlib_ng import crc32
 
+from axonlaunch.checkpoint import index
 from axonlaunch.checkpoint.direct import DirectFile
-from axonlaunch.checkpoint.folders import Checkpoint, Sum, complete, partial_of, prepare
+from axonlaunch.checkpoint.folders import complete, partial_of, prepare
+from axonlaunch.checkpoint.manifest import INDEX, Checkpoint, Sum
 from axonlaunch.checkpoint.source import FileSystem as Remote
 from axonlaunch.checkpoint.storage import is_remote
 
@@ -98,7 +101,9 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, on the main rank, and make a checkpoint of what is there."""
-        super().finish(metadata, results)
+        metadata.storage_data = {one.index: one.storage_data for rank in results for one in rank}
+        with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "wb") as stream:
+            stream.write(index.written(metadata))
         found = dict(self._summing.sums)
         for of_rank in results:
             found.update(cast("_Written", of_rank).sums)
@@ -136,6 +141,11 @@ class _Local(FileSystem):
         with super().create_stream(path, mode) as stream:
             yield stream
 
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        folder = Path(path)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()  # a link that leads elsewhere is an error
+
 
 class _Sums:
     """Comes before files' own class: each is summed while it is written."""
@@ -153,11 +163,7 @@ class _Sums:
                 return
             summed = _SummedStream(stream)
             yield summed
-        self.sums[_name(path)] = summed.sum
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        cast("FileSystem", super()).rename(path, new_path)
-        self.sums[_name(new_path)] = self.sums.pop(_name(path))
+        self.sums[os.fspath(path).rpartition("/")[2]] = summed.sum
 
 
 class _SummingLocal(_Sums, _Local):
@@ -190,7 +196,3 @@ class _SummedStream(io.RawIOBase):
 
 def _added(known: Sum, view: memoryview) -> Sum:
     return Sum(known.bytes + len(view), crc32(view, known.crc32 or 0))
-
-
-def _name(path: str | os.PathLike[str]) -> str:
-    return os.fspath(path).rpartition("/")[2]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import Json, print_json
+from axonlaunch.cli.options import Json, Trust, print_json
 from axonlaunch.launch.telling import telling
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
         print_json({"checkpoints": rows, "damaged": wrong})
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from axonlaunch.planning.report import size
 
@@ -84,17 +86,17 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
             str(row["step"]),
             size(row["bytes"]),
             _ago(row["saved_at"]),
-            row["layout"],
+            Text(row["layout"]),
             str(row["world_size"]),
             *("" if row[k] is None else f"{row[k]:.4f}" for k in ("loss", "eval_loss")),
         )
     console.print(table)
     for path, reason in wrong.items():
-        console.print(f"[red]damaged[/red]  {path} {reason}", soft_wrap=True)
+        console.print(f"[red]damaged[/red]  {escape(f'{path} {reason}')}", soft_wrap=True)
 
 
 @app.command("check", help="Read every file again, and look for every parameter.")
-def check(run_dir: RunDir, as_json: Json = False) -> None:
+def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     """Read every file again, and look for every parameter."""
     from axonlaunch.checkpoint import comparison, damaged, folders, listed
 
@@ -104,7 +106,7 @@ def check(run_dir: RunDir, as_json: Json = False) -> None:
     problems = {str(path): [reason] for path, reason in damaged(run_dir).items()}
     with telling("reading"):
         for found in checked:
-            problems[str(found.path)] = comparison.faults(found, _config(found))
+            problems[str(found.path)] = comparison.faults(found, _config(found, trust))
     if not problems:
         _refuse(f"{run_dir}: holds no checkpoint")
     passed = not any(problems.values())
@@ -112,11 +114,12 @@ def check(run_dir: RunDir, as_json: Json = False) -> None:
         print_json({"passed": passed, "checkpoints": problems})
     else:
         from rich.console import Console
+        from rich.markup import escape
 
         console = Console(highlight=False)
         for path, wrong in problems.items():
             told = "[red]damaged[/red]" if wrong else "[green]whole[/green]"
-            console.print(f"{told}  {path}", soft_wrap=True)
+            console.print(f"{told}  {escape(path)}", soft_wrap=True)
             for line in wrong[:SHOWN]:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
             if len(wrong) > SHOWN:
@@ -152,6 +155,7 @@ def diff(
 
 def _show_differences(found: list[Difference]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -161,9 +165,9 @@ def _show_differences(found: list[Difference]) -> None:
         table.add_column(name, justify="left" if name == "tensor" else "right", overflow="fold")
     for one in found[: 2 * SHOWN]:
         if one.largest is None or one.relative is None:
-            table.add_row(one.name, one.reason, "")
+            table.add_row(escape(one.name), escape(one.reason), "")
         else:
-            table.add_row(one.name, f"{one.largest:.3g}", f"{one.relative:.3g}")
+            table.add_row(escape(one.name), f"{one.largest:.3g}", f"{one.relative:.3g}")
     console.print(table)
     if len(found) > 2 * SHOWN:
         console.print(f"{len(found) - 2 * SHOWN} more; --json has all")
@@ -181,6 +185,7 @@ def export(
     file_gb: Annotated[
         float, typer.Option("--file-gb", min=0.001, help="Begin another file at so many GB.")
     ] = 5.0,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Write weights as safetensors."""
@@ -190,7 +195,7 @@ def export(
     if dtype is not None and dtype not in dtypes:
         _refuse(f"--dtype={dtype}: is none of ours; use fp32, bf16 or fp16")
     found = _checkpoint(run_dir)
-    config = _config(found)
+    config = _config(found, trust)
     with telling("writing"):
         import torch
 
@@ -244,10 +249,10 @@ def _checkpoint(path: Path) -> Checkpoint:
     return found
 
 
-def _config(found: Checkpoint) -> RunConfig:
+def _config(found: Checkpoint, trusted: bool) -> RunConfig:
     from axonlaunch.config import read
 
-    return read(found.path.parent.parent)
+    return read(found.path.parent.parent, trusted=trusted)
 
 
 def _folder(path: Path) -> None:

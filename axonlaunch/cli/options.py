@@ -28,6 +28,13 @@ ConfigDir = Annotated[
     ),
 ]
 ConfigName = Annotated[str, typer.Option("--config-name", help="Primary config.")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Import the code that the run's configuration names: it is yours, or you read it.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -39,7 +46,12 @@ def print_json(content: dict[str, Any]) -> None:
 def print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
     """Print what is wrong, a line each on standard error, and for programs on standard output."""
     for problem in problems:
-        sys.stderr.write(f"error: {problem}\n")
+        sys.stderr.write(f"error: {_printable(str(problem))}\n")
     if as_json:
         told = [{"key": one.key or None, "message": one.message} for one in problems]
         print_json({"errors": told})
+
+
+def _printable(text: str) -> str:
+    """Write what would move a terminal's cursor or set its title as Python would."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from axonlaunch.cli.options import Json, print_json
+from axonlaunch.cli.options import Json, Trust, print_json
 
 HELP = "Let a trained model of text continue a prompt."
 EXAMPLES = """Examples:
@@ -32,13 +32,20 @@ def command(
         int | None, typer.Option(min=1, help="Draw among so many likeliest bytes.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Starts the draws.")] = 0,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Let a trained model of text continue a prompt."""
     from axonlaunch.sampling import continue_prompt
 
     text = continue_prompt(
-        folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+        folder,
+        prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        trusted=trust,
     )
     if as_json:
         print_json({"prompt": prompt, "text": text})

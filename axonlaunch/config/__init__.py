@@ -17,8 +17,10 @@ from axonlaunch.config.plugins import import_entry_point, import_plugins, search
 from axonlaunch.config.problem import ConfigError, Problem
 from axonlaunch.config.rules import broken_rules
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.config.tree import leaves, read_yaml, replaced, to_tree, to_yaml
+from axonlaunch.config.tree import LARGEST_YAML, leaves, read_yaml, replaced, to_tree, to_yaml
+from axonlaunch.config.trust import foreign_code
 from axonlaunch.config.validate import validate
+from axonlaunch.files import read_text
 
 __all__ = [
     "CONFIG",
@@ -165,18 +167,30 @@ def _with_registered_model(composed: Composed) -> Composed:
     return composed
 
 
-def read(path: str | Path) -> RunConfig:
+def read(path: str | Path, *, trusted: bool = False) -> RunConfig:
     """Read a frozen ``config.yaml``, or that of a run folder.
 
+    Args:
+        path: The file or the folder.
+        trusted: Import the modules that it names; they are refused otherwise.
+
     Raises:
-        ConfigError: There is no such file, or it does not fit this version's schema.
+        ConfigError: There is no such file, it does not fit this version's schema, or names code.
     """
     path = Path(path) if isinstance(path, str) else path
     file = path / CONFIG if path.is_dir() else path
-    if not file.is_file():
+    try:
+        text = read_text(file, at_most=LARGEST_YAML)
+    except (FileNotFoundError, NotADirectoryError):
         message = f"{path}: no run folder (it has no config.yaml){meant_below_runs(path)}"
-        raise ConfigError([Problem("", message)])
-    return parsed(file.read_text(), name=str(file))
+        raise ConfigError([Problem("", message)]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError([Problem("", f"{file}: can't be read: {reason}")]) from None
+    tree = _read_tree(text, name=str(file))
+    if not trusted and (problems := foreign_code(tree, text, file=str(file))):
+        raise ConfigError(problems)
+    return typed(tree, _import_models(tree))
 
 
 def meant_below_runs(path: Path) -> str:
@@ -186,13 +200,17 @@ def meant_below_runs(path: Path) -> str:
 
 
 def parsed(text: str, *, name: str = "the frozen configuration") -> RunConfig:
-    """Read the text of a frozen ``config.yaml``.
+    """Read the text of a ``config.yaml`` that this very run has frozen, and import what it names.
 
     Raises:
         ConfigError: It does not fit this version's schema.
     """
+    tree = _read_tree(text, name=name)
+    return typed(tree, _import_models(tree))
+
+
+def _read_tree(text: str, *, name: str) -> dict[str, Any]:
     try:
-        tree = read_yaml(text)
+        return read_yaml(text)
     except ValueError as reason:
         raise ConfigError([Problem("", f"{name}: {reason}")]) from None
-    return typed(tree, _import_models(tree))

@@ -11,6 +11,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+LARGEST_YAML = 1 << 20
+"""Bytes, and characters, of a file of YAML."""
+DEEPEST_YAML = 64
+"""Levels of lists and mappings in each other."""
+MOST_YAML = 100_000
+"""Values in one file, those that aliases stand for counted again."""
+
 
 def to_tree(config: Any) -> Any:
     """Return nested dataclasses as nested plain dicts and lists."""
@@ -59,17 +66,76 @@ def replaced(tree: T, settings: Mapping[str, Any]) -> T:
 
 
 def read_yaml(text: str) -> dict[str, Any]:
-    """Read what ``to_yaml`` wrote to plain values.
+    """Read YAML of plain values, which may be anybody's.
 
     Raises:
-        ValueError: The text is not YAML, or holds no keys.
+        ValueError: The text is not YAML, holds no keys, or is larger than any configuration is.
     """
     import yaml
 
     try:
-        tree = yaml.safe_load(text)
+        _refuse_bombs(text)
+        tree = yaml.load(text, Loader=_loader())
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ValueError("holds no keys")
     return {str(key): value for key, value in tree.items()}
+
+
+def line_of(text: str, key: str) -> int:
+    """Return the line, from 1, in which YAML that was read names a dotted key."""
+    import yaml
+
+    node = yaml.compose(text, Loader=_loader())
+    line = 1
+    for name in key.split("."):
+        for known, value in node.value if isinstance(node, yaml.MappingNode) else []:
+            if known.value == name:
+                node, line = value, known.start_mark.line + 1
+                break
+    return line
+
+
+def _refuse_bombs(text: str) -> None:
+    """Go through YAML's events, of which none takes memory, before anything is built of them.
+
+    An alias counts as much as what it stands for: nine lists of nine aliases each, every one of
+    the list before, are 9^9 values in 200 characters.
+
+    Raises:
+        ValueError: It is too large, too deep, or an alias stands for something that holds it.
+    """
+    import yaml
+
+    if len(text) > LARGEST_YAML:
+        raise ValueError(f"is larger than {LARGEST_YAML} characters")
+    count = 0
+    counts: dict[str, int] = {}  # of anchors that are complete
+    begun: list[tuple[str | None, int]] = []
+    for event in yaml.parse(text, Loader=_loader()):
+        if isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == anchor for anchor, _ in begun):
+                raise ValueError(f"the alias *{event.anchor} stands for something that holds it")
+            count += counts.get(event.anchor, 1)  # one that is not there is an error of YAML's
+        elif isinstance(event, yaml.NodeEvent):
+            count += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                begun.append((event.anchor, count - 1))
+            elif event.anchor is not None:
+                counts[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = begun.pop()
+            if anchor is not None:
+                counts[anchor] = count - before
+        if len(begun) > DEEPEST_YAML:
+            raise ValueError(f"is nested deeper than {DEEPEST_YAML} levels")
+        if count > MOST_YAML:
+            raise ValueError(f"holds more than {MOST_YAML} values, aliases counted in full")
+
+
+def _loader() -> Any:
+    """Return the loader of plain values: the fast one, where PyYAML was built with it."""
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -17,6 +17,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.url import is_url
 from axonlaunch.events import Event, Started, Stepped, finite
+from axonlaunch.files import append_text
 from axonlaunch.launch import run_folder
 from axonlaunch.launch.console import (
     RunConsole,
@@ -149,9 +150,8 @@ def _foretold(
     else:
         prediction.wait(0)
     if prediction.peak_bytes is None:
-        with log_of(config, 0).open("a") as log:
-            log.write(f"summary.json has no predicted_peak_bytes: {prediction.reason}\n")
-            log.write(prediction.traceback)
+        text = f"summary.json has no predicted_peak_bytes: {prediction.reason}\n"
+        append_text(log_of(config, 0), text + prediction.traceback)
         return {}
     return {"predicted_peak_bytes": prediction.peak_bytes}
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from axonlaunch import checkpoint, worker
+from axonlaunch import checkpoint, files, worker
 from axonlaunch import config as configuration
 from axonlaunch.authentication import ForgedMessageError
 from axonlaunch.checkpoint import storage
@@ -68,7 +68,7 @@ def main(run_dir: Path, place: Place, connection: Connection) -> None:
     redirect(place.log)
     status = 1
     try:
-        config = configuration.read(run_dir)
+        config = configuration.read(run_dir, trusted=True)  # the parent wrote it
         config = configuration.replaced(config, {"launch.nnodes": place.nnodes})
         if place.restarted and checkpoint.resolve(storage.root(config)) is not None:
             config = configuration.replaced(config, {"checkpoint.resume": "auto"})
@@ -145,7 +145,7 @@ def _store(place: Place, timeout_s: float) -> dist.Store:
 
 def redirect(log: Path) -> None:
     """Send what Python and C code print to the rank's log, and stacks when they are asked for."""
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    target = files.appended(log)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(target, number)

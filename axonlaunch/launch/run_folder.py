@@ -22,6 +22,7 @@ from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.problem import plain
 from axonlaunch.config.tree import read_yaml
 from axonlaunch.config.url import is_url
+from axonlaunch.files import replace_text
 
 SUMMARY = "summary.json"
 CRASH = "crash.json"
@@ -50,7 +51,7 @@ def create(config: RunConfig, *, tell: Callable[[str], object]) -> Iterator[RunC
         config = _named(config)
         folder = Path(config.run_dir)
         (folder / "logs").mkdir(exist_ok=True)
-        lock = os.open(folder / "logs", os.O_RDONLY)
+        lock = os.open(folder / "logs", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise _unmade(error) from None
     try:
@@ -58,7 +59,7 @@ def create(config: RunConfig, *, tell: Callable[[str], object]) -> Iterator[RunC
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if changed := _changed(config):
             tell(f"goes on with other settings than before: {', '.join(changed)}")
-        write(folder / CONFIG, to_yaml(config))
+        replace_text(folder / CONFIG, to_yaml(config))
         (folder / CRASH).unlink(missing_ok=True)  # of a run before
         yield config
     except BlockingIOError:
@@ -123,7 +124,7 @@ def keep(config: RunConfig) -> None:
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         if not (folder / CONFIG).exists():  # no disk is shared with that process
-            write(folder / CONFIG, to_yaml(config))
+            replace_text(folder / CONFIG, to_yaml(config))
     except OSError as error:
         raise _unmade(error) from None
 
@@ -191,13 +192,6 @@ def _refuse_overwriting(config: RunConfig) -> None:
         raise ConfigError([Problem("checkpoint.resume", message, "never")])
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new one, never half of it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write one JSON object."""
-    write(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    replace_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -19,6 +19,7 @@ from typing import Any
 from axonlaunch import config as configuration
 from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig
 from axonlaunch.config.url import is_url
+from axonlaunch.files import replace_text
 from axonlaunch.launch import run_folder, token
 
 SCRIPT = "job.sbatch"
@@ -133,9 +134,9 @@ def _write(config: RunConfig, folder: Path) -> Path:
         config = configuration.replaced(
             config, {"launch.token_file": str((folder / TOKEN).absolute())}
         )
-    run_folder.write(folder / JOB, configuration.to_yaml(config))
+    replace_text(folder / JOB, configuration.to_yaml(config))
     (folder / CONFIG).unlink()  # the run is yet to begin
-    run_folder.write(folder / SCRIPT, render(config))
+    replace_text(folder / SCRIPT, render(config))
     return folder / SCRIPT
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
-from axonlaunch import flight_record
+from axonlaunch import files, flight_record
 from axonlaunch.flight_record import Record
 from axonlaunch.launch.reports import Kind, Report
 from axonlaunch.provenance import owner
@@ -107,9 +107,9 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
 def write(log: Path) -> None:
     """Add this process's record to its log, and put torch's own form of it beside the log."""
     line = f"{_TOLD}{flight_record.take().to_json()}\n".encode()
-    with log.open("ab", buffering=0) as stream:
+    with os.fdopen(files.appended(log), "ab", buffering=0) as stream:
         stream.write(line)
-    log.with_suffix(FLIGHT_RECORD).write_bytes(flight_record.dump())
+    files.replace(log.with_suffix(FLIGHT_RECORD), flight_record.dump())
 
 
 def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:

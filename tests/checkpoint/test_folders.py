@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import old_checkpoint
 import pytest
 import torch
 
@@ -129,7 +130,7 @@ def test_saving_a_step_again_replaces_it(three: Path) -> None:
             lambda folder: (folder / "manifest.json").write_text(
                 json.dumps({**json.loads((folder / "manifest.json").read_text()), "format": 99})
             ),
-            "is of format 99, and this version knows up to 2",
+            "is of format 99, and this version knows up to 3",
         ),
     ],
     ids=["no manifest", "half a manifest", "a file gone", "a file cut", "newer"],
@@ -147,7 +148,7 @@ def test_a_checkpoint_that_is_not_whole_is_none_and_says_why(
 
 
 def test_older_damage_does_not_matter_to_who_goes_on_from_a_newer_one(three: Path) -> None:
-    (three / "checkpoints" / "step_1" / ".metadata").unlink()
+    (three / "checkpoints" / "step_1" / "index.json").unlink()
     assert checkpoint.damaged(three, after=checkpoint.latest(three)) == {}
 
 
@@ -158,16 +159,15 @@ def test_what_an_interrupted_save_left_is_none_and_is_swept(three: Path) -> None
     assert checkpoint.sweep_partial(three) == ["step_3.partial"]
 
 
-def test_checkpoints_of_the_first_format_are_read_without_checksums(three: Path) -> None:
-    manifest = three / "checkpoints" / "step_3" / folders.MANIFEST
-    about = json.loads(manifest.read_text())
-    about["files"] = {name: known["bytes"] for name, known in about["files"].items()}
-    old = {k: v for k, v in about.items() if k not in ("eval_loss", "layout", "saved_at")}
-    manifest.write_text(json.dumps({**old, "format": 1}))
-    found = checkpoint.latest(three)
+def test_checkpoints_of_the_first_format_are_read_without_checksums(tmp_path: Path) -> None:
+    old_checkpoint.save(tmp_path, STATE, step=3, form=1)
+    found = checkpoint.latest(tmp_path)
     assert found is not None
     assert found.step == 3
     assert folders.damage(found) == []
+    model = {name: torch.zeros(64) for name in STATE["model"]}
+    checkpoint.load_model(found, model)
+    assert all(torch.equal(model[name], STATE["model"][name]) for name in model)
 
 
 def test_every_flipped_bit_and_every_cut_is_found(three: Path) -> None:
