@@ -26,7 +26,7 @@ WORDS = [
 
 @pytest.fixture(autouse=True)
 def _grows_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scale begins at 8, and doubles after every third good step rather than after the 2000th."""
+    """The scale begins at 8 and doubles after every third good step, not the 2000th."""
     monkeypatch.setattr(
         engines.build, "LossScale", partial(LossScale, value=8.0, growth_interval=3)
     )
