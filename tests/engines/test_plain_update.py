@@ -50,7 +50,9 @@ def train(name: str, *overrides: str, steps: int) -> tuple[list[dict[str, Tensor
 
     def run(world: ax.World) -> tuple[list[dict[str, Tensor]], list[float]]:
         engine, loader = rank_engine(chosen, world)
-        engine.state_dict()  # asks for the optimizer's states, as a save before the first step
+        # Asks for the optimizer's states, as a save before the first step does.
+        states = engine.state_dict()["optimizer"]
+        assert {name.partition(".")[0] for name in states} == {"head"}
         after, rates = [], []
         for step in range(steps):
             rates.append(engine.learning_rate())
