@@ -147,7 +147,7 @@ def test_a_streamed_step_takes_a_closure_and_saves_its_states_by_parameter() -> 
             optimizer.zero_grad()
             loss = module(batch).square().sum()
             loss.backward()
-            return loss
+            return loss.detach()
 
         assert float(optimizer.step(closure)) > 0
     saved, expected = (optimizer.state_dict() for optimizer in optimizers)
