@@ -34,6 +34,7 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build
 from axonlaunch.models.placement import whole
 from axonlaunch.verdict import Verdict, failed, layout_of, norm_tolerance, tolerance_of
+from axonlaunch.vocabulary import naming_unknown_tokens
 
 # AdamW divides by a gradient's size. Where that is nothing but rounding, as for the bias of keys,
 # which softmax ignores, the usual eps of 1e-8 would make whole steps in random directions of it.
@@ -118,7 +119,9 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
             engine, loader = _engine(same, world)
         losses, norms, gradients = [], [], []
         for step in range(steps):
-            loss, _ = engine.backward(loader.batch(step))
+            batch = loader.batch(step)
+            with naming_unknown_tokens(batch, loader, step=step):
+                loss, _ = engine.backward(batch)
             if step == 0 and _has_drawn():
                 raise NoReferenceError(
                     "the model draws random numbers in training, and no two layouts draw alike; "
