@@ -1,8 +1,31 @@
 """The command line; importing it imports no torch, no Hydra and no Typer."""
 
+import atexit
+import os
+import sys
+
+from axonlaunch.launch import streams
+
 
 def main() -> None:
-    """Run the command that the arguments name."""
-    from axonlaunch.cli.app import run
+    """Run the command that the arguments name, and end the process with its status."""
+    status = 1
 
-    run()
+    def leave() -> None:
+        # Threads of torch's and gloo's outlive the interpreter's state and abort a process in its
+        # teardown (status 134) whose work is done.
+        for stream in (sys.stdout, sys.stderr):
+            streams.tolerant(stream).flush()
+        os._exit(status)
+
+    streams.open_missing()
+    atexit.register(leave)  # registered first, so called last, after threads were joined
+    try:
+        from axonlaunch.cli.app import run
+
+        run()
+    except KeyboardInterrupt:  # while modules were imported
+        status = 130
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise

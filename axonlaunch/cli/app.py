@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +21,7 @@ from axonlaunch.cli import (
     verify,
 )
 from axonlaunch.cli.options import print_problems
+from axonlaunch.launch import streams
 
 if TYPE_CHECKING:
     from axonlaunch.config import Problem
@@ -83,11 +83,12 @@ def run() -> None:
     """Run the application; what a user got wrong is one line a problem and exit status 2."""
     try:
         status = app(standalone_mode=False)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         # Whoever read our output is gone; nothing more can be said to them.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.silence(sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         problems = _problems(error)

@@ -51,12 +51,14 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Train a model."""
-    from axonlaunch.launch import forkserver
+    from axonlaunch.launch import forkserver, streams
     from axonlaunch.launch.variables import may_be_rank
 
     if dry_run:
         _estimate(overrides or [], config_dir or [], config_name, multirun, as_json)
         return
+    # A run outlives its console.
+    sys.stdout, sys.stderr = streams.tolerant(sys.stdout), streams.tolerant(sys.stderr)
     with ExitStack() as stack:
         context = None
         if not may_be_rank(os.environ):

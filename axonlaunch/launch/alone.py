@@ -35,11 +35,14 @@ from axonlaunch.launch import rank as ranks
 from axonlaunch.launch import run_folder, run_identity, stacks, token
 from axonlaunch.launch.conclusion import Record, Tail, conclude, log_of, tell_crash
 from axonlaunch.launch.console import RunConsole
+from axonlaunch.launch.judgement import judge
+from axonlaunch.launch.launcher_process import LauncherProcess
 from axonlaunch.launch.peers import Peers, meet, member_name
 from axonlaunch.launch.prediction import Prediction
 from axonlaunch.launch.pulse import Pulse
 from axonlaunch.launch.rank_messages import Place
-from axonlaunch.launch.reports import Crash, Report
+from axonlaunch.launch.reports import Crash, Kind, Report
+from axonlaunch.launch.streams import tolerant
 from axonlaunch.launch.supervisor import Outcome
 from axonlaunch.launch.surroundings import Surroundings
 
@@ -60,6 +63,7 @@ def train(
     compose: Callable[[Surroundings], RunConfig],
     *,
     launch: LaunchConfig,
+    launcher: LauncherProcess,
     started: float,
     as_json: bool = False,
 ) -> tuple[int, dict[str, Any] | None]:
@@ -69,6 +73,7 @@ def train(
         found: Which one.
         launch: What is said of the token.
         compose: Makes the resolved configuration, on rank 0.
+        launcher: What started it, watched.
         started: ``time.time()`` when the command began.
         as_json: Keep standard output free.
 
@@ -108,7 +113,7 @@ def train(
             if told is None:
                 return 2, None
             config = told
-        return _run(config, found, peers, started=started, as_json=as_json)
+        return _run(config, found, peers, launcher, started=started, as_json=as_json)
 
 
 def _key(found: Surroundings, launch: LaunchConfig) -> bytes:
@@ -226,7 +231,13 @@ def _frozen(peers: Peers) -> RunConfig | None:
 
 
 def _run(
-    config: RunConfig, found: Surroundings, peers: Peers, *, started: float, as_json: bool
+    config: RunConfig,
+    found: Surroundings,
+    peers: Peers,
+    launcher: LauncherProcess,
+    *,
+    started: float,
+    as_json: bool,
 ) -> tuple[int, dict[str, Any] | None]:
     assert found.local_rank is not None
     assert config.launch.nproc != "auto"
@@ -235,7 +246,7 @@ def _run(
     output, errors = os.dup(1), os.dup(2)
     log = log_of(config, found.rank)
     ranks.redirect(log)
-    stream = os.fdopen(errors if as_json else output, "w", buffering=1)
+    stream = tolerant(os.fdopen(errors if as_json else output, "w", buffering=1))
     console = RunConsole(stream=stream, is_plain=True)
     record = Record(started, console)
     # Not forked from this process, which has threads and a device.
@@ -257,8 +268,8 @@ def _run(
     )
     asked = _Asked()
     peers.watch()
-    told_errors = os.fdopen(errors, "w", buffering=1) if not as_json else stream
-    watch = _Watch(config, place, peers, record, console, told_errors)
+    told_errors = tolerant(os.fdopen(errors, "w", buffering=1)) if not as_json else stream
+    watch = _Watch(config, place, peers, launcher, record, console, told_errors)
     watch.start()
     try:
         ranks.claim_cores(place)
@@ -327,6 +338,7 @@ class _Watch(threading.Thread):
         config: RunConfig,
         place: Place,
         peers: Peers,
+        launcher: LauncherProcess,
         record: Record,
         console: RunConsole,
         errors: TextIO,
@@ -335,6 +347,7 @@ class _Watch(threading.Thread):
         self._config = config
         self._place = place
         self._peers = peers
+        self._launcher = launcher
         self._record = record
         self._console = console
         self._errors = errors
@@ -349,10 +362,20 @@ class _Watch(threading.Thread):
             self._tail()
 
     def run(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:
+            # Without it the training thread would wait for ever for an end that nobody decides.
+            traceback.print_exception(error, file=self._errors)
+            os._exit(1)
+
+    def _follow(self) -> None:
         while not self._over.wait(_TICK_S):
             if self._tail:
                 self._tail()
-            if self._peers.failure():
+            if self._launcher.is_gone.is_set():
+                self._fail_without_launcher()
+            elif self._peers.failure():
                 self._fail([])
             elif (report := self._hang()) is not None:
                 self._fail([report])
@@ -364,25 +387,43 @@ class _Watch(threading.Thread):
             return None
         me = {place.local_rank: os.getpid()}
         where = stacks.ask(me, {place.local_rank: place.log})[place.local_rank]
-        about = Report(
+        return where.told(self._report("hang"), timeout_s=waited)
+
+    def _report(self, kind: Kind, reason: str = "") -> Report:
+        place, beat = self._place, self._place.pulse.read(self._place.local_rank)
+        return Report(
             rank=place.rank,
-            kind="hang",
-            reason="",
+            kind=kind,
+            reason=reason,
             machine=socket.gethostname(),
             log=str(place.log),
             step=beat.step,
             doing=beat.phase,
         )
-        return where.told(about, timeout_s=waited)
+
+    def _fail_without_launcher(self) -> NoReturn:
+        """End with the launcher; the store may have been its own, so nothing is agreed on."""
+        name, pid = self._launcher.name, self._launcher.pid
+        reason = (
+            f"its launcher {name} (process {pid}) is gone: it was killed, or had no memory left"
+        )
+        report = self._report("lost", reason)
+        self._peers.post(report)  # the ranks of other nodes may learn of it
+        time.sleep(_TICK_S)
+        self._end(judge([report]), tells=self._place.rank == 0)
 
     def _fail(self, reports: list[Report]) -> NoReturn:
         """Agree on who was first, tell it on rank 0, and end this process."""
         crash = self._peers.verdict(reports)
+        self._end(crash, tells=self._place.rank == 0 or not self._peers.is_judged)
+
+    def _end(self, crash: Crash, *, tells: bool) -> NoReturn:
+        """End this process; rank 0 writes the run's summary too."""
         if self._place.rank == 0:
             self._console.stop()
             sys.stderr = self._errors
             conclude(self._config, Outcome(crash=crash), self._record, self._console)
-        elif not self._peers.is_judged:
+        elif tells:
             sys.stderr = self._errors  # rank 0 is gone and tells nothing
             tell_crash(self._config, crash)
         sys.stderr.flush()

@@ -18,10 +18,13 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
-from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeAlias
 
+from axonlaunch.launch import temporary
+from axonlaunch.launch.forked import ForkedProcess
 from axonlaunch.registry import load
+from axonlaunch.whereabouts import state
 
 Starter: TypeAlias = ForkServerContext | SpawnContext
 """What starts a process: the warm server, or a new interpreter where there is none."""
@@ -31,6 +34,19 @@ _GRACE_S = 0.3
 """Seconds in which other calls tell what the failure of one did to them."""
 _DYING_S = 1.0
 """Seconds that killed processes get at most to be gone: one that nobody reaps never is."""
+_IMPORT_S = 300.0
+"""Seconds in which the server has to answer first, for which it imports torch."""
+_ANSWER_S = 30.0
+"""Seconds in which it has to answer from then on: it does nothing but fork."""
+_STOPPED_S = 3.0
+"""Seconds in which it has to answer while it is stopped (SIGSTOP)."""
+_TURN_S = 0.1
+_answered: set[int] = set()
+"""Servers that have answered."""
+
+
+class ForkServerError(RuntimeError):
+    """The server does not answer: it was stopped or killed, or can't import what ranks need."""
 
 
 @contextmanager
@@ -38,26 +54,55 @@ def warm() -> Iterator[ForkServerContext]:
     """Start the server in the background, and end it on leaving."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with temporary.folder() as folder, _sockets_in(folder):
+        _run_server()
+        try:
+            yield context
+        finally:
+            stop()
+
+
+@contextmanager
+def _sockets_in(folder: Path) -> Iterator[None]:
+    """Let multiprocessing, here and in what is forked, put its sockets into a folder.
+
+    Its own would be left in TMPDIR by whoever is killed, and has too long a path below a long one.
+    """
+    process: Any = multiprocessing.current_process()
+    settings: dict[str, Any] = process._config
+    given = settings.get("tempdir")
+    settings["tempdir"] = str(folder)
+    try:
+        yield
+    finally:
+        settings["tempdir"] = given  # None: multiprocessing makes its own when it needs it
+
+
+def _run_server() -> None:
+    """Start the server, unless it runs."""
     # Blocked while the server starts, and so in it and whatever it forks until they say otherwise:
     # Ctrl-C in the terminal, its end and a scheduler's word reach all of this group, and are the
     # parent's to handle. Without its server it would know nothing of the ranks any more.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
-        resource_tracker.ensure_running()  # it unblocks what is blocked next
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        with _without_working_folder():
-            forkserver.ensure_running()
+        with without_working_folder():
+            resource_tracker.ensure_running()  # it unblocks what is blocked next
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            _server().ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    try:
-        yield context
-    finally:
-        stop()
+
+
+def _server() -> Any:
+    return forkserver._forkserver
 
 
 @contextmanager
-def _without_working_folder() -> Iterator[None]:
-    """Keep a ``torch.py`` in the working folder from being imported in torch's place."""
+def without_working_folder() -> Iterator[None]:
+    """Keep a new interpreter from importing a ``torch.py`` of the working folder in torch's place.
+
+    What it starts in turn finds the environment as its user left it.
+    """
     given = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -70,8 +115,8 @@ def _without_working_folder() -> Iterator[None]:
 
 
 def stop() -> None:
-    """End the server at once, even in the middle of its imports."""
-    server: Any = forkserver._forkserver
+    """End the server at once, even in the middle of its imports, or stopped."""
+    server = _server()
     pid = server._forkserver_pid
     if pid is None:
         return
@@ -81,11 +126,62 @@ def stop() -> None:
     server._forkserver_alive_fd = server._forkserver_pid = server._forkserver_address = None
 
 
-def fork(context: Starter, target: str, *args: Any) -> BaseProcess:
-    """Run ``"module:function"`` in another process; the parent need not import it."""
+def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
+    """Run ``"module:function"`` in another process; the parent need not import it.
+
+    Raises:
+        ForkServerError: The server does not answer.
+    """
     process = context.Process(target=_run, args=(target, args), daemon=True)
-    process.start()
-    return process
+    if isinstance(context, SpawnContext):
+        with without_working_folder():
+            process.start()
+        return ForkedProcess(process, server=None)
+    _run_server()
+    pid = _server()._forkserver_pid
+    try:
+        with _deadline(pid):
+            process.start()
+    except (EOFError, ConnectionError) as error:
+        message = (
+            "the fork server, which starts ranks, does not answer: it was stopped or killed, or "
+            "had no memory; run the command again"
+        )
+        raise ForkServerError(message) from error
+    _answered.add(pid)
+    return ForkedProcess(process, server=pid)
+
+
+@contextmanager
+def _deadline(pid: int | None) -> Iterator[None]:
+    """Kill the server where it does not answer in time, and with it the wait for an answer.
+
+    Args:
+        pid: The server; None where it is not this process' own.
+    """
+    is_over = threading.Event()
+
+    def watch(pid: int) -> None:
+        waited = stopped = 0.0
+        # Counted in turns, not by the clock: this process may have been stopped too (Ctrl-Z).
+        while waited < (_ANSWER_S if pid in _answered else _IMPORT_S) and stopped < _STOPPED_S:
+            if is_over.wait(_TURN_S):
+                return
+            waited += _TURN_S
+            stopped = stopped + _TURN_S if state(pid) in ("T", "t") else 0.0
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    if pid is None:
+        yield
+        return
+    thread = threading.Thread(target=watch, args=(pid,), name="fork server", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def call(context: ForkServerContext, target: str, *args: Any) -> Any:
@@ -184,7 +280,7 @@ class Call:
         except EOFError:
             self._process.join()
             status = self._process.exitcode
-            return RuntimeError(f"{self._target} died with status {status}")
+            return RuntimeError(f"{self._target} died with status {status or 'unknown'}")
         self._process.join()
         if kind == "raised":
             error, text = content
@@ -197,11 +293,8 @@ class Call:
 
     def end(self) -> None:
         """Leave no process behind, nor any of its group's."""
-        if self._process.exitcode is None:
-            assert self._process.pid is not None
-            with suppress(ProcessLookupError, PermissionError):  # it made no group
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
+        if not self._process.has_ended:
+            self._process.kill_group()
             self._process.join()
             _wait_for_group(self._process.pid)
         self._process.join()

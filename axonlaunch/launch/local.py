@@ -25,6 +25,7 @@ from axonlaunch.launch.console import RunConsole
 from axonlaunch.launch.prediction import Prediction
 from axonlaunch.launch.pulse import Pulse
 from axonlaunch.launch.rank_messages import Place
+from axonlaunch.launch.reports import report_of_system
 from axonlaunch.launch.supervisor import Others, Outcome, Rank, Supervisor
 
 LOOPBACK = "127.0.0.1"
@@ -108,16 +109,25 @@ def attempt(
     count = world_size(config)
     console.wait("starting 1 rank" if count == 1 else f"starting {count} ranks")
     pulse = Pulse.of(_processes(config), context)
-    ranks = _spawn(config, context, meeting, pulse, restarted)
+    ranks: list[Rank] = []
+    first = meeting.node_rank * _processes(config)
     supervisor = Supervisor(
         ranks=ranks,
         pulse=pulse,
         timeout_s=config.launch.timeout_s,
         report=record,
-        tick=Tail(ranks[0].log, console) if meeting.node_rank == 0 else lambda: None,
+        tick=Tail(log_of(config, first), console) if first == 0 else lambda: None,
         announce=console.line,
         others=meeting.others,
     )
+    try:
+        for rank in _spawn(config, context, meeting, pulse, restarted):
+            ranks.append(rank)  # noqa: PERF402  # those that were started are ended with the others
+    except (forkserver.ForkServerError, OSError) as error:
+        return supervisor.failed(report_of_system(error, rank=first + len(ranks)))
+    except BaseException:
+        supervisor.kill()
+        raise
     return supervisor.run()
 
 
@@ -132,9 +142,8 @@ def _spawn(
     meeting: Meeting,
     pulse: Pulse,
     restarted: bool,
-) -> list[Rank]:
+) -> Iterator[Rank]:
     processes = _processes(config)
-    ranks = []
     for index in range(processes):
         ours, theirs = context.Pipe(duplex=False)
         number = meeting.node_rank * processes + index
@@ -159,8 +168,7 @@ def _spawn(
             context, "axonlaunch.launch.rank:main", Path(config.run_dir), place, theirs
         )
         theirs.close()
-        ranks.append(Rank(number, index, process, ours, log))
-    return ranks
+        yield Rank(number, index, process, ours, log)
 
 
 def _cores(index: int, processes: int) -> tuple[int, ...] | None:

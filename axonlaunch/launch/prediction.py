@@ -41,6 +41,7 @@ class Prediction:
         if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to foretell
             self._config = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
         self._call: forkserver.Call | None = None
+        self._is_hopeless = False
         self.peak_bytes: int | None = None
         self.reason, self.traceback = "no step was done", ""
         if (kept := cache.read(self._config) or cache.read(named)) is not None:
@@ -54,12 +55,16 @@ class Prediction:
 
     def begin(self) -> None:
         """Begin to trace, unless it was begun or is known; called at every logged step."""
-        if self.peak_bytes is not None or self._call is not None:
+        if self.peak_bytes is not None or self._call is not None or self._is_hopeless:
             return
         self.reason = "the estimate was not ready when the run had ended"
-        self._call = forkserver.Call(
-            self._context, "axonlaunch.launch.estimate:trace_beside", (self._config,)
-        )
+        try:
+            self._call = forkserver.Call(
+                self._context, "axonlaunch.launch.estimate:trace_beside", (self._config,)
+            )
+        except (forkserver.ForkServerError, OSError) as error:
+            self.reason = str(error)  # the run needs no estimate
+            self._is_hopeless = True
 
     def wait(self, seconds: float = PATIENCE_S) -> None:
         """Wait until it is known, or why it can't be; Ctrl-C gives it up."""

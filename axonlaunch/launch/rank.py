@@ -36,7 +36,7 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.layout import world_size
 from axonlaunch.events import Event, Finished, of_all_ranks
 from axonlaunch.finite import NotFiniteError
-from axonlaunch.launch import forkserver, stacks
+from axonlaunch.launch import forkserver, stacks, streams
 from axonlaunch.launch.rank_messages import Done, Place
 from axonlaunch.launch.reports import Kind, Report
 from axonlaunch.memory import available_bytes
@@ -150,8 +150,8 @@ def redirect(log: Path) -> None:
         stream.flush()
         os.dup2(target, number)
     os.close(target)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout = streams.tolerant(os.fdopen(1, "w", buffering=1, closefd=False))
+    sys.stderr = streams.tolerant(os.fdopen(2, "w", buffering=1, closefd=False))
     faulthandler.enable()
     _answer(log)
 

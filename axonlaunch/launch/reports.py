@@ -7,14 +7,24 @@ nothing himself.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import signal
+import socket
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from axonlaunch.flight_record import Record
 
 Kind = Literal["interrupted", "signal", "error", "hang", "lost", "connection", "waiting"]
+
+
+_CAUSES = {
+    errno.ENOSPC: "disk",
+    errno.EDQUOT: "disk",
+    errno.EMFILE: "files",
+    errno.ENFILE: "files",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +40,8 @@ class Report:
         log: Its log on that machine.
         step: Optimizer steps it had done; None before the first.
         doing: What it did then.
-        cause: What is known to help against it: ``memory``, ``disk``, ``loss``, ``module NAME``,
-            ``refused`` or nothing.
+        cause: What is known to help against it: ``memory``, ``disk``, ``files``, ``loss``,
+            ``module NAME``, ``refused`` or nothing.
         memory_bytes: What its device had for this run, where memory ran out.
         record: Of its collectives, where it was asked.
     """
@@ -85,6 +95,24 @@ class Crash:
         return cls(Report.from_json(first), tuple((rank, reason) for rank, reason in followers))
 
 
+def report_of_system(error: Exception, *, rank: int) -> Report:
+    """Return the report of a rank that this node could not start."""
+    return Report(
+        rank=rank,
+        kind="error",
+        reason=f"can't be started: {error}",
+        machine=socket.gethostname(),
+        cause=cause_of(error),
+    )
+
+
+def cause_of(error: BaseException) -> str:
+    """Name what of this node ran out: ``disk``, open ``files``, or nothing."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return ""
+    return _CAUSES.get(error.errno, "")
+
+
 def plain_ranks(numbers: list[int]) -> str:
     """Write ranks with their runs shortened: ``ranks 0, 4-7``."""
     runs: list[list[int]] = []
@@ -103,4 +131,8 @@ def exit_reason(status: int | None) -> str:
         name = signal.Signals(-status).name
         hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
         return f"killed by {name}{hint}"
+    if status is None:
+        return (
+            "ended, and how is not known: the fork server that would report it is gone or stopped"
+        )
     return f"exited with status {status} before the end of training"

@@ -22,6 +22,7 @@ from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfi
 from axonlaunch.config.layout import nodes
 from axonlaunch.config.schema import LaunchConfig
 from axonlaunch.launch import forkserver, local, planned, run_folder, surroundings, sweep
+from axonlaunch.launch.launcher_process import LauncherProcess
 from axonlaunch.launch.planned import Compose
 from axonlaunch.launch.surroundings import Surroundings
 from axonlaunch.launch.telling import telling
@@ -59,6 +60,8 @@ def start(
         ConfigError: A configuration can't be run.
     """
     where = _Where.read()
+    launcher = LauncherProcess("" if where.found is None else where.found.launcher)
+    launcher.watch()  # before torch is imported, which takes seconds
     compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
     if multirun and where.found is not None:
         message = f"{where.found.launcher} started this process as a part of one run"
@@ -78,7 +81,9 @@ def start(
                 launch = LaunchConfig()
             else:
                 launch = _of_token(compose(overrides))
-            return _as_rank(load, compose, where, launch, started=started, as_json=as_json)
+            return _as_rank(
+                load, compose, where, launch, launcher, started=started, as_json=as_json
+            )
         server()
         # What torch's store says of strangers that knock is not for the user; set after the server
         # was started, whose ranks keep their words.
@@ -198,6 +203,7 @@ def _as_rank(
     compose: Compose,
     where: _Where,
     launch: LaunchConfig,
+    launcher: LauncherProcess,
     *,
     started: float,
     as_json: bool,
@@ -217,7 +223,7 @@ def _as_rank(
         return preflight.resolve(load(compose=settled))
 
     status, summary = alone.train(
-        where.found, make, launch=launch, started=started, as_json=as_json
+        where.found, make, launch=launch, launcher=launcher, started=started, as_json=as_json
     )
     return status, [summary] if summary else []
 

@@ -5,23 +5,23 @@ It needs no word from a rank to judge it: a signal, an exit status, or no progre
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
 
 from axonlaunch.events import Event, Finished, of_all_ranks
 from axonlaunch.launch import stacks
+from axonlaunch.launch.forked import ForkedProcess
 from axonlaunch.launch.judgement import judge
 from axonlaunch.launch.pulse import Pulse
 from axonlaunch.launch.rank_messages import Done
 from axonlaunch.launch.reports import Crash, Kind, Report, exit_reason
+from axonlaunch.launch.streams import silence
 
 SETTLE_S = 0.3
 """How long to wait after the first failure: peers report a closed connection before the culprit
@@ -39,7 +39,7 @@ class Rank:
 
     number: int
     index: int
-    process: BaseProcess
+    process: ForkedProcess
     connection: Connection
     log: Path
     failure: Report | None = None
@@ -121,10 +121,16 @@ class Supervisor:
                 signal.signal(number, handler)
             self.kill()
 
+    def failed(self, report: Report) -> Outcome:
+        """End those ranks that there are, for another one could not be started."""
+        self.kill()
+        crash = judge([report]) if self.others is None else self.others.verdict([report])
+        return Outcome(crash=crash)
+
     def kill(self) -> None:
         """End every rank and whatever it started, and wait until they are gone."""
         for rank in self.ranks:
-            _kill(rank.process)
+            rank.process.kill_group()
         for rank in self.ranks:
             rank.process.join()
             if rank.open:
@@ -167,7 +173,7 @@ class Supervisor:
     def _stop(self) -> None:
         """Ask the ranks to stop after this step, all machines' alike."""
         for rank in self.ranks:
-            _signal(rank.process, signal.SIGTERM)
+            rank.process.signal(signal.SIGTERM)
 
     def _ended(self) -> Outcome:
         told = [rank.finished for rank in self.ranks if rank.finished is not None]
@@ -189,7 +195,7 @@ class Supervisor:
     def _listen(self, *, timeout: float) -> None:
         """Take what ranks sent; a connection that ends has nothing more to say."""
         connections = {rank.connection: rank for rank in self.ranks if rank.open}
-        running = [r.process.sentinel for r in self.ranks if r.process.exitcode is None]
+        running = [r.process.sentinel for r in self.ranks if not r.process.has_ended]
         for ready in wait([*connections, *running], timeout=timeout):
             if not isinstance(ready, Connection):
                 continue
@@ -210,7 +216,7 @@ class Supervisor:
             self.report(message)  # type: ignore[arg-type]  # ranks send nothing else
 
     def _has_failed(self, rank: Rank) -> bool:
-        ended = rank.process.exitcode is not None and not rank.open
+        ended = rank.process.has_ended and not rank.open
         return rank.failure is not None or (ended and rank.finished is None)
 
     def _settled(self) -> list[Report]:
@@ -235,7 +241,7 @@ class Supervisor:
         """Ask hanging ranks where they are; who waits for others is not the first to blame."""
         processes = {rank.index: rank for rank in ranks}
         places = stacks.ask(
-            {index: rank.process.pid or 0 for index, rank in processes.items()},
+            {index: rank.process.pid for index, rank in processes.items()},
             {index: rank.log for index, rank in processes.items()},
         )
         reports = [
@@ -261,25 +267,4 @@ class Supervisor:
         self._signals.append(number)
         if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel both tell
-            silence = os.open(os.devnull, os.O_RDWR)
-            for descriptor in range(3):
-                os.dup2(silence, descriptor)
-            os.close(silence)
-
-
-def _signal(process: BaseProcess, number: int) -> None:
-    if process.pid is not None and process.exitcode is None:
-        try:
-            os.kill(process.pid, number)
-        except ProcessLookupError:
-            return
-
-
-def _kill(process: BaseProcess) -> None:
-    """Kill a rank and its group; a rank that has not made its group yet is killed alone."""
-    if process.pid is None:
-        return
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        _signal(process, signal.SIGKILL)
+            silence(*range(3))

@@ -1,70 +1,136 @@
-"""What fails in a forked call is raised in the parent, with the traceback of the process."""
+"""The process that ranks are forked from may stop or die; nothing waits for it for ever."""
 
 from __future__ import annotations
 
-import traceback
-from multiprocessing import get_context
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
-from command import Command
+from command import Command, wait_for
+from launchers import logged
 
-from axonlaunch import config
 from axonlaunch.launch import forkserver
-from axonlaunch.launch.prediction import Prediction
+from axonlaunch.launch.forked import ForkedProcess
+from axonlaunch.whereabouts import state
 
 
-def failure(target: str) -> tuple[Exception, str]:
-    """Return what a call raises, and how Python would print it."""
-    context = get_context("forkserver")
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
-        forkserver.call(context, f"failing:{target}")
-    assert isinstance(caught.value, Exception)
-    return caught.value, "".join(traceback.format_exception(caught.value))
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[forkserver.ForkServerContext]:
+    """A server of this test's own, without torch; the tests' shared one is put aside."""
+    shared = dict(vars(forkserver._server()))
+    fresh = {name: None for name in shared if name.startswith("_forkserver")}
+    vars(forkserver._server()).update(fresh)
+    vars(forkserver._server()).pop("ensure_running", None)
+    monkeypatch.setattr(forkserver, "PRELOADED", ["axonlaunch.registry"])
+    monkeypatch.setattr(forkserver, "_STOPPED_S", 0.5)
+    try:
+        with forkserver.warm() as context:
+            yield context
+    finally:
+        vars(forkserver._server()).update(shared)
 
 
-def test_an_exception_of_a_forked_call_brings_its_traceback_and_its_cause() -> None:
-    error, printed = failure("raises")
-    assert (type(error), str(error)) == (ValueError, "what was wrong")
-    assert "in _deep_inside" in printed
-    assert "KeyError: 'first'" in printed
-    assert printed.index("in _deep_inside") < printed.index("in failure")
-    assert "CallsFailedError" not in printed
-
-
-def test_an_exception_that_cannot_be_pickled_is_named_with_its_traceback() -> None:
-    error, printed = failure("raises_what_cannot_be_pickled")
-    assert (type(error), str(error)) == (RuntimeError, "UnpicklableError: it holds a lock")
-    assert "in raises_what_cannot_be_pickled" in printed
-
-
-def test_a_call_that_ends_its_process_says_where() -> None:
-    error, printed = failure("exits")
-    assert str(error) == "a module ended the process with status 3"
-    assert "raise SystemExit(3)" in printed
-
-
-def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log() -> None:
-    context = get_context("forkserver")
-    prediction = Prediction(context, config.load(["launch.nproc=1", "model.hidden_size=24"]))
-    prediction._call = forkserver.Call(context, "failing:raises", ())
-    prediction.wait()
-    prediction.close()
-    assert prediction.reason == "ValueError: what was wrong"
-    assert "in _deep_inside" in prediction.traceback
-
-
-def test_debug_shows_the_traceback_of_a_rank_and_nothing_else_does(
-    served: Command, faulty: list[str]
+def test_the_server_starts_however_long_tmpdir_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    words = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]
-    ran = served("--debug", "verify", *words, status=1)
-    assert "debug: axonlaunch.launch.verify: rank 1 failed" in ran.stderr
-    assert "in forward" in ran.stderr
-    assert ran.stdout.endswith("failed\n")
+    long = tmp_path / ("long" * 40)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    context = request.getfixturevalue("bare")
+    assert forkserver.call(context, "operator:add", 1, 2) == 3
+    assert list(long.iterdir()) == []
 
 
-def test_debug_shows_where_a_mistake_was_found(served: Command) -> None:
-    words = ["estimate", "strategy=tensor", "strategy.tensor.degree=3"]
-    shown = served("--debug", *words, status=2).stderr
-    assert "Traceback (most recent call last)" in shown
-    assert shown.endswith(served(*words, status=2).stderr)
+def _pid() -> int:
+    pid: int = forkserver._server()._forkserver_pid
+    return pid
+
+
+@pytest.fixture
+def sleeping(bare: forkserver.ForkServerContext) -> Iterator[ForkedProcess]:
+    process = forkserver.fork(bare, "time:sleep", 600)
+    yield process
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def test_a_stopped_server_is_not_waited_for(bare: forkserver.ForkServerContext) -> None:
+    assert forkserver.call(bare, "operator:add", 1, 2) == 3
+    os.kill(_pid(), signal.SIGSTOP)
+    with pytest.raises(forkserver.ForkServerError, match="it was stopped or killed"):
+        forkserver.call(bare, "operator:add", 1, 2)
+    assert forkserver.call(bare, "operator:add", 1, 2) == 3  # by another server
+
+
+def test_the_end_of_a_process_is_seen_while_the_server_is_stopped(sleeping: ForkedProcess) -> None:
+    os.kill(_pid(), signal.SIGSTOP)
+    assert not sleeping.has_ended
+    sleeping.signal(signal.SIGKILL)
+    wait_for(lambda: sleeping.has_ended, seconds=10)
+    assert sleeping.exitcode is None  # the server alone knows
+    sleeping.join()
+    assert sleeping.has_ended
+
+
+def test_a_process_that_outlives_its_server_has_not_ended(sleeping: ForkedProcess) -> None:
+    os.kill(_pid(), signal.SIGKILL)
+    wait_for(lambda: state(_pid()) in ("", "Z"), seconds=10)
+    assert not sleeping.has_ended
+    assert sleeping.exitcode is None
+    sleeping.kill_group()
+    sleeping.join()
+    assert sleeping.has_ended
+
+
+def test_without_pidfd_the_servers_word_is_taken(
+    bare: forkserver.ForkServerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    process = forkserver.fork(bare, "time:sleep", 600)
+    assert not process.has_ended
+    process.signal(signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _server_of(command: Command, parent: int) -> int:
+    """Return the fork server of a run: the child whose children are the ranks."""
+    for pid in command.processes():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if int(fields[1]) == parent and b"multiprocessing.forkserver" in words:
+            return pid
+    raise AssertionError("no fork server")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("fault", ["Ctrl-C", "a rank's end"])
+def test_a_run_ends_as_it_should_while_its_fork_server_is_stopped(
+    axonlaunch: Command, faulty: list[str], fault: str
+) -> None:
+    words = [*faulty, "name=run", "checkpoint.every=9999", "train.steps=9999"]
+    process = axonlaunch.start("train", *words, "model.arguments={pause:0.2}")
+    logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2, seconds=120)
+    server = _server_of(axonlaunch, process.pid)
+    ranks = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    os.kill(server, signal.SIGSTOP)
+    if fault == "Ctrl-C":
+        process.send_signal(signal.SIGINT)
+    else:
+        os.kill(int(ranks[1]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    axonlaunch.wait_until_gone(seconds=5)
+    if fault == "Ctrl-C":
+        assert process.returncode == 130
+        assert axonlaunch.summary("run")["status"] == "interrupted"
+        assert list((axonlaunch.folder / "runs/run/checkpoints").iterdir())
+    else:
+        assert process.returncode == 1, errors
+        crash = json.loads((axonlaunch.folder / "runs/run/crash.json").read_text())
+        assert (crash["rank"], crash["kind"]) == (1, "signal")

@@ -131,6 +131,25 @@ def test_a_rank_that_dies_or_stops_under_mpirun_leaves_nothing(
     axonlaunch.wait_until_gone(seconds=10)
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_no_rank_outlives_a_launcher_that_was_killed(
+    axonlaunch: Command, faulty: list[str], launcher: str
+) -> None:
+    words = [word for word in faulty if not word.startswith(("launch.", "train.steps"))]
+    by = {"mpirun": mpirun, "torchrun": torchrun}[launcher](axonlaunch.folder, 2)
+    process = by.start(
+        "train", *words, "train.steps=9999", "name=run", "model.arguments={pause:0.2}"
+    )
+    logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2, seconds=120)
+    process.kill()
+    process.communicate()
+    axonlaunch.wait_until_gone(seconds=15)
+    summary = axonlaunch.summary("run")
+    assert summary["status"] == "failed"
+    assert f"its launcher {launcher} (process " in summary["reason"]
+
+
 @pytest.mark.slow
 def test_a_wrong_word_under_torchrun_is_told_once(axonlaunch: Command) -> None:
     ran = torchrun(axonlaunch.folder, 2)("train", "train.stepz=3", status=1)

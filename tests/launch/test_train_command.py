@@ -281,16 +281,18 @@ def test_a_file_named_torch_in_the_working_folder_does_no_harm(axonlaunch: Comma
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_reader_that_leaves_early_ends_the_run_quietly(axonlaunch: Command) -> None:
-    with axonlaunch.start("train", *TINY, "train.steps=1000") as process:
+def test_a_reader_that_leaves_early_ends_no_run(axonlaunch: Command) -> None:
+    words = ["train", *TINY, "name=run", "checkpoint.every=6"]
+    with axonlaunch.start(*words) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline()
         process.stdout.close()
         errors = process.stderr.read()
-        assert process.wait(timeout=30) != 0
+        assert process.wait(timeout=60) == 0
     assert "Traceback" not in errors
-    axonlaunch.wait_until_gone(seconds=3)
+    assert axonlaunch.summary("run")["status"] == "done"
+    assert (axonlaunch.folder / "runs/run/checkpoints/step_6").is_dir()
 
 
 @pytest.mark.timeout(240)

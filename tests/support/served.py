@@ -59,9 +59,19 @@ class Forked:
         *arguments: Any,
         folder: Path,
         environment: dict[str, str],
+        console: str | None = None,
     ) -> None:
+        """Start it.
+
+        Args:
+            program: A function of a module.
+            arguments: Its own.
+            folder: Where it runs.
+            environment: All variables that it sees.
+            console: The file that takes what it prints; None keeps it for ``communicate``.
+        """
         self._outputs = [tempfile.NamedTemporaryFile("r") for _ in range(2)]  # noqa: SIM115
-        names = [output.name for output in self._outputs]
+        names = [console or output.name for output in self._outputs]
         # No daemon: it may have children.
         self._process = get_context("forkserver").Process(
             target=_run,

@@ -1,0 +1,98 @@
+"""A run's console is never what ends it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from command import TINY, Command
+from served import Forked, Server, command
+
+from axonlaunch.launch.streams import tolerant
+
+
+def _reader_that_left() -> TextIO:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+def _closed_terminal() -> TextIO:
+    ours, theirs = pty.openpty()
+    os.close(ours)
+    return os.fdopen(theirs, "w")
+
+
+@pytest.mark.parametrize("dead", [_reader_that_left, _closed_terminal])
+def test_a_console_that_is_gone_becomes_dev_null(dead: object) -> None:
+    stream = tolerant(dead())  # type: ignore[operator]
+    print("a line", file=stream, flush=True)
+    print("another", file=stream, flush=True)
+    assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == os.devnull  # noqa: PTH115
+    stream.close()  # with what was left in the buffer
+
+
+def test_a_stream_that_was_closed_ends_nothing() -> None:
+    closed = io.StringIO()
+    closed.close()
+    print("a line", file=tolerant(closed), flush=True)
+
+
+def test_a_full_disk_takes_the_next_line_when_there_is_space_again() -> None:
+    class Full(io.StringIO):
+        full = True
+
+        def write(self, text: str) -> int:
+            if self.full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(text)
+
+    disk = Full()
+    stream = tolerant(disk)
+    stream.write("dropped\n")
+    disk.full = False
+    stream.write("written\n")
+    assert disk.getvalue() == "written\n"
+
+
+def test_a_character_that_the_console_lacks_is_escaped() -> None:
+    raw = io.BytesIO()
+    stream = tolerant(io.TextIOWrapper(raw, encoding="ascii"))
+    print("naïve", file=stream, flush=True)
+    assert raw.getvalue() == b"na\\xefve\n"
+
+
+def test_standard_output_that_was_closed_is_not_the_next_file_that_is_opened() -> None:
+    program = (
+        "from axonlaunch.launch import streams; import os, tempfile;"
+        "streams.open_missing(); file = tempfile.TemporaryFile();"
+        "print('lost'); os.write(2, b'lost'); import sys; sys.stdout.flush();"
+        "assert file.fileno() > 2 and file.read() == b'', file.fileno()"
+    )
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]
+    assert subprocess.run(words, timeout=60, check=False).returncode == 0
+
+
+def test_a_run_outlives_a_console_that_takes_nothing(tmp_path: Path, server: Server) -> None:
+    run = Command(tmp_path)
+
+    words = ["train", *TINY, "strategy=ddp", "name=run", "checkpoint.every=6"]
+    process = Forked(
+        command,
+        server,
+        *words,
+        folder=tmp_path,
+        environment=run.environment(),
+        console="/dev/full",
+    )
+    process.communicate(timeout=90)
+    assert process.returncode == 0
+    assert run.summary("run")["status"] == "done"
+    assert (tmp_path / "runs/run/checkpoints/step_6").is_dir()

@@ -1,0 +1,66 @@
+"""No run leaves a temporary folder, however it ends and wherever TMPDIR is."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from axonlaunch.launch import temporary
+
+HOLDING = """
+from axonlaunch.launch import temporary
+with temporary.folder() as made:
+    print(made, flush=True)
+    input()
+"""
+
+
+@pytest.fixture
+def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    short = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr(temporary, "_LONGEST", 4000)
+    monkeypatch.setenv("TMPDIR", str(short))
+    return short
+
+
+def test_a_folder_is_gone_when_it_is_left(base: Path) -> None:
+    with temporary.folder() as made:
+        assert made.parent == base
+        assert made.stat().st_mode & 0o777 == 0o700
+        (made / "file").touch()
+    assert list(base.iterdir()) == []
+
+
+def test_the_folder_of_a_killed_process_is_deleted_by_the_next_and_no_other(base: Path) -> None:
+    words = [sys.executable, "-c", HOLDING.replace("\nwith", "\ntemporary._LONGEST = 4000\nwith")]
+    processes = [
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    (base / "axonlaunch-of-a-user").mkdir()
+    killed, alive = processes
+    left, held = (Path(one.stdout.readline().strip()) for one in processes if one.stdout)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert left.is_dir()
+    with temporary.folder():
+        assert not left.exists()
+        assert held.is_dir()
+        assert (base / "axonlaunch-of-a-user").is_dir()
+    alive.communicate("\n", timeout=60)
+    assert not held.exists()
+
+
+def test_below_a_long_tmpdir_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("long" * 40)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    with temporary.folder() as made:
+        assert len(str(made / "listener-01234567")) <= 107
+    assert list(long.iterdir()) == []
