@@ -46,13 +46,13 @@ def of_this_user() -> bytes | None:
     Raises:
         ConfigError: What is kept there is no secret.
     """
-    path = cache_folder() / "token"
     try:
+        path = cache_folder() / "token"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             create(path)
         return _secret(path)
-    except OSError:
+    except (OSError, RuntimeError):  # the latter: there is no home
         return None
     except ValueError as error:
         raise ConfigError([Problem(str(path), f"{error}; or delete it")]) from None
