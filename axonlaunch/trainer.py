@@ -62,6 +62,7 @@ def fit(
     stop: Callable[[], bool] = lambda: False,
     watch: Watch | None = None,
     beat: Beat = unheard,
+    loss: float | None = None,
 ) -> Finished:
     """Train until ``config.steps`` or until a rank asks to stop; every rank calls this.
 
@@ -76,9 +77,11 @@ def fit(
         stop: Whether this rank was asked to stop; all then stop after the same step.
         watch: Finds the peak of this rank's memory; None: the system or the allocator tells it.
         beat: Takes what this rank is doing.
+        loss: Of the last step that the engine has done; None: it has done none, or it is not known.
     """
     watch = watch or DevicePeak(world.device)
-    progress = _Progress()
+    progress = _Progress(loss=loss)
+    is_over = engine.step >= config.steps
     interrupted = False
     leaves_out = config.precision == "fp16"  # updates by gradients that are not finite
     with closing(data.iterate(engine.step)) as batches, closing(Stragglers(world)) as stragglers:
@@ -98,10 +101,10 @@ def fit(
             is_logged = _due(step, config.log_every, last=last) or not progress.started
             is_saved = saver is not None and _due(step, save_every, last=last)
             with watch.step(engine):
-                loss, tokens = engine.backward(batch)
+                step_loss, tokens = engine.backward(batch)
                 if (is_logged or is_saved) and not leaves_out:
-                    require_finite(engine, loss, world=world)
-                result = StepResult(loss, tokens, *engine.update())
+                    require_finite(engine, step_loss, world=world)
+                result = StepResult(step_loss, tokens, *engine.update())
             progress.steps_since += 1
             if is_logged:
                 slowest = stragglers.slowest()
@@ -116,11 +119,14 @@ def fit(
                 started = time.perf_counter()
                 doing("saving")
                 if interrupted and not leaves_out:
-                    require_finite(engine, loss, world=world)
+                    require_finite(engine, step_loss, world=world)
                 if interrupted or is_saved:
                     _save(saver, engine, config, progress, report)
                 _tell(saver.close() if interrupted or last else saver.finished(), report)
                 _forget_time(progress, started)
+        if is_over and config.eval_batches:  # it was stopped after its last save
+            doing("evaluating")
+            report(_evaluate(engine, data, config, progress, world))
     speed = progress.tokens / progress.seconds if progress.seconds else None
     done = Finished(
         step=engine.step,
