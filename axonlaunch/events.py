@@ -28,6 +28,7 @@ class Started:
     step: int
     steps: int
     resumed_from: str | None
+    damaged: tuple[str, ...]
     notes: tuple[str, ...]
 
 

@@ -63,6 +63,7 @@ def fit(
     stop: Callable[[], bool] = lambda: False,
     watch: Watch,
     beat: Beat = unheard,
+    loss: float | None = None,
 ) -> Finished:
     """Train until ``config.steps`` or until a rank asks to stop; every rank calls this.
 
@@ -77,8 +78,10 @@ def fit(
         stop: Whether this rank was asked to stop; all then stop after the same step.
         watch: Finds the peak of this rank's memory.
         beat: Takes what this rank is doing.
+        loss: Of the last step that the engine has done; None: it has done none, or it is not known.
     """
-    progress = _Progress()
+    progress = _Progress(loss=loss)
+    is_over = engine.step >= config.steps
     interrupted = False
     leaves_out = config.precision == "fp16"  # updates by gradients that are not finite
     with closing(data.iterate(engine.step)) as batches, closing(Stragglers(world)) as stragglers:
@@ -99,10 +102,10 @@ def fit(
             is_saved = saver is not None and _due(step, save_every, last=last)
             with watch.step(engine):
                 with naming_unknown_tokens(batch, data, step=engine.step):
-                    loss, tokens = engine.backward(batch)
+                    step_loss, tokens = engine.backward(batch)
                 if (is_logged or is_saved) and not leaves_out:
-                    require_finite(engine, loss, world=world)
-                result = StepResult(loss, tokens, *engine.update())
+                    require_finite(engine, step_loss, world=world)
+                result = StepResult(step_loss, tokens, *engine.update())
             progress.steps_since += 1
             if is_logged:
                 slowest = stragglers.slowest()
@@ -117,12 +120,15 @@ def fit(
                 started = time.perf_counter()
                 doing("saving")
                 if interrupted and not leaves_out:
-                    require_finite(engine, loss, world=world)
+                    require_finite(engine, step_loss, world=world)
                 if interrupted or is_saved:
                     _save(saver, engine, config, progress, report)
                 _tell(saver.close() if interrupted or last else saver.finished(), report)
                 _forget_time(progress, started)
-            del loss, tokens, result  # the next step's peak is its own
+            del step_loss, tokens, result  # the next step's peak is its own
+        if is_over and config.eval_batches:  # it was stopped after its last save
+            doing("evaluating")
+            report(_evaluate(engine, data, config, progress, world))
     speed = progress.tokens / progress.seconds if progress.seconds else None
     done = Finished(
         step=engine.step,

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from axonlaunch import checkpoint, data
-from axonlaunch.checkpoint import Retention, storage
+from axonlaunch.checkpoint import Checkpoint, Retention, storage
+from axonlaunch.checkpoint.fallback import Resumed, load_newest
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import start
 from axonlaunch.comm import World
@@ -66,10 +67,10 @@ def run(
     engine = build(config, world, sample=sample_inputs(dataset), source=source)
     beat("loading", step=None)
     resumed = _restore(config, engine, world)
-    if resumed is None:
+    if resumed.checkpoint is None:
         start(engine, config.model, world=world)
     kept = storage.root(config)
-    report = _on_main(report, run_dir, engine.step, config, world)
+    report, notes = _on_main(report, run_dir, resumed.checkpoint, config, world)
     report(
         Started(
             run_dir=config.run_dir,
@@ -80,8 +81,9 @@ def run(
             counted=dataset.kind,
             step=engine.step,
             steps=config.train.steps,
-            resumed_from=resumed,
-            notes=(*_swept(kept, world), *_notes(config, world)),
+            resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
+            damaged=resumed.aside,
+            notes=(*notes, *_swept(kept, world), *_notes(config, world)),
         )
     )
 
@@ -111,38 +113,54 @@ def run(
         stop=stop,
         watch=watch,
         beat=beat,
+        loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
     )
     if not finished.interrupted:
         _sample(config, engine, dataset, report)
     return finished
 
 
-def _restore(config: RunConfig, engine: Engine, world: World) -> str | None:
-    """Load the checkpoint that the configuration names; return its path."""
+def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
+    """Load the checkpoint that the configuration names."""
     resume = config.checkpoint.resume
     if resume == "never":
-        return None
-    where = storage.root(config) if resume == "auto" else storage.place(resume)
-    found = checkpoint.resolve(where)
-    if found is None:
-        return None
-    engine.load_state_dict(checkpoint.load(found, engine.state_dict(), world=world))
-    return str(found.path)
+        return Resumed(None, {})
+    if resume == "auto":
+        resumed = load_newest(
+            storage.root(config),
+            engine.state_dict,
+            world=world,
+            passes_over=config.checkpoint.fallback,
+        )
+    elif (found := checkpoint.resolve(storage.place(resume))) is not None:
+        resumed = Resumed(found, checkpoint.load(found, engine.state_dict(), world=world))
+    else:
+        raise checkpoint.DamagedError(f"{resume}: there is no complete checkpoint in it any more")
+    if resumed.checkpoint is not None:
+        engine.load_state_dict(resumed.state)
+    return resumed
 
 
-def _on_main(report: Report, run_dir: Path, step: int, config: RunConfig, world: World) -> Report:
-    """Return what takes events on this rank: files and the given listener, on the main one."""
+def _on_main(
+    report: Report, run_dir: Path, resumed: Checkpoint | None, config: RunConfig, world: World
+) -> tuple[Report, tuple[str, ...]]:
+    """Return what takes events on this rank, and what is to be said of the files of before.
+
+    On the main rank those are files and the given listener, on others nothing is.
+    """
     if not world.is_main:
-        return lambda event: None
-    writers: list[Report] = [MetricsFile(run_dir / "metrics.jsonl", after_step=step), report]
+        return lambda event: None, ()
+    step = None if resumed is None else resumed.step
+    metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_at=step)
+    writers: list[Report] = [metrics, report]
     if config.train.tensorboard:
-        writers.append(TensorBoard(run_dir / "tensorboard", after_step=step))
+        writers.append(TensorBoard(run_dir / "tensorboard", after_step=step or 0))
 
     def write(event: Event) -> None:
         for writer in writers:
             writer(event)
 
-    return write
+    return write, metrics.notes
 
 
 def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report) -> None:

@@ -184,7 +184,7 @@ def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
 
 
 def test_metrics_take_no_event_without_numbers(tmp_path: Path) -> None:
-    write = MetricsFile(tmp_path / "metrics.jsonl", after_step=0)
+    write = MetricsFile(tmp_path / "metrics.jsonl", resumed_at=None)
     write(Saved(step=1, path="x", seconds=0.1, stalled_s=0.1))
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from axonlaunch.checkpoint import folders, reader, weights
+from axonlaunch.checkpoint import fallback, folders, reader, weights
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place, reaching
 from axonlaunch.config import ConfigError, Problem, RunConfig
@@ -27,8 +27,8 @@ def checkpoint_problems(config: RunConfig, model: nn.Module) -> Iterator[Problem
         model: As it is to be, on ``meta`` or not.
     """
     key, where = "checkpoint.resume", config.checkpoint.resume
-    if where in ("auto", "never"):
-        key, where = "checkpoint.path", config.checkpoint.path or ""
+    if where in ("auto", "never") and config.checkpoint.path is not None:
+        key, where = "checkpoint.path", config.checkpoint.path
     try:
         yield from _resume(config, model)
     except ConfigError as error:
@@ -87,16 +87,13 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
     else:
         folder = Path(config.run_dir if config.run_dir != "auto" else f"runs/{config.name}")
     with reaching(folder):
-        found = folders.resolve(folder)
-        damaged = list(_damaged(resume, folder, found))
-    yield from damaged
-    if found is None:
-        return
-    try:
-        yield from _resumable(config, model, found)
-    except Exception as error:  # a damaged index fails in many ways
-        message = f"{found.path} can't be read: {type(error).__name__}: {error}"
-        yield Problem("checkpoint.resume", message, resume)
+        found, wrong = fallback.newest_good(folder)
+        if wrong and (found is None or resume != "auto" or not config.checkpoint.fallback):
+            yield _damaged(resume, wrong, found)
+        elif found is not None:
+            yield from _resumable(config, model, found)
+        elif resume != "auto":
+            yield Problem("checkpoint.resume", "there is no complete checkpoint in it", resume)
 
 
 def _overwritten(kept: str | None) -> Iterator[Problem]:
@@ -110,22 +107,16 @@ def _overwritten(kept: str | None) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", message, "never")
 
 
-def _damaged(resume: str, folder: Path, found: Checkpoint | None) -> Iterator[Problem]:
-    """Refuse to go on in silence from an older checkpoint, or from nothing."""
-    damaged = folders.damaged(folder, after=found)
-    if damaged:
-        told = "; ".join(f"{path} {reason}" for path, reason in damaged.items())
-        instead = f"checkpoint.resume={found.path}, or " if found else ""
-        message = f"{told}; use {instead}another name, or remove what is damaged"
-        yield Problem("checkpoint.resume", message, resume)
-    elif found is None and resume != "auto":
-        yield Problem("checkpoint.resume", "there is no complete checkpoint in it", resume)
+def _damaged(resume: str, wrong: dict[Path, str], found: Checkpoint | None) -> Problem:
+    """Refuse to resume in silence from an older checkpoint, or from nothing."""
+    reasons = "; ".join(f"{path} {reason}" for path, reason in wrong.items())
+    return Problem("checkpoint.resume", f"{reasons}; {fallback.instead(found)}", resume)
 
 
 def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterator[Problem]:
     """Compare a checkpoint with the run that is to go on from it."""
     resume = config.checkpoint.resume
-    if found.step >= config.train.steps:
+    if found.step > config.train.steps:
         message = f"{found.path} has done {found.step} already; use more to train on"
         yield Problem("train.steps", message, config.train.steps)
     if found.samples != found.step * config.train.global_batch_size:

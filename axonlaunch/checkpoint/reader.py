@@ -32,7 +32,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     """Read a checkpoint into a state of this layout, in place; every rank calls this.
 
     Raises:
-        DamagedError: A file is not what was written.
+        DamagedError: A file is not what was written; raised on every rank, whoever found it.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -40,15 +40,43 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     from axonlaunch.checkpoint.source import only_tensors, source
 
     share = partial(folders.damage, checkpoint, part=world.rank, parts=world.world_size)
-    with folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
-        summing = beside.submit(share)
+    damage: DamagedError | None = None
+    try:
+        with folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
+            summing = beside.submit(share)
+            try:
+                dcp.load(state, storage_reader=source(checkpoint.path), planner=only_tensors())
+            except (Exception, CheckpointException) as error:  # the latter is none of the former
+                refuse_damage(checkpoint)  # of a damaged file torch says what it stumbled over
+                raise _damage_in(checkpoint, error) or error from None
+            _refuse(checkpoint, summing.result())
+    except DamagedError as error:
+        damage = error
+    if not any_rank(damage is not None, world=world):
+        return state
+    if damage is None:  # it is in another rank's share of the checksums
         try:
-            dcp.load(state, storage_reader=source(checkpoint.path), planner=only_tensors())
-        except (Exception, CheckpointException) as error:  # the latter is none of the former
-            refuse_damage(checkpoint)  # of a damaged file torch says what it stumbled over
-            raise _damage_in(checkpoint, error) or error from None
-        _refuse(checkpoint, summing.result())
-    return state
+            refuse_damage(checkpoint)
+        except DamagedError as error:
+            damage = error
+    any_rank(True, world=world)  # nobody puts it aside while another still reads it
+    raise damage or DamagedError(f"{checkpoint.path} could not be read by another rank")
+
+
+def any_rank(found: bool, *, world: World) -> bool:
+    """Whether any rank found something; every rank calls this, and gets the same answer."""
+    return sum_of_ranks(int(found), world=world) > 0
+
+
+def sum_of_ranks(number: int, *, world: World) -> int:
+    """Add a number of each rank; every rank calls this, and gets the same sum."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(number)
+    if world.world_size > 1:
+        dist.all_reduce(total)
+    return int(total)
 
 
 def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
@@ -141,6 +169,19 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     except (DamagedError, NotRegularError, FileNotFoundError) as error:
         raise _damaged(checkpoint, error) from None
     return found
+
+
+def index_fault(checkpoint: Checkpoint) -> str | None:
+    """Return what is wrong with a checkpoint's index; None if nothing is.
+
+    Raises:
+        OSError: It can't be read, which says nothing of what is in it.
+    """
+    try:
+        contents(checkpoint)
+    except DamagedError as error:
+        return str(error).removeprefix(f"{checkpoint.path} ")
+    return None
 
 
 def parameters(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from axonlaunch import files
+from axonlaunch.checkpoint.manifest import DamagedError
 from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, to_yaml
 from axonlaunch.config.tree import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import SCHEME, is_url
@@ -144,7 +145,7 @@ def reaching(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except ConfigError:
+    except (ConfigError, DamagedError):
         raise
     except Exception as error:
         if is_remote(path):

@@ -57,15 +57,18 @@ def _root(context: typer.Context) -> None:
 @app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
 def ls(run_dir: RunDir, as_json: Json = False) -> None:
     """List a run's checkpoints."""
-    from axonlaunch.checkpoint import damaged, folders, listed
+    from axonlaunch.checkpoint import damaged, fallback, folders
+    from axonlaunch.checkpoint.storage import reaching
 
     _folder(run_dir)
-    one = folders.read(run_dir)
-    found = [one] if one else listed(run_dir)
-    rows = [{**_about(c), "bytes": sum(f.bytes for f in folders.files(c).values())} for c in found]
-    wrong = {str(path): reason for path, reason in damaged(run_dir).items()}
+    with reaching(run_dir):
+        found = _all(run_dir)
+        sizes = [sum(f.bytes for f in folders.files(c).values()) for c in found]
+        wrong = {str(path): reason for path, reason in damaged(run_dir).items()}
+        aside = {str(path): why for path, why in fallback.put_aside_before(run_dir).items()}
+    rows = [{**_about(c), "bytes": size} for c, size in zip(found, sizes, strict=True)]
     if as_json:
-        print_json({"checkpoints": rows, "damaged": wrong})
+        print_json({"checkpoints": rows, "damaged": wrong, "aside": aside})
         return
     from rich.console import Console
     from rich.markup import escape
@@ -75,7 +78,7 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
     from axonlaunch.planning.report import size
 
     console = Console(highlight=False)
-    if not rows and not wrong:
+    if not rows and not wrong and not aside:
         console.print(f"{run_dir} has no checkpoint", markup=False)
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -93,19 +96,20 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
     console.print(table)
     for path, reason in wrong.items():
         console.print(f"[red]damaged[/red]  {escape(f'{path} {reason}')}", soft_wrap=True)
+    for path, reason in aside.items():
+        console.print(f"[yellow]put aside[/yellow]  {escape(f'{path} {reason}')}", soft_wrap=True)
 
 
 @app.command("check", help="Read every file again, and look for every parameter.")
 def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     """Read every file again, and look for every parameter."""
-    from axonlaunch.checkpoint import comparison, damaged, folders, listed
+    from axonlaunch.checkpoint import comparison, damaged
+    from axonlaunch.checkpoint.storage import reaching
 
     _folder(run_dir)
-    one = folders.read(run_dir)
-    checked = [one] if one else listed(run_dir)
-    problems = {str(path): [reason] for path, reason in damaged(run_dir).items()}
-    with telling("reading"):
-        for found in checked:
+    with telling("reading"), reaching(run_dir):
+        problems = {str(path): [reason] for path, reason in damaged(run_dir).items()}
+        for found in _all(run_dir):
             problems[str(found.path)] = comparison.faults(found, _config(found, trust))
     if not problems:
         _refuse(f"{run_dir}: holds no checkpoint")
@@ -141,8 +145,9 @@ def diff(
         typer.Exit: With 1 where tensors differ, as ``diff`` does, so that a script can ask.
     """
     from axonlaunch.checkpoint import comparison
+    from axonlaunch.checkpoint.storage import reaching
 
-    with telling("comparing"):
+    with telling("comparing"), reaching(first), reaching(second):
         found = comparison.compare(_checkpoint(first), _checkpoint(second))
     if as_json:
         print_json({"equal": not found, "differences": [asdict(one) for one in found]})
@@ -237,13 +242,23 @@ def _about(found: Checkpoint) -> dict[str, Any]:
     return {**asdict(found), "path": str(found.path)}
 
 
+def _all(path: Path) -> list[Checkpoint]:
+    """Return the checkpoint that a path is, or those of the run that it is."""
+    from axonlaunch.checkpoint import folders, listed
+
+    one = folders.read(folders.named(path))
+    return [one] if one else listed(path)
+
+
 def _checkpoint(path: Path) -> Checkpoint:
     from axonlaunch.checkpoint import damaged, resolve
+    from axonlaunch.checkpoint.storage import reaching
 
     _folder(path)
-    found = resolve(path)
+    with reaching(path):
+        found = resolve(path)
+        wrong = "" if found else "; ".join(f"{p} {why}" for p, why in damaged(path).items())
     if found is None:
-        wrong = "; ".join(f"{p} {reason}" for p, reason in damaged(path).items())
         _refuse(wrong or f"{path}: holds no checkpoint; give a run or a checkpoint")
     assert found is not None
     return found

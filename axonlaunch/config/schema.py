@@ -189,6 +189,10 @@ class CheckpointConfig:
     """folder or fsspec URL (s3://bucket/run) that checkpoints are kept in, and gone on from; null:
     the run folder
     """
+    fallback: bool = True
+    """where resume=auto finds its newest checkpoint damaged: put it aside, say so, and resume from
+    the newest good one; false: start nothing
+    """
     resume: str = field(default="auto", metadata={"words": "auto, never or a path"})
     """auto: go on where this run folder stopped; never: start anew; or the path of a run folder or
     a checkpoint

@@ -40,6 +40,7 @@ class Record:
         first_step_s: Seconds from the command to the first logged step.
         last: The last logged step.
         counted: What ``tokens_per_s`` counts.
+        damaged: A line for each checkpoint that was damaged, and put aside.
     """
 
     prediction: Prediction
@@ -50,11 +51,13 @@ class Record:
         self.first_step_s: float | None = None
         self.last: Stepped | None = None
         self.counted = "tokens"
+        self.damaged: tuple[str, ...] = ()
 
     def __call__(self, event: Event) -> None:
         """Take an event."""
         if isinstance(event, Started):
             self.counted = event.counted
+            self.damaged += event.damaged
         if isinstance(event, Stepped):
             self.last = event
             if self.first_step_s is None:
@@ -117,6 +120,7 @@ def conclude(
         "tokens_per_s": told.tokens_per_s if told else None,
         "first_step_s": record.first_step_s,
         "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
+        "damaged_checkpoints": list(record.damaged),
         "run_dir": config.run_dir,
     }
     if outcome.crash is not None:

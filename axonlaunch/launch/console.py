@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -138,6 +139,8 @@ class RunConsole:
             f"steps {event.step} to {event.steps}"
         )
         self.line(f"[dim]run folder {escape(shortened(event.run_dir))}[/dim]")
+        for text in event.damaged:
+            self.line(f"[bold red]damaged[/bold red] {escape(text.replace(f'{Path.cwd()}/', ''))}")
         if event.resumed_from:
             self.line(f"resumed from {escape(shortened(event.resumed_from))}")
         for note in event.notes:

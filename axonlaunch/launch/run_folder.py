@@ -20,9 +20,9 @@ from axonlaunch.checkpoint import storage
 from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, leaves, to_tree, to_yaml
 from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.problem import plain
-from axonlaunch.config.tree import read_yaml
+from axonlaunch.config.tree import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
-from axonlaunch.files import replace_text
+from axonlaunch.files import read_text, replace_text
 
 SUMMARY = "summary.json"
 CRASH = "crash.json"
@@ -80,16 +80,26 @@ def _changed(config: RunConfig) -> list[str]:
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
-    """Return the summary of a run that has done all this configuration asks for, if one has."""
+    """Return the summary of a run that has done all this configuration asks for, if one has.
+
+    Raises:
+        ConfigError: One has done as many steps, with other settings.
+    """
+    if config.name == config.run_dir == "auto" or config.checkpoint.resume != "auto":
+        return None
     folder = Path(named(config).run_dir)
     try:
-        told: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
-    except (OSError, ValueError):
+        summary: dict[str, Any] = json.loads(read_text(folder / SUMMARY, at_most=LARGEST_YAML))
+        is_done = summary["status"] == "done" and summary["steps"] == config.train.steps
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    is_done = told.get("status") == "done" and told.get("steps", 0) >= config.train.steps
-    if not is_done or config.checkpoint.resume != "auto":
+    if not is_done:
         return None
-    return None if _other_settings(config, folder / CONFIG) else told
+    if changed := _other_settings(config, folder / CONFIG):
+        message = f"{folder} has done as many, with other settings than {', '.join(changed)}; use "
+        message += "more to train on with these, or another name"
+        raise ConfigError([Problem("train.steps", message, config.train.steps)])
+    return summary
 
 
 def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
@@ -102,7 +112,8 @@ def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
 def _other_settings(config: RunConfig, file: Path) -> list[str]:
     """Return what of a frozen configuration decides what is learned, and is another here."""
     try:
-        before, now = leaves(read_yaml(file.read_text())), leaves(to_tree(config))
+        frozen = read_yaml(read_text(file, at_most=LARGEST_YAML))
+        before, now = leaves(frozen), leaves(to_tree(config))
     except (OSError, ValueError):
         return []
     keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]

@@ -125,6 +125,13 @@ def _run(
         return status, [summary] if summary else []
     if len(loaded) > 1:
         return _sweep(context, loaded, started=started, as_json=as_json)
+    [(_, given)] = loaded
+    if (summary := run_folder.finished(given)) is not None:
+        name = run_folder.named(given).name
+        text = f"{name} is finished: it has done all of its {summary['steps']} steps; to train on, "
+        text += "use more train.steps, to train anew another name"
+        print(text, file=sys.stderr if as_json else sys.stdout)
+        return 0, [summary]
     with telling("checking"):
         [config] = resolved(context, loaded)
     status, told = local.train(config, context, started=started, as_json=as_json)
