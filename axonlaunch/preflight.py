@@ -59,6 +59,12 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
     return _resolved(config, here=False)
 
 
+def obstacles(config: RunConfig) -> list[Problem]:
+    """Return what would stop a run here whose ``launch.nproc`` is resolved."""
+    import_plugins(config.plugins)
+    return check(config)
+
+
 def _resolved(config: RunConfig, *, here: bool) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
     config = resolved(config, accelerators=accelerators())
@@ -233,22 +239,27 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Pro
     whole = 2 * FP32 + states
     share = {"fsdp": whole / shares.dp_shard, "zero1": 2 * FP32 + states / shares.data_ranks}
     per_rank = int(held * share.get(shares.data_parallel, whole))
-    assert config.launch.nproc != "auto"
-    hardware, memory = config.hardware, None
-    if hardware is not None and hardware.memory_bytes is not None:
-        memory, where = hardware.memory_bytes, f"hardware={hardware.name}"
-    elif accelerators() and config.launch.backend in ("auto", "nccl"):
-        memory, where = torch.accelerator.get_memory_info(0)[1], "a device here"
-    else:
-        memory, where = host.memory_bytes() // config.launch.nproc, "a rank's share of this machine"
+    memory, where = min(_rooms(config))
     offload = config.strategy.fsdp.cpu_offload
-    if memory is not None and per_rank > memory and offload == "none":
+    if per_rank > memory and offload == "none":
         message = (
             f"{count / 1e9:.3g}B parameters with gradients and optimizer states take "
-            f"{per_rank / GIB:.1f} GiB a rank; {where} has {memory / GIB:.1f} GiB: "
-            "use a smaller model, more ranks with strategy=fsdp, or other hardware"
+            f"{per_rank / GIB:.1f} GiB per rank; {where} has {memory / GIB:.1f} GiB: "
+            "use a smaller model, more ranks with strategy=fsdp, or larger devices"
         )
         yield Problem("model", message, config.model.name)
+
+
+def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
+    """Yield the bytes that a rank may take: of what runs it here, and of the hardware it names."""
+    hardware, nproc = config.hardware, config.launch.nproc
+    assert nproc != "auto"
+    if hardware is not None and hardware.memory_bytes is not None:
+        yield hardware.memory_bytes, f"hardware={hardware.name}"
+    if accelerators() and config.launch.backend in ("auto", "nccl"):
+        yield torch.accelerator.get_memory_info(0)[1], "a device here"
+    else:
+        yield host.memory_bytes() // nproc, "a rank's share of this machine"
 
 
 def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:

@@ -48,8 +48,12 @@ def print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
     for problem in problems:
         sys.stderr.write(f"error: {_printable(str(problem))}\n")
     if as_json:
-        told = [{"key": one.key or None, "message": one.message} for one in problems]
-        print_json({"errors": told})
+        print_json({"errors": problems_as_objects(problems)})
+
+
+def problems_as_objects(problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    """Return problems as ``--json`` prints them."""
+    return [{"key": one.key or None, "message": one.message} for one in problems]
 
 
 def _printable(text: str) -> str:

@@ -83,8 +83,13 @@ def command(
 
 def as_object(found: Plan, seconds: float) -> dict[str, Any]:
     """Return what ``--json`` prints."""
-    candidates = [asdict(planned) for planned in found.candidates]
-    return {"searched": found.searched, "seconds": round(seconds, 1), "candidates": candidates}
+    candidates = [{**asdict(planned), "fits": planned.fits} for planned in found.candidates]
+    return {
+        "workload": asdict(found.workload),
+        "searched": found.searched,
+        "seconds": round(seconds, 1),
+        "candidates": candidates,
+    }
 
 
 def show(found: Plan, console: Console, *, seconds: float) -> None:
@@ -93,6 +98,7 @@ def show(found: Plan, console: Console, *, seconds: float) -> None:
 
     from axonlaunch.planning import plan_report
 
+    console.print(f"[bold]{found.workload}[/bold]")
     console.print(f"{found.searched:,} layouts in {seconds:.0f} s, the fastest that fit first\n")
     console.print(plan_report.table(found))
     for number, planned in enumerate(found.candidates, 1):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -20,10 +21,9 @@ from axonlaunch.config.layout import layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.launch import forkserver, planned
 from axonlaunch.planning import cache
-from axonlaunch.planning.changes import remedies
-from axonlaunch.planning.record import Estimate, Forecast, Remedy
-from axonlaunch.planning.report import size
+from axonlaunch.planning.record import Estimate, Forecast, Remedy, Searched
 from axonlaunch.planning.unread import naming_files, without_files
+from axonlaunch.planning.workload import host_memory, workload
 
 STATES_ALONE = (
     "by closed formulas: parameters, their gradients and optimizer states, and what is gathered of "
@@ -31,27 +31,27 @@ STATES_ALONE = (
 )
 
 
-def estimate(
+SEARCH_S = 30.0
+"""Seconds that a search for changes that fit takes at most: a person waits."""
+
+
+def load(
     context: ForkServerContext,
     overrides: Sequence[str],
     *,
     config_name: str,
     config_dirs: Sequence[Path],
-    exact: bool = False,
-    formula: bool = False,
-) -> Forecast:
-    """Check a configuration and foretell its memory.
+) -> RunConfig:
+    """Return the run that overrides ask for, as ``forecast`` takes it.
 
     Args:
         context: Of the warm fork server.
-        overrides: The words.
+        overrides: Of the run.
         config_name: The primary config.
         config_dirs: Folders of a user's own YAML.
-        exact: Trace every layer and micro-batch.
-        formula: Trace nothing, and tell of states alone.
 
     Raises:
-        ConfigError: The configuration can't be run on any machine, or can't be traced.
+        ConfigError: The configuration can't be run on any machine.
     """
 
     def compose(words: Sequence[str]) -> Composed:
@@ -61,60 +61,78 @@ def estimate(
     config = planned.load(
         overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
     )
+    return prepared(context, config)
+
+
+def prepared(context: ForkServerContext, config: RunConfig) -> RunConfig:
+    """Decide what a configuration leaves to the machine, and its hardware's memory.
+
+    Raises:
+        ConfigError: The configuration can't be run on any machine.
+    """
     if config.launch.nproc == "auto":
         config = forkserver.call(
             context, "axonlaunch.preflight:resolve_anywhere", without_files(config)
         )
-    if formula:
-        return _by_formula(context, config)
-    return forecast(context, config, exact=exact)
+    return _on_named_hardware(resolved(config, accelerators=0))
 
 
-def forecast(context: ForkServerContext, config: RunConfig, *, exact: bool = False) -> Forecast:
-    """Foretell the memory of a configuration whose ``launch.nproc`` is resolved.
+def forecast(
+    context: ForkServerContext, config: RunConfig, *, exact: bool = False, formula: bool = False
+) -> Forecast:
+    """Estimate the memory of a configuration.
+
+    Args:
+        context: Of the warm fork server.
+        config: As ``prepared`` returns it.
+        exact: Trace every layer and micro-batch.
+        formula: Trace nothing, and estimate states alone.
 
     Raises:
         ConfigError: It can't be run on any machine, or can't be traced.
     """
-    assert config.launch.nproc != "auto"
-    config = _on_named_hardware(resolved(config, accelerators=0))
-    found = foretold(context, config, exact=exact)
-    told: list[Remedy] = []
-    notes: list[str] = []
-    if found.fits is False:
-        try:
-            told = forkserver.call(
-                context, "axonlaunch.launch.estimate:remedied", without_files(config), found
-            )
-        except ConfigError as error:
-            reason = error.problems[0].message
-            notes = [f"what would make it fit can't be looked for on one device: {reason}"]
-    return _told(config, found, remedies=told, notes=notes)
-
-
-def _by_formula(context: ForkServerContext, config: RunConfig) -> Forecast:
-    config = _on_named_hardware(resolved(config, accelerators=0))
-    found = forkserver.call(
-        context, "axonlaunch.launch.estimate:without_tracing", without_files(config)
-    )
-    return _told(config, found, notes=[STATES_ALONE])
-
-
-def _told(
-    config: RunConfig,
-    found: Estimate,
-    *,
-    remedies: Sequence[Remedy] = (),
-    notes: Sequence[str] = (),
-) -> Forecast:
+    if formula:
+        found = forkserver.call(
+            context, "axonlaunch.launch.estimate:without_tracing", without_files(config)
+        )
+    else:
+        found = foretold(context, config, exact=exact)
+    hardware = config.hardware
     return Forecast(
         layout=str(layout(config, world_size=found.world_size)),
+        workload=workload(config),
         estimate=found,
-        hardware=config.hardware.name if config.hardware else None,
-        memory_bytes=config.hardware.memory_bytes if config.hardware else None,
-        remedies=[*remedies],
-        notes=[*notes],
+        hardware=hardware.name if hardware else None,
+        memory_bytes=hardware.memory_bytes if hardware else None,
+        margin=config.estimate.margin,
+        host_memory=host_memory(config, found.host_bytes),
+        states_only=formula,
+        notes=[STATES_ALONE] if formula else [],
     )
+
+
+def remedies(
+    context: ForkServerContext, config: RunConfig, found: Forecast
+) -> Generator[Remedy, None, Searched]:
+    """Yield changes after which a run fits, the cheapest first, as they are found.
+
+    Args:
+        context: Of the warm fork server.
+        config: As ``forecast`` took it.
+        found: What that returned.
+
+    Returns:
+        How the search ended.
+    """
+    if found.fits is not False:
+        return Searched(0, 0.0)
+    try:
+        ended: Searched = yield from forkserver.stream(
+            context, "axonlaunch.launch.estimate:remedied", without_files(config), found.estimate
+        )
+    except ConfigError as error:
+        return Searched(0, 0.0, error.problems[0].message)
+    return ended
 
 
 def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = False) -> Estimate:
@@ -134,18 +152,6 @@ def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
         kept = forkserver.call(context, "axonlaunch.launch.estimate:trace", config, exact)
         cache.write(config, kept, exact=exact)
     return kept
-
-
-def misfit(found: Forecast) -> Problem | None:
-    """Return the problem that a run does not fit its hardware, if it does not."""
-    if found.memory_bytes is None or found.estimate.fits:
-        return None
-    instead = " ".join(found.remedies[0].overrides) if found.remedies else "more ranks"
-    message = (
-        f"the highest rank takes {size(found.estimate.process_bytes)}, and a device has "
-        f"{size(found.memory_bytes)}; use {instead}"
-    )
-    return Problem("hardware", message, found.hardware)
 
 
 def trace_beside(config: RunConfig) -> Estimate:
@@ -186,37 +192,46 @@ def trace(config: RunConfig, exact: bool = False) -> Estimate:
     return memory.estimate(resolve_anywhere(config), exact=exact)
 
 
-def remedied(config: RunConfig, found: Estimate) -> list[Remedy]:
+def remedied(config: RunConfig, found: Estimate) -> Generator[Remedy, None, Searched]:
     """Look for what makes a run fit, in a process forked from the server.
 
     Args:
-        config: With ``launch.nproc`` resolved, and hardware whose memory is told.
+        config: With ``launch.nproc`` resolved, and hardware whose memory is known.
         found: Its estimate.
 
     Raises:
         ConfigError: The model can't be traced on one device.
     """
-    from axonlaunch.planning import memory
+    began = time.monotonic()
+    from axonlaunch.planning import changes, memory
     from axonlaunch.planning.closed_memory import Formulas
     from axonlaunch.preflight import resolve_anywhere
 
     forkserver.lead_group()
     import_plugins(config.plugins)
     assert config.hardware is not None
-    room = config.hardware.memory_bytes
-    assert room is not None
+    assert config.hardware.memory_bytes is not None
+    room = config.hardware.memory_bytes / (1 + config.estimate.margin)
 
     def estimated(changed: RunConfig) -> Estimate | None:
         kept = cache.read(changed)
         if kept is None:
-            kept = memory.estimate_fitting(resolve_anywhere(changed), memory=room)
+            kept = memory.estimate_fitting(
+                resolve_anywhere(changed), memory=room, until=began + SEARCH_S
+            )
             if kept is not None:
                 cache.write(changed, kept)
         return kept
 
-    return remedies(
-        config, found, memory=room, formula=Formulas.of(config).process_bytes, estimate=estimated
+    untried = yield from changes.remedies(
+        config,
+        found,
+        memory=room,
+        formula=Formulas.of(config).process_bytes,
+        estimate=estimated,
+        is_over=lambda: time.monotonic() >= began + SEARCH_S,
     )
+    return Searched(untried, time.monotonic() - began)
 
 
 def without_tracing(config: RunConfig) -> Estimate:

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -201,6 +201,28 @@ def call(context: ForkServerContext, target: str, *args: Any) -> Any:
     raise error  # out here, so that the caller sees the process's failure and none of ours
 
 
+def stream(context: ForkServerContext, target: str, *args: Any) -> Generator[Any, None, Any]:
+    """Run a generator ``"module:function"`` in a forked process; yield what it yields as it comes.
+
+    Returns:
+        What it returned.
+
+    Raises:
+        Exception: What the function raised.
+        RuntimeError: The process died without an answer.
+    """
+    one = Call(context, target, args)
+    try:
+        while True:
+            if (error := one.receive()) is not None:
+                raise error
+            if one.is_done:
+                return one.result
+            yield one.result
+    finally:
+        one.end()
+
+
 class CallsFailedError(Exception):
     """Of calls that depend on each other some failed; the others were ended.
 
@@ -258,12 +280,14 @@ class Call:
     """A function that runs in another process.
 
     Attributes:
-        result: What it returned, once ``receive`` took it.
+        result: What it returned, once ``receive`` took it; of a generator what it yielded last.
+        is_done: Whether it returned.
     """
 
     def __init__(self, context: Starter, target: str, args: tuple[Any, ...]) -> None:
         """Begin to run ``"module:function"``."""
         self.result: Any = None
+        self.is_done = False
         self._target = target
         self.connection, theirs = context.Pipe(duplex=False)
         self._process = fork(context, "axonlaunch.launch.forkserver:answer", theirs, target, args)
@@ -274,14 +298,18 @@ class Call:
         return self.connection.poll(within_s)
 
     def receive(self) -> Exception | None:
-        """Take what the function returned or raised; return the latter."""
+        """Take what the function returned, yielded or raised; return the last of these."""
         try:
             kind, content = self.connection.recv()
         except EOFError:
             self._process.join()
             status = self._process.exitcode
             return RuntimeError(f"{self._target} died with status {status or 'unknown'}")
+        if kind == "yielded":
+            self.result = content
+            return None
         self._process.join()
+        self.is_done = True
         if kind == "raised":
             error, text = content
             assert isinstance(error, Exception)
@@ -328,10 +356,13 @@ def _die_with_parent() -> None:
 
 
 def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
-    """Call a function and send what it returned or raised; never returns."""
+    """Call a function and send what it returned, yielded or raised; never returns."""
     os.dup2(2, 1)  # standard output is the command's own
     try:
-        message = ("returned", load(target)(*args))
+        result = load(target)(*args)
+        if isinstance(result, Generator):
+            result = _sent(result, connection)
+        message = ("returned", result)
     except Exception as error:
         message = ("raised", _portable(error))
     except SystemExit as error:
@@ -355,6 +386,16 @@ def _portable(error: Exception) -> tuple[Exception, str]:
     except Exception:  # whatever a class's own pickling raises
         return RuntimeError(f"{type(error).__name__}: {error}"), text
     return error, text
+
+
+def _sent(results: Generator[Any, None, Any], connection: Connection) -> Any:
+    """Send what a generator yields; return what it returns."""
+    while True:
+        try:
+            item = next(results)
+        except StopIteration as end:
+            return end.value
+        connection.send(("yielded", item))
 
 
 def _run(target: str, args: tuple[Any, ...]) -> None:

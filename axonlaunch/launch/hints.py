@@ -12,7 +12,7 @@ from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.disk import free_bytes
 from axonlaunch.launch import run_folder
-from axonlaunch.launch.estimate import forecast, foretold
+from axonlaunch.launch.estimate import forecast, foretold, prepared, remedies
 from axonlaunch.launch.reports import Report
 from axonlaunch.planning.report import size
 
@@ -73,7 +73,8 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
         # Where the estimate says that it fits, less is still what is asked for.
         memory = int(0.9 * found.process_bytes) if fits or had is None else had
         asked = replaced(hardware, {"memory_gib": memory / GIB})
-        told = forecast(context, dataclasses.replace(config, hardware=asked)).remedies
+        smaller = prepared(context, dataclasses.replace(config, hardware=asked))
+        told = [*remedies(context, smaller, forecast(context, smaller))]
     except (ConfigError, RuntimeError) as error:
         return f"axonlaunch estimate tells what each rank needs{there} ({error})"
     highest = max(found.ranks, key=lambda rank: rank.peak_bytes)

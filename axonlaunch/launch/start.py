@@ -301,25 +301,6 @@ def _accelerators(server: Callable[[], ForkServerContext]) -> int:
     return count
 
 
-def checked(
-    context: ForkServerContext,
-    overrides: Sequence[str],
-    *,
-    config_name: str,
-    config_dirs: Sequence[Path],
-    multirun: bool,
-) -> list[RunConfig]:
-    """Return what a command line asks for, checked as far as that goes without a rank.
-
-    Raises:
-        ConfigError: A configuration can't be run.
-    """
-    compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
-    load = partial(planned.load, compose=compose, server=lambda: context, config_dirs=config_dirs)
-    found = loaded(overrides, load=load, config_dirs=config_dirs, multirun=multirun)
-    return resolved(context, found)
-
-
 def loaded(
     overrides: Sequence[str],
     *,

@@ -1,12 +1,13 @@
 """The smallest changes that make a run fit its devices, each with what it costs.
 
 Of one setting, then of two and three together, it takes those that closed formulas say may fit, in
-a fixed order of cost, and has each estimated. It refuses nothing: what can't be run is passed over.
+a fixed order of cost, and has each estimated until its time is over. It refuses nothing: what can't
+be run is passed over, and so is what needs more host memory than there is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
@@ -16,6 +17,7 @@ from axonlaunch.config.layout import Layout, layout, world_size
 from axonlaunch.config.problem import plain
 from axonlaunch.planning.candidates import takes_sequences
 from axonlaunch.planning.record import Estimate, Remedy
+from axonlaunch.planning.workload import host_memory
 
 Settings = Mapping[str, Any]
 
@@ -72,41 +74,56 @@ def remedies(
     memory: float,
     formula: Callable[[RunConfig], float],
     estimate: Callable[[RunConfig], Estimate | None],
-) -> list[Remedy]:
-    """Return up to three changes after which a run fits, the cheapest first.
+    is_over: Callable[[], bool] = lambda: False,
+) -> Generator[Remedy, None, int]:
+    """Yield up to three changes after which a run fits, the cheapest first, as they are found.
 
     Args:
         config: Of a run that does not fit, with ``launch.nproc`` resolved.
         found: Its estimate.
-        memory: Bytes of a device.
+        memory: Bytes of a device that a run may be estimated to take.
         formula: The bytes of the highest rank of a changed configuration, about.
         estimate: Of a changed configuration; None where it is seen early not to fit; raises
-            ``ConfigError`` where it can't be run.
+            ``ConfigError`` where it can't be run, ``TimeoutError`` where the time is over.
+        is_over: Whether no more is to be estimated.
+
+    Returns:
+        How many changes may fit and were not estimated when the time was over.
     """
-    told: list[Remedy] = []
-    enough: list[set[int]] = []
-    traced = 0
+    fitting: list[set[int]] = []
+    traced = untried = 0
     # Formulas are judged by themselves and by how far they are off where the answer is known.
     off = min(1.0, found.process_bytes / formula(config))
     for which, options in _candidates(levers(config)):
-        if len(told) == MOST or traced == TRACED:
+        if len(fitting) == MOST or traced + untried == TRACED:
             break
-        if any(fewer <= set(which) for fewer in enough):
+        if any(fewer <= set(which) for fewer in fitting):
             continue
         settings = {key: value for option in options for key, value in option.settings.items()}
         if off * formula(replaced(config, settings)) > _LIKELY * memory:
             continue
+        if untried or is_over():
+            untried += 1
+            continue
         try:
-            after = estimate(changed(config, settings))
+            altered = changed(config, settings)
+            after = estimate(altered)
         except ConfigError:
             continue
+        except TimeoutError:
+            untried += 1
+            continue
         traced += 1
-        if after is not None and after.process_bytes <= memory:
-            overrides = [f"{key}={plain(value)}" for key, value in settings.items()]
-            costs = [option.cost for option in options]
-            told.append(Remedy(overrides, costs, after.process_bytes))
-            enough.append(set(which))
-    return told
+        if after is None or after.process_bytes > memory:
+            continue
+        host = host_memory(altered, after.host_bytes)
+        if host is not None and host.fits is False:
+            continue
+        overrides = [f"{key}={plain(value)}" for key, value in settings.items()]
+        costs = [option.cost for option in options]
+        fitting.append(set(which))
+        yield Remedy(overrides, costs, after.process_bytes, host)
+    return untried
 
 
 def _candidates(available: Sequence[Lever]) -> Iterator[tuple[tuple[int, ...], tuple[Option, ...]]]:
@@ -227,6 +244,8 @@ def _pipeline(config: RunConfig, shares: Layout) -> Lever:
 
 def _offload(config: RunConfig, shares: Layout) -> Lever:
     """What crosses the link to the host: Ren et al., "ZeRO-Offload", 2021, section 4."""
+    if config.hardware is not None and config.hardware.is_cpu:
+        return []  # host and device are one memory
     key, now = "strategy.fsdp.cpu_offload", config.strategy.fsdp.cpu_offload
     costs = {
         "params": "parameters and gradients cross the link to host memory every step",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ def run(
     *,
     at_once: int | None = None,
     memory: dict[Any, Any] | None = None,
+    until: float | None = None,
 ) -> list[Result]:
     """Call each function in a process of its own.
 
@@ -33,12 +35,14 @@ def run(
         at_once: Processes that run side by side; None: one a core of this process.
         memory: This process's: what a copy adds to it is added here, and copies that begin later
             find it there. It can be pickled.
+        until: ``time.monotonic()`` after which nothing is waited for; None: never.
 
     Returns:
         Their results, in order.
 
     Raises:
         Exception: What the first function that failed raised.
+        TimeoutError: It is ``until``, and some are not done.
         RuntimeError: A process ended without a result.
     """
     known: dict[Any, Any] = {} if memory is None else memory
@@ -51,7 +55,10 @@ def run(
             while waiting and len(running) < limit:
                 index, function = waiting.pop(0)
                 running[index] = _fork(function, known)
-            answering = wait([pipe for _, pipe in running.values()])
+            left = None if until is None else max(0.0, until - time.monotonic())
+            answering = wait([pipe for _, pipe in running.values()], timeout=left)
+            if not answering:
+                raise TimeoutError(f"{len(running) + len(waiting)} functions are not done")
             for index in [n for n, (_, pipe) in running.items() if pipe in answering]:
                 results[index], learned = _answer(*running.pop(index))
                 known.update(learned)

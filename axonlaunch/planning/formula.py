@@ -32,8 +32,6 @@ def estimate(config: RunConfig) -> Estimate:
     blueprint = Blueprint.of(config)
     ranks = [_of_rank(blueprint, place) for place in range(blueprint.shares.pipeline)]
     peak = max(one.peak_bytes for one in ranks)
-    memory = config.hardware.memory_bytes if config.hardware else None
-    fits = False if memory is not None and peak > memory else None
     return Estimate(
         world_size=blueprint.world_size,
         mesh=blueprint.shares.axes,
@@ -41,7 +39,6 @@ def estimate(config: RunConfig) -> Estimate:
         peak_bytes=peak,
         reserved_bytes=peak,
         process_bytes=peak,
-        fits=fits,
         ranks=ranks,
     )
 

@@ -51,22 +51,27 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
     return run.estimate()
 
 
-def estimate_fitting(config: RunConfig, *, memory: int) -> Estimate | None:
+def estimate_fitting(
+    config: RunConfig, *, memory: float, until: float | None = None
+) -> Estimate | None:
     """Foretell the memory of a run, if it may fit: it takes less to see that one does not.
 
     Args:
         config: As for ``estimate``.
-        memory: Bytes of a device.
+        memory: Bytes of a device that it may take.
+        until: ``time.monotonic()`` at which it is given up; None: never.
 
     Returns:
         As ``estimate``; None where tensors alone leave no room for the rest.
 
     Raises:
         ConfigError: The run can't be traced.
+        TimeoutError: It is ``until``.
     """
     blueprint = Blueprint.of(config)
     where = range(blueprint.shares.pipeline)
-    run = _Run(blueprint, [Place.of(blueprint, one, exact=False) for one in where])
+    places = [Place.of(blueprint, one, exact=False) for one in where]
+    run = _Run(blueprint, places, until=until)
     run.trace(run.first)
     rest = process.besides(run.groups) if run.on_gpu else 0
     if run.highest(run.first).peak_bytes + rest > memory:
@@ -81,11 +86,13 @@ class _Run:
     Attributes:
         blueprint: The run's.
         places: On the pp axis: those to tell of.
+        until: ``time.monotonic()`` at which tracing is given up; None: never.
         done: What was traced and recorded.
     """
 
     blueprint: Blueprint
     places: list[Place]
+    until: float | None = None
     done: dict[Any, Any] = field(default_factory=dict)
     _steps: dict[Any, list[Event]] = field(default_factory=dict)
     _ranks: dict[int, RankEstimate] = field(default_factory=dict)
@@ -112,7 +119,7 @@ class _Run:
             runs["process", recorded] = _recorded(self.blueprint, recorded)
         for place in places:
             runs |= {key: one for key, one in place.traces().items() if key not in self.done}
-        found = forked.run([*runs.values()], memory=fake_tensors.recipes)
+        found = forked.run([*runs.values()], memory=fake_tensors.recipes, until=self.until)
         self.done.update(zip(runs, found, strict=True))
 
     def rank(self, place: Place) -> RankEstimate:
@@ -147,7 +154,6 @@ class _Run:
             peak_bytes=highest.peak_bytes,
             reserved_bytes=reserved,
             process_bytes=held,
-            fits=None if memory is None else held <= memory,
             ranks=[self.rank(place) for place in self.places],
         )
 

@@ -24,12 +24,18 @@ def table(found: Plan) -> Table:
         made.add_row(
             str(number),
             planned.layout,
-            Text(room) if planned.fits else Text(f"{room} too large", style="red"),
+            Text(room) if planned.fits else Text(f"{room} {_unfit(planned)}", style="red"),
             f"{planned.tokens_per_s_per_device:,.0f}",
             f"{planned.step_s:.3g} s",
             "" if planned.mfu is None else f"{planned.mfu:.1%}",
         )
     return made
+
+
+def _unfit(planned: Planned) -> str:
+    if planned.verdict == "tight":
+        return "tight"
+    return "too large" if planned.verdict == "too_large" else "too little host memory"
 
 
 def spent(planned: Planned) -> str:
@@ -46,7 +52,7 @@ def spent(planned: Planned) -> str:
 def why_slower(first: Planned, second: Planned) -> str:
     """Say what the second loses to the first, most first."""
     if not second.fits:
-        return "does not fit"
+        return f"does not fit: {_unfit(second)}"
     names = first.breakdown.keys() | second.breakdown.keys()
     lost = {
         name: second.breakdown.get(name, 0.0) - first.breakdown.get(name, 0.0) for name in names

@@ -21,12 +21,13 @@ from axonlaunch.planning import fake_tensors, forked
 from axonlaunch.planning.candidates import Candidate, candidates
 from axonlaunch.planning.closed_memory import Formulas
 from axonlaunch.planning.memory import estimate
-from axonlaunch.planning.record import Plan, Planned
+from axonlaunch.planning.record import Estimate, Plan, Planned, Verdict, verdict
 from axonlaunch.planning.roofline import figure, refuse_missing
 from axonlaunch.planning.scaled_work import scaled
 from axonlaunch.planning.step_time import StepTime
 from axonlaunch.planning.step_work import step_work
 from axonlaunch.planning.throughput import Throughput, timed
+from axonlaunch.planning.workload import host_memory, workload
 
 TIMED = 6
 """Layouts whose work is traced."""
@@ -60,7 +61,7 @@ def plan(
     hardware = config.hardware
     assert hardware is not None
     refuse_missing(hardware, _needed(config, devices))
-    memory = figure(hardware, "memory_gib") * GIB
+    memory = figure(hardware, "memory_gib") * GIB / (1 + config.estimate.margin)
     in_node = min(devices, figure(hardware, "devices_per_node"))
     listed = list(
         candidates(
@@ -80,7 +81,8 @@ def plan(
     found = _estimated(first, config=config, ranks=(machines, devices // machines), wanted=wanted)
     if not any(planned.fits for planned in found):
         raise ConfigError([_too_large(config, devices, found)])
-    return Plan(searched=len(listed), candidates=found)
+    known = workload(config, searched=True)
+    return Plan(workload=known, searched=len(listed), candidates=found)
 
 
 def _needed(config: RunConfig, devices: int) -> list[str]:
@@ -221,18 +223,25 @@ def _estimated(
                 layout=_named(candidate),
                 mesh=candidate.shares.axes,
                 peak_bytes=told.peak_bytes,
-                host_bytes=max(rank.host_bytes for rank in told.ranks),
+                host_bytes=told.host_bytes,
                 process_bytes=told.process_bytes,
-                fits=bool(told.fits),
+                verdict=_verdict(told, config),
                 tokens_per_s_per_device=speed.tokens_per_s_per_device,
                 step_s=speed.step_s,
                 mfu=speed.mfu,
                 breakdown=speed.breakdown,
+                host_memory=host_memory(candidate.config, told.host_bytes),
             )
         )
         if sum(planned.fits for planned in found) == wanted:
             break
     return sorted(found, key=lambda planned: not planned.fits)
+
+
+def _verdict(found: Estimate, config: RunConfig) -> Verdict:
+    assert config.hardware is not None
+    memory = figure(config.hardware, "memory_gib") * GIB
+    return verdict(found.process_bytes, memory=memory, margin=config.estimate.margin)
 
 
 def _named(candidate: Candidate) -> str:
@@ -275,9 +284,13 @@ def _counted(devices: int) -> str:
 
 def _too_large(config: RunConfig, devices: int, found: list[Planned]) -> Problem:
     assert config.hardware is not None
+    assert config.hardware.memory_gib is not None
     least = min(planned.process_bytes for planned in found) / GIB
+    margin = config.estimate.margin
     message = (
         f"no layout of {_counted(devices)} fits: the smallest takes {least:.1f} GiB, and a device "
-        f"has {config.hardware.memory_gib:g} GiB; use more devices or a smaller batch or sequence"
+        f"has {config.hardware.memory_gib:g} GiB, of which an estimate may take "
+        f"{config.hardware.memory_gib / (1 + margin):.1f} (estimate.margin={margin:g}); use more "
+        "devices or a smaller batch or sequence"
     )
     return Problem("hardware", message, config.hardware.name)

@@ -5,13 +5,14 @@ It shows what it is given; nothing in it hangs on colour.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
 from axonlaunch.config.hardware import GIB
-from axonlaunch.planning.record import Estimate, RankEstimate
+from axonlaunch.planning.record import Estimate, Forecast, HostMemory, RankEstimate
 
 if TYPE_CHECKING:
     from axonlaunch.planning.trace import Category
@@ -73,6 +74,42 @@ def table(found: Estimate) -> Table:
             numbers.append(one.host_bytes)
         drawn.add_row(place(one, found), *(figures(number / unit) for number in numbers))
     return drawn
+
+
+def conclusions(found: Forecast) -> Iterator[tuple[str, str, str]]:
+    """Yield what follows from an estimate, each as a label, a sentence and a style."""
+    known = found.estimate
+    yield "highest peak", f"{size(known.peak_bytes)} per rank", ""
+    if known.process_bytes > known.peak_bytes:
+        text = f"{size(known.reserved_bytes)} reserved by torch's allocator, "
+        yield "on a GPU", text + f"{size(known.process_bytes)} by the process", ""
+    if found.host_memory is not None:
+        style = "red" if found.host_memory.fits is False else ""
+        yield "host memory", of_host(found.host_memory), style
+    if found.memory_bytes is None:
+        return
+    room = found.memory_bytes - known.process_bytes
+    device = f"{found.hardware}, {size(found.memory_bytes)}: "
+    verdict = found.verdict
+    if verdict is None:
+        yield "may fit", f"{device}{size(room)} are left for the rest", ""
+    elif verdict == "fits":
+        yield "fits", f"{device}{size(room)} to spare", "green"
+    elif verdict == "tight":
+        why = f"less than the {found.margin:.0%} by which an estimate may be too low"
+        yield "tight", f"{device}{size(room)} to spare, {why} (estimate.margin)", "yellow"
+    elif room < 0:
+        yield "does not fit", f"{device}{size(-room)} too little", "red"
+    else:
+        yield "does not fit", "a node has too little host memory for what is offloaded", "red"
+
+
+def of_host(found: HostMemory) -> str:
+    """Say what is offloaded, and whether a node has it."""
+    text = f"{size(found.bytes_per_rank)} per rank, {size(found.bytes_per_node)} per node; "
+    if found.node_bytes is None:
+        return text + "hardware.host_memory_gib is not known, so whether a node has it isn't either"
+    return text + f"a node has {size(found.node_bytes)}" + ("" if found.fits else ": too little")
 
 
 def bars(found: Estimate, *, memory_bytes: int | None, width: int) -> Text:
