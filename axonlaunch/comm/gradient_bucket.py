@@ -89,10 +89,8 @@ class GradientBucket:
         if self._storage is None:
             self._source = parts[0].dtype
             self._storage = parts[0].new_empty(self.capacity, dtype=self._dtype)
-        places = self._storage[self.size : self.size + added].split([p.numel() for p in parts])
-        torch._foreach_copy_(
-            [place.view(part.shape) for place, part in zip(places, parts, strict=True)], parts
-        )
+        place = self._storage[self.size : self.size + added]
+        torch.cat([part.reshape(-1) for part in parts], out=place)
         self._shapes += [part.shape for part in parts]
         self.size += added
         return True
