@@ -31,10 +31,17 @@ def derive_key(token: bytes) -> bytes:
     Without a token (``b""``) the key is known to everybody: messages of two runs are still told
     apart, and strangers' are not.
     """
-    # Extract, with no salt: RFC 5869 section 2.2 takes zeros of the hash's length. Then one block
-    # of expand, section 2.3: T(1) = HMAC(PRK, info | 0x01).
-    pseudorandom = hmac.digest(bytes(hashlib.sha256().digest_size), token, _DIGEST)
-    return hmac.digest(pseudorandom, _PURPOSE + b"\x01", _DIGEST)
+    return hkdf_sha256(token, info=_PURPOSE)
+
+
+def hkdf_sha256(secret: bytes, *, info: bytes) -> bytes:
+    """Derive 32 bytes for a purpose, without a salt (RFC 5869).
+
+    One block of output is one step of "expand" (section 2.3): ``HMAC(PRK, info | 0x01)``. Without a
+    salt "extract" (2.2) takes zeros of the hash's length.
+    """
+    pseudorandom = hmac.digest(bytes(hashlib.sha256().digest_size), secret, _DIGEST)
+    return hmac.digest(pseudorandom, info + b"\x01", _DIGEST)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,7 @@ class Channel:
 class AuthenticatedStore(dist.Store):
     """A store for torch's process groups, of whose values none comes from a stranger.
 
+    Whoever hands it to torch must hold it too: C++ keeps the store but not its Python methods.
     Counters (``add``) are not authenticated: torch counts arrivals with them, and a wrong count
     ends or delays a barrier. ``append``, ``compare_set`` and queues are not supported.
     """
@@ -83,6 +84,7 @@ class AuthenticatedStore(dist.Store):
         self._channel = Channel(store, credentials)
         self._store: Any = store  # torch's stub leaves some of it out
         self.credentials = credentials
+        self._clones: list[AuthenticatedStore] = []
 
     @property
     def underlying_store(self) -> dist.Store:
@@ -133,4 +135,5 @@ class AuthenticatedStore(dist.Store):
 
     def clone(self) -> AuthenticatedStore:
         """Return the same over a connection of its own, for torch's own threads."""
-        return AuthenticatedStore(self._store.clone(), self.credentials)
+        self._clones.append(AuthenticatedStore(self._store.clone(), self.credentials))
+        return self._clones[-1]

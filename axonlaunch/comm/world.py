@@ -106,6 +106,7 @@ class World:
             at_close.enter_context(gloo_towards(place.master_addr or "localhost"))
             at_close.callback(setattr, sys, "excepthook", sys.excepthook)
             store = store or open_store(place, timeout=timeout)
+            at_close.callback(_let_go_of, store)
             at_close.enter_context(proven_groups(store, rank=place.rank))
             dist.init_process_group(
                 chosen.torch_name,
@@ -194,6 +195,11 @@ class World:
             f"world_size={self.world_size}, device={str(self.device)!r}, "
             f"backend={self.backend.value!r})"
         )
+
+
+def _let_go_of(store: dist.Store) -> None:
+    """Hold a store for as long as this is to be called: torch holds only its C++ part."""
+    del store
 
 
 def choose_backend(name: str, place: Place) -> Backend:

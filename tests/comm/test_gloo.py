@@ -59,8 +59,7 @@ class Robbed(gloo._Listeners):
             HELD[-1].sendall(struct.pack("<q", number))
         time.sleep(0.3)
 
-if RANK == 0:
-    gloo._Listeners = Robbed
+gloo._Listeners = Robbed  # of both: which one listens depends on their addresses
 """
 NOISE = """
 import random

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import pickle
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,7 +18,9 @@ from typing import Any
 import pytest
 import stranger
 import torch.distributed as dist
-from command import wait_for
+from command import TINY, Command, wait_for
+from launchers import SUPPORT
+from served import Server
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from axonlaunch.authentication import Credentials, ForgedMessageError, derive_key
@@ -197,3 +203,51 @@ def test_the_name_of_a_run_is_signed_and_nothing_in_the_store_tells_of_the_token
     for secret in (TOKEN, derive_key(TOKEN), hashlib.sha256(TOKEN).digest()):
         assert secret not in stored
         assert secret.hex().encode() not in stored
+
+
+def test_the_fork_servers_socket_is_its_users_alone(server: Server) -> None:
+    folder = Path(server["_forkserver_address"]).parent
+    assert folder.stat().st_mode & 0o077 == 0
+    assert folder.stat().st_uid == os.geteuid()
+
+
+def beset(command: Command, kind: str, amount: int, *words: str) -> tuple[int, str, float]:
+    """Train while a stranger is at every port that opens; return status, errors and seconds."""
+    program = [sys.executable, str(SUPPORT / "stranger.py"), kind, "127.0.0.1", str(amount)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as neighbour:
+        assert neighbour.stdout is not None
+        assert neighbour.stdout.readline() == "ready\n"
+        process = command.start("train", *TINY, "strategy=fsdp", "launch.nproc=2", *words)
+        try:
+            log = command.folder / "runs/run/logs/rank_0.log"
+            wait_for(lambda: log.exists() or process.returncode is not None)
+            begun = time.monotonic()
+            _, errors = process.communicate(timeout=90)
+        finally:
+            neighbour.kill()
+    return process.returncode, errors, time.monotonic() - begun
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_run_whose_ports_a_neighbour_takes_trains_rightly_or_says_whom_it_could_not_reach(
+    served: Command,
+) -> None:
+    served("train", *TINY, "strategy=fsdp", "launch.nproc=2", "name=alone")
+    status, errors, seconds = beset(served, "rob", 90, "name=run")
+    if status == 0:
+        assert served.losses("run") == served.losses("alone")
+        return
+    told = " ".join(errors.replace("│", " ").split())
+    assert "UnreachableRankError: rank" in told
+    assert "Traceback" not in told
+    assert seconds < 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_ten_thousand_noise_connections_while_a_run_starts_do_it_no_harm(served: Command) -> None:
+    served("train", *TINY, "strategy=fsdp", "launch.nproc=2", "name=alone")
+    status, errors, _ = beset(served, "noise", 10_000, "name=run")
+    assert status == 0, errors
+    assert served.losses("run") == served.losses("alone")

@@ -13,9 +13,10 @@ import pytest
 from command import TINY, Command
 from launchers import SUPPORT, By, Machines, ended, logged, machines, torchrun
 
-from axonlaunch.config import ConfigError
+from axonlaunch import config as configuration
+from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.schema import LaunchConfig
-from axonlaunch.launch import token
+from axonlaunch.launch import slurm, token
 
 SECRET = "a secret of sixteen bytes or more"
 WARNING = "no launch.token_file: whoever can connect to 10.77.0.1:29500 can run code as this user"
@@ -83,6 +84,20 @@ def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
     (folder / "token").chmod(0o644)
     with pytest.raises(ConfigError, match="others can read or write it"):
         token.of_this_user()
+
+
+def test_a_jobs_token_lies_in_its_folder_and_its_owner_alone_reads_it(tmp_path: Path) -> None:
+    config = configuration.replaced(RunConfig(), {"run_dir": str(tmp_path), "name": "job"})
+    for _ in range(2):  # queued again, or submitted again, it is kept
+        (tmp_path / "config.yaml").touch()
+        slurm._write(config, tmp_path)
+        launch = configuration.read(tmp_path / "job.yaml").launch
+        assert launch.token_file == str(tmp_path / "token")
+        assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+        secret = token.read(launch)
+        assert secret is not None
+        assert secret not in (tmp_path / "job.yaml").read_bytes()
+        assert secret not in (tmp_path / "job.sbatch").read_bytes()
 
 
 def test_without_a_token_a_run_says_what_a_neighbour_can_do_or_is_refused() -> None:
