@@ -254,7 +254,9 @@ def sweep_partial(run_dir: Path) -> list[str]:
     if is_remote(run_dir):
         left = [folder for folder in _folders(run_dir) if _is_begun(folder)]
     else:
-        left = [*(run_dir / CHECKPOINTS).glob(f"{_NAME}*{PARTIAL}")]
+        kept = run_dir / CHECKPOINTS
+        names = [name for name in sizes(kept) if name.startswith(_NAME)]
+        left = [kept / name for name in names if name.endswith(PARTIAL)]
     for folder in left:
         with suppress(OSError):
             delete(folder)

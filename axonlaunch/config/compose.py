@@ -16,6 +16,10 @@ from axonlaunch.config.problem import ConfigError, Problem
 from axonlaunch.config.tree import leaves, read_yaml
 from axonlaunch.registry import nearest, unknown
 
+_LONGEST, _DEEPEST = 8192, 32
+"""Characters and levels of an override: Hydra's parser takes seconds for a multiple of it."""
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+
 OVERRIDE_ORIGIN = "override "
 DEFAULT_ORIGIN = "default"
 
@@ -144,6 +148,9 @@ class Composer:
         parsed = []
         words, problems = _without_spaces(overrides)
         for text in words:
+            if reason := _too_much(text):
+                problems.append(Problem("", f"{text[:60]}...: {reason}"))
+                continue
             try:
                 override = parser.parse_overrides([text])[0]
             except OverrideParseException as error:
@@ -273,6 +280,21 @@ class Composer:
                 first = comments[0] if comments else ""
                 return first.lstrip("# ") if first.startswith("#") else ""
         return ""
+
+
+def _too_much(text: str) -> str:
+    """Say what is too much of an override to be parsed in a second; empty if nothing is."""
+    if len(text) > _LONGEST:
+        return (
+            f"is longer than {_LONGEST} characters; write it to a YAML file, and give its folder "
+            "by --config-dir"
+        )
+    depth = 0
+    for mark in re.sub(_QUOTED, "", text):
+        depth += (mark in "[{(") - (mark in ")}]")
+        if depth > _DEEPEST:
+            return f"is nested deeper than {_DEEPEST} levels; write it to a YAML file"
+    return ""
 
 
 def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:

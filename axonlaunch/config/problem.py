@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+_SHOWN = 200
+"""Characters of a value that a message shows."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -26,7 +29,7 @@ class Problem:
     def __str__(self) -> str:
         if not self.key:
             return self.message
-        shown = "" if self.value is ... else f"={plain(self.value)}"
+        shown = "" if self.value is ... else f"={_shortened(plain(self.value))}"
         return f"{self.key}{shown}: {self.message}"
 
 
@@ -52,6 +55,10 @@ def plain(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{plain(item)}" for key, item in value.items()) + "}"
     return str(value)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
 def divisors(number: int) -> list[int]:

@@ -25,6 +25,8 @@ from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
 from axonlaunch.config.tree import replaced
 from axonlaunch.config.url import is_url
 
+_LONGEST_NAME, _LONGEST_PATH = 240, 2048
+"""Bytes of a folder's name and of a path, with room for what a run adds to them."""
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 
 
@@ -85,6 +87,11 @@ def _name(config: RunConfig) -> Iterator[Problem]:
         )
     if not config.run_dir:
         yield Problem("run_dir", "is empty; write a path, or auto", config.run_dir)
+    for key, path in (("name", config.name), ("run_dir", config.run_dir)):
+        names = [len(part.encode()) for part in Path(path).parts]
+        if max(names, default=0) > _LONGEST_NAME or sum(names) > _LONGEST_PATH:
+            message = f"is longer than a path may be; use {_LONGEST_NAME} bytes a folder at most"
+            yield Problem(key, message, path)
 
 
 def _unused(config: RunConfig) -> Iterator[Problem]:

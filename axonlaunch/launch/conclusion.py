@@ -109,7 +109,10 @@ def conclude(
     told = finished or record.last  # a run that failed is told by its last logged step
     folder = Path(config.run_dir)
     if not is_url(config.checkpoint.path or ""):  # of a remote one the next run looks after
-        checkpoint.sweep_partial(Path(config.checkpoint.path or folder))
+        try:
+            checkpoint.sweep_partial(Path(config.checkpoint.path or folder))
+        except OSError as error:
+            console.line(f"what an interrupted save left can't be looked for: {error}")
     interrupted = outcome.killed or (finished is not None and finished.interrupted)
     status = "interrupted" if interrupted else "failed" if outcome.crash else "done"
     summary: dict[str, Any] = {
@@ -214,7 +217,10 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
 def _to_go_on(config: RunConfig, words: str) -> str:
     if is_url(config.checkpoint.path or ""):
         return f"the same command{words}"
-    last = run_folder.last_saved(config)
+    try:
+        last = run_folder.last_saved(config)
+    except OSError as error:
+        return f"the same command{words}; its checkpoints can't be read now: {error}"
     if last is None:
         return "there is no checkpoint of it; the same command begins anew"
     return f"the same command{words}, from step {last.step}"

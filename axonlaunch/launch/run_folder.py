@@ -74,8 +74,10 @@ def _changed(config: RunConfig) -> list[str]:
     file = Path(config.run_dir) / CONFIG
     if config.checkpoint.resume != "auto" or not file.exists():
         return []
-    if checkpoint.resolve(storage.root(config)) is None:
-        return []
+    where = storage.root(config)
+    with storage.reaching(where):
+        if checkpoint.resolve(where) is None:
+            return []
     return _other_settings(config, file)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from axonlaunch.config.model import GPTConfig, LlamaConfig
 from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.tree import to_tree
+from axonlaunch.config.validate import validate
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,32 @@ def typed(content: Mapping[str, Any], *, where: str) -> GPTConfig | LlamaConfig:
         if one.model_type == content.get("model_type"):
             try:
                 found: GPTConfig | LlamaConfig = one.read(content)
-            except (KeyError, TypeError) as error:
+            except KeyError as error:
                 raise ConfigError([Problem("", f"{where}: lacks {error}")]) from None
             except ValueError as error:
                 raise ConfigError([Problem("", f"{where}: {error}")]) from None
+            except (TypeError, AttributeError, ArithmeticError) as error:
+                message = f"{where}: holds what is no figure of a model: {error}"
+                raise ConfigError([Problem("", message)]) from None
+            _refuse_wrong(found, where=where)
             return found
     known = " or ".join(sorted(one.model_type for one in _FORMATS.values()))
     message = (
         f"{where}: model_type={content.get('model_type')} is none that can be read; use {known}"
     )
     raise ConfigError([Problem("", message)])
+
+
+def _refuse_wrong(found: GPTConfig | LlamaConfig, *, where: str) -> None:
+    """Hold figures that somebody wrote against what ours may be.
+
+    Raises:
+        ConfigError: Some can't be.
+    """
+    wrong = validate(to_tree(found), type(found)).problems
+    if wrong:
+        message = f"{where}: as a model of ours, {wrong[0]}"
+        raise ConfigError([Problem("", message)])
 
 
 def _gpt_places(config: GPTConfig) -> Iterator[tuple[str, Place]]:
