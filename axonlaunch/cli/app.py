@@ -92,6 +92,9 @@ def run() -> None:
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         problems = _problems(error)
+        if problems is None and (refusal := _refusal(error)):
+            sys.stderr.write(f"error: {refusal}\n")  # standard output may be what is full
+            sys.exit(1)
         if problems is None:
             raise
         _show_traceback(error)
@@ -105,6 +108,22 @@ def _show_traceback(error: Exception) -> None:
     import logging
 
     logging.getLogger(__name__).debug("what led to the errors below", exc_info=error)
+
+
+def _refusal(error: Exception) -> str:
+    """Return what this machine refused, and what to do; empty for a bug of ours."""
+    from axonlaunch.launch.forkserver import ForkServerError
+    from axonlaunch.launch.reports import cause_of, plain_error
+
+    if isinstance(error, ForkServerError):
+        return str(error)
+    if not isinstance(error, OSError):
+        return ""
+    remedy = {
+        "disk": "free some space, also in TMPDIR and where standard output goes",
+        "files": "allow more with ulimit -n, or use fewer ranks",
+    }.get(cause_of(error))
+    return f"{plain_error(error)}; {remedy}" if remedy else ""
 
 
 def _problems(error: Exception) -> list[Problem] | None:

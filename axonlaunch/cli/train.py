@@ -65,12 +65,13 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Train a model."""
-    from axonlaunch.launch import forkserver, streams
+    from axonlaunch.launch import forkserver, limits, streams
     from axonlaunch.launch.variables import may_be_rank
 
     if dry_run:
         _dry_run(overrides or [], config_dir or [], config_name, multirun, as_json)
         return
+    limits.allow_open_files()
     # A run outlives its console.
     sys.stdout, sys.stderr = streams.tolerant(sys.stdout), streams.tolerant(sys.stderr)
     with ExitStack() as stack:

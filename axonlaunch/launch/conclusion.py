@@ -6,6 +6,7 @@ It tells how the run went; nothing here ends it.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
@@ -28,7 +29,7 @@ from axonlaunch.launch.console import (
     show_hint,
 )
 from axonlaunch.launch.prediction import Prediction
-from axonlaunch.launch.reports import Crash
+from axonlaunch.launch.reports import Crash, plain_error
 from axonlaunch.launch.supervisor import Outcome
 
 
@@ -76,11 +77,14 @@ class Tail:
 
     def __call__(self) -> None:
         """Print whole lines that are new."""
-        if not self._log.exists() or self._log.stat().st_size <= self._read:
+        try:
+            if self._log.stat().st_size <= self._read:
+                return
+            with self._log.open("rb") as stream:
+                stream.seek(self._read)
+                whole, newline, _ = stream.read().rpartition(b"\n")
+        except OSError:  # not there yet, or not any more; what can be read later is shown later
             return
-        with self._log.open("rb") as stream:
-            stream.seek(self._read)
-            whole, newline, _ = stream.read().rpartition(b"\n")
         self._read += len(whole) + len(newline)
         if newline:
             self._console.log(whole.decode(errors="replace"))
@@ -107,12 +111,6 @@ def conclude(
     """
     finished = outcome.finished
     told = finished or record.last  # a run that failed is told by its last logged step
-    folder = Path(config.run_dir)
-    if not is_url(config.checkpoint.path or ""):  # of a remote one the next run looks after
-        try:
-            checkpoint.sweep_partial(Path(config.checkpoint.path or folder))
-        except OSError as error:
-            console.line(f"what an interrupted save left can't be looked for: {error}")
     interrupted = outcome.killed or (finished is not None and finished.interrupted)
     status = "interrupted" if interrupted else "failed" if outcome.crash else "done"
     summary: dict[str, Any] = {
@@ -129,11 +127,16 @@ def conclude(
     if outcome.crash is not None:
         first = outcome.crash.first
         summary["failed_rank"], summary["reason"] = first.rank, first.reason
-        tell_crash(config, outcome.crash, context)
+        tell_crash(config, outcome.crash, context)  # first: what follows may have no disk
+    if not is_url(config.checkpoint.path or ""):  # of a remote one the next run looks after
+        try:
+            checkpoint.sweep_partial(Path(config.checkpoint.path or config.run_dir))
+        except OSError as error:
+            _say_refused("what an interrupted save has left could not be deleted", error)
     summary = finite(summary)
-    run_folder.write_json(folder / run_folder.SUMMARY, summary)
+    is_written = _write(config, run_folder.SUMMARY, summary)
     summary |= _foretold(config, record.prediction, console, is_done=status == "done")
-    run_folder.write_json(folder / run_folder.SUMMARY, summary)
+    is_written = is_written and _write(config, run_folder.SUMMARY, summary)
     if finished is not None or outcome.killed:
         rows = _rows(config, summary, counted=record.counted)
         if interrupted:
@@ -142,7 +145,23 @@ def conclude(
         console.summary(rows)
     if interrupted:
         return 130, summary
-    return (1 if outcome.crash else 0), summary
+    # Who started this and looks at the summary alone must not take an older one for this run's.
+    return (0 if outcome.crash is None and is_written else 1), summary
+
+
+def _write(config: RunConfig, name: str, content: dict[str, Any]) -> bool:
+    """Write a JSON file of the run's folder; return whether that could be done."""
+    try:
+        run_folder.write_json(Path(config.run_dir) / name, content)
+    except OSError as error:
+        _say_refused(f"{name} could not be written", error)
+        return False
+    return True
+
+
+def _say_refused(what: str, error: OSError) -> None:
+    """Say what a full disk, or a folder that is gone, prevents; a run's end is told anyway."""
+    print(f"{what}: {plain_error(error)}", file=sys.stderr)
 
 
 def _foretold(
@@ -158,7 +177,10 @@ def _foretold(
         prediction.wait(0)
     if prediction.peak_bytes is None:
         text = f"summary.json has no predicted_peak_bytes: {prediction.reason}\n"
-        append_text(log_of(config, 0), text + prediction.traceback)
+        try:
+            append_text(log_of(config, 0), text + prediction.traceback)
+        except OSError as error:
+            _say_refused(text.rstrip(), error)
         return {}
     return {"predicted_peak_bytes": prediction.peak_bytes}
 
@@ -177,13 +199,13 @@ def tell_crash(config: RunConfig, crash: Crash, context: ForkServerContext | Non
         "hint": None,
         "followers": [{"rank": rank, "reason": reason} for rank, reason in crash.followers],
     }
-    file = Path(config.run_dir) / run_folder.CRASH
-    run_folder.write_json(file, content)
+    is_written = _write(config, run_folder.CRASH, content)
     # An estimate takes seconds, for which nobody is to wait for the card.
     hint = hints.hint(crash.first, config, context)
     if hint:
         show_hint(console, hint)
-        run_folder.write_json(file, {**content, "hint": hint})
+        if is_written:
+            _write(config, run_folder.CRASH, {**content, "hint": hint})
 
 
 def coordinates(config: RunConfig, rank: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -145,7 +146,7 @@ def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
     except (EOFError, ConnectionError) as error:
         message = (
             "the fork server, which starts ranks, does not answer: it was stopped or killed, or "
-            "had no memory; run the command again"
+            "had no memory or too few open files (ulimit -n) left; run the command again"
         )
         raise ForkServerError(message) from error
     _answered.add(pid)
@@ -400,6 +401,7 @@ def _sent(results: Generator[Any, None, Any], connection: Connection) -> Any:
 
 def _run(target: str, args: tuple[Any, ...]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    sys.excepthook = sys.__excepthook__  # the server's own is terse
     # Locks of libraries are of the kind that they are in a process that a shell started; those of
     # a fork server's children have names, and whoever ends at once leaves them behind.
     multiprocessing.set_start_method(None, force=True)

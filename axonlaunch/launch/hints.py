@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 import sys
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -33,6 +34,17 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
         return (
             f"the disk of {folder} has {free / GIB:.2f} GiB free; make room, or use another "
             "run_dir, checkpoint.keep=1 or a larger checkpoint.every"
+        )
+    if cause == "files":
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"a process may have {soft:,} files open at once (ulimit -n; at most {hard:,} here): "
+            "have the administrator raise it, or use fewer ranks on this node (launch.nproc)"
+        )
+    if cause == "folder":
+        return (
+            "was it deleted or renamed, or its disk unmounted? What was not saved elsewhere "
+            "(checkpoint.path) is lost; the same command starts from step 0"
         )
     if cause == "loss":
         last = run_folder.last_saved(config)
@@ -75,7 +87,7 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
         asked = replaced(hardware, {"memory_gib": memory / GIB})
         smaller = prepared(context, dataclasses.replace(config, hardware=asked))
         told = [*remedies(context, smaller, forecast(context, smaller))]
-    except (ConfigError, RuntimeError) as error:
+    except (ConfigError, RuntimeError, OSError) as error:
         return f"axonlaunch estimate tells what each rank needs{there} ({error})"
     highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
     parts = ", ".join(f"{name} {size(part)}" for name, part in highest.breakdown.items() if part)

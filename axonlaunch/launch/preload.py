@@ -6,6 +6,8 @@ Torch imports some of it only when first used, which would cost every rank a sec
 import gc
 import importlib
 import os
+import sys
+from types import TracebackType
 
 MODULES = (
     "yaml",
@@ -20,6 +22,14 @@ MODULES = (
     "axonlaunch.preflight",
 )
 
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Say in a line why the server ends; whoever asks it next reports the rest."""
+    del trace
+    print(f"the fork server ended: {kind.__name__}: {error}", file=sys.stderr)
+
+
+sys.excepthook = _say
 # It was for this process alone; what a rank starts shall find what its user expects.
 os.environ.pop("PYTHONSAFEPATH", None)
 # Imports make next to no garbage; looking for it would take a fifth of their time.

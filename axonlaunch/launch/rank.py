@@ -5,7 +5,6 @@ It sends the parent events, then how it ended. What a rank computes is ``worker`
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import os
 import signal
@@ -38,7 +37,7 @@ from axonlaunch.events import Event, Finished, of_all_ranks
 from axonlaunch.finite import NotFiniteError
 from axonlaunch.launch import forkserver, stacks, streams
 from axonlaunch.launch.rank_messages import Done, Place
-from axonlaunch.launch.reports import Kind, Report
+from axonlaunch.launch.reports import Report, cause_of, plain_error
 from axonlaunch.memory import available_bytes
 from axonlaunch.planning.live import LivePeak
 
@@ -65,9 +64,9 @@ def main(run_dir: Path, place: Place, connection: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
-    redirect(place.log)
     status = 1
     try:
+        redirect(place.log)
         config = configuration.read(run_dir, trusted=True)  # the parent wrote it
         config = configuration.replaced(config, {"launch.nnodes": place.nnodes})
         if place.restarted and checkpoint.resolve(storage.root(config)) is not None:
@@ -145,7 +144,11 @@ def _store(place: Place, timeout_s: float) -> dist.Store:
 
 def redirect(log: Path) -> None:
     """Send what Python and C code print to the rank's log, and stacks when they are asked for."""
-    target = files.appended(log)
+    try:
+        target = files.appended(log)
+    except OSError:
+        streams.silence(1, 2)  # what is said of it is the parent's to show
+        raise
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(target, number)
@@ -191,18 +194,24 @@ def report_of(error: BaseException, place: Place) -> Report:
         rank, error = error.rank, error.__cause__ or error
     if isinstance(error, _PLAIN):
         text = None
-    message = str(error).strip() or type(error).__name__
-    kind: Kind = "connection" if _is_connection(error) else "error"
+    reason = f"{type(error).__name__}: {str(error).strip() or type(error).__name__}"
+    cause = _cause(error)
+    if isinstance(error, OSError) and not place.log.parent.is_dir():
+        reason, cause = f"the run folder {place.log.parents[1]} is gone", "folder"
+    elif isinstance(error, OSError) and cause:
+        reason = plain_error(error)
+    if cause in ("disk", "files", "folder"):
+        text = None
     return Report(
         rank=rank,
-        kind=kind,
-        reason=f"{type(error).__name__}: {message}",
+        kind="connection" if _is_connection(error) else "error",
+        reason=reason,
         traceback=text,
         machine=socket.gethostname(),
-        log=str(place.log),
+        log="" if cause == "folder" else str(place.log),
         step=beat.step,
         doing=beat.phase,
-        cause=_cause(error),
+        cause=cause,
         memory_bytes=available_bytes(place.local_world_size) if _is_memory(error) else None,
     )
 
@@ -217,9 +226,8 @@ def _cause(error: BaseException) -> str:
     text = str(error).lower()
     if _is_memory(error):
         return "memory"
-    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if is_full or os.strerror(errno.ENOSPC).lower() in text:  # a save's error is of another kind
-        return "disk"
+    if cause := cause_of(error):
+        return cause
     if isinstance(error, NotFiniteError):
         return "loss"
     if isinstance(error, ModuleNotFoundError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import signal
 import socket
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class Report:
         log: Its log on that machine.
         step: Optimizer steps it had done; None before the first.
         doing: What it did then.
-        cause: What is known to help against it: ``memory``, ``disk``, ``files``, ``loss``,
+        cause: What is known to help against it: ``memory``, ``disk``, ``files``, ``folder``,
+            ``loss``,
             ``module NAME``, ``refused`` or nothing.
         memory_bytes: What its device had for this run, where memory ran out.
         record: Of its collectives, where it was asked.
@@ -100,7 +102,7 @@ def report_of_system(error: Exception, *, rank: int) -> Report:
     return Report(
         rank=rank,
         kind="error",
-        reason=f"can't be started: {error}",
+        reason=f"can't be started: {plain_error(error) if isinstance(error, OSError) else error}",
         machine=socket.gethostname(),
         cause=cause_of(error),
     )
@@ -108,9 +110,19 @@ def report_of_system(error: Exception, *, rank: int) -> Report:
 
 def cause_of(error: BaseException) -> str:
     """Name what of this node ran out: ``disk``, open ``files``, or nothing."""
-    if not isinstance(error, OSError) or error.errno is None:
-        return ""
-    return _CAUSES.get(error.errno, "")
+    if isinstance(error, OSError) and error.errno in _CAUSES:
+        return _CAUSES[error.errno]
+    text = str(error).lower()  # errors of saves and of torch's are of other kinds
+    return next((cause for number, cause in _CAUSES.items() if _says(text, number)), "")
+
+
+def _says(text: str, number: int) -> bool:
+    return os.strerror(number).lower() in text
+
+
+def plain_error(error: OSError) -> str:
+    """Write what the system refused, and of which file: ``No space left on device: a/b``."""
+    return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
 
 
 def plain_ranks(numbers: list[int]) -> str:

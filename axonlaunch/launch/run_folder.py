@@ -6,6 +6,7 @@ Everything a run writes is below it.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import itertools
 import json
@@ -24,6 +25,8 @@ from axonlaunch.config.tree import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
 from axonlaunch.files import read_text, replace_text
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a disk without space, or without space for this user, refuses a write with."""
 SUMMARY = "summary.json"
 CRASH = "crash.json"
 """Who failed first and why, in the folder of a run that failed."""
@@ -59,8 +62,11 @@ def create(config: RunConfig, *, tell: Callable[[str], object]) -> Iterator[RunC
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if changed := _changed(config):
             tell(f"goes on with other settings than before: {', '.join(changed)}")
-        replace_text(folder / CONFIG, to_yaml(config))
-        (folder / CRASH).unlink(missing_ok=True)  # of a run before
+        try:
+            replace_text(folder / CONFIG, to_yaml(config))
+            (folder / CRASH).unlink(missing_ok=True)  # of a run before
+        except OSError as error:
+            raise _unmade(error) from None
         yield config
     except BlockingIOError:
         message = f"another process is training in {folder}; wait for it, or choose another name"
@@ -143,7 +149,9 @@ def keep(config: RunConfig) -> None:
 
 
 def _unmade(error: OSError) -> ConfigError:
-    message = f"can't make the run folder: {error.strerror}: {error.filename}"
+    where = f": {error.filename}" if error.filename else ""
+    what_to_do = "; free some space, or use another" if error.errno in FULL else ""
+    message = f"can't make the run folder: {error.strerror}{where}{what_to_do}"
     return ConfigError([Problem("run_dir", message)])
 
 

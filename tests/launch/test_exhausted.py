@@ -1,0 +1,121 @@
+"""A node that has run out of disk or files is reported in words, the failure summary first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Command
+from launchers import By, logged, needs
+
+MIB = 2**20
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A disk of a MiB."""
+    needs("mount")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no disks can be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _fill(disk: Path, *, leave: int = 0) -> None:
+    free = shutil.disk_usage(disk).free
+    with (disk / "fill").open("wb", buffering=0) as stream:
+        stream.write(bytes(free - leave))
+
+
+def _start(command: Command, faulty: list[str], disk: Path, *words: str) -> Any:
+    common = [*faulty, "name=run", f"run_dir={disk}/run", "train.steps=9999"]
+    return command.start("train", *common, "model.arguments={pause:0.1}", *words)
+
+
+def _failed(process: Any, disk: Path) -> str:
+    """Hold that a run failed in words alone, and left no half file; return the words."""
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1, errors
+    assert errors.startswith("╭─ run failed")
+    assert "Traceback" not in errors
+    assert not list(disk.rglob("*.partial"))
+    return " ".join(errors.replace("│", " ").split())
+
+
+def test_a_full_disk_starts_nothing(served: Command, faulty: list[str], small: Path) -> None:
+    _fill(small)
+    process = _start(served, faulty, small, "checkpoint.every=0")
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 2
+    assert errors == (
+        "error: run_dir: can't make the run folder: No space left on device; "
+        "free some space, or use another\n"
+    )
+    assert not list(small.rglob("*.partial"))
+
+
+def test_a_disk_that_fills_while_a_run_logs(
+    served: Command, faulty: list[str], small: Path
+) -> None:
+    process = _start(served, faulty, small, "checkpoint.every=0")
+    logged(small / "run/metrics.jsonl", 2)
+    _fill(small)
+    told = _failed(process, small)
+    assert "rank 0 of 2 failed first: No space left on device" in told
+    assert "summary.json could not be written: No space left on device" in told
+    assert "has 0.00 GiB free; make room, or use another run_dir" in told
+
+
+def test_a_disk_that_fills_while_a_run_saves(
+    served: Command, faulty: list[str], small: Path
+) -> None:
+    process = _start(served, faulty, small, "checkpoint.every=20", "checkpoint.async_save=false")
+    logged(small / "run/metrics.jsonl", 2)
+    _fill(small, leave=MIB // 32)
+    told = _failed(process, small)
+    assert "run/checkpoints/step_20 could not be written: rank " in told
+    assert "make room, or use another run_dir" in told
+    assert not list((small / "run/checkpoints").iterdir())
+
+
+def test_a_run_folder_that_is_deleted_under_a_run(
+    served: Command, faulty: list[str], tmp_path: Path
+) -> None:
+    process = _start(served, faulty, tmp_path, "checkpoint.every=0")
+    logged(tmp_path / "run/metrics.jsonl", 2)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    told = _failed(process, tmp_path)
+    assert f"the run folder {tmp_path}/run is gone" in told
+    assert "was it deleted or renamed, or its disk unmounted?" in told
+
+
+@pytest.mark.parametrize("files", [20, 26])
+def test_too_few_open_files(axonlaunch: Command, faulty: list[str], files: int) -> None:
+    needs("prlimit", root=False)
+    by = By(axonlaunch.folder, ["prlimit", f"--nofile={files}:{files}"])
+    ran = by("train", *faulty, "name=run", status=1)
+    assert "Too many open files" in ran.stderr
+    assert f"a process may have {files} files open at once (ulimit -n" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    axonlaunch.wait_until_gone(seconds=3)
+
+
+def test_the_limit_of_the_shell_is_raised_to_what_is_allowed() -> None:
+    needs("prlimit", root=False)
+    program = (
+        "import resource; from axonlaunch.launch import limits; limits.allow_open_files();"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    words = ["prlimit", "--nofile=100:200", sys.executable, "-c", program]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    assert ran.stdout == "(200, 200)\n"
