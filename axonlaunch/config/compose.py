@@ -39,6 +39,21 @@ FOREIGN_OPTIONS = {
 """What other tools call an option, to what it is here."""
 
 
+PRESET = "preset"
+"""A key of the group ``model``: what its size makes sense with, by a key of ``PRESETS``. It is a
+default of last resort, which our own files read by ``${oc.select:model.preset.KEY,DEFAULT}``.
+"""
+PRESETS = (
+    "data",
+    "sequence_length",
+    "global_batch_size",
+    "micro_batch_size",
+    "precision",
+    "activation_checkpointing",
+)
+_FROM_PRESET = re.compile(r"\$\{oc\.select:(model\.preset\.\w+),")
+
+
 @dataclass(frozen=True)
 class Composed:
     """A composed configuration before it is typed.
@@ -125,6 +140,7 @@ class Composer:
                 raise
             raise ConfigError([problem]) from None
         assert isinstance(tree, dict)
+        problems += _taken_preset(tree)
         in_files = partial(self._file_origins, config_name, texts)
         named = {str(key): value for key, value in tree.items()}
         return Composed(named, given, in_files, problems)
@@ -252,15 +268,18 @@ class Composer:
         defaults = self._loader.compute_defaults_list(config_name, texts, RunMode.RUN).defaults
         repository = CachingConfigRepository(self._loader.repository)
         origins: dict[str, str] = {}
+        sources: dict[str, str] = {}
         for default in defaults:
             if default.config_path.startswith("hydra/"):
                 continue
             loaded = self._loader._load_single_config(default=default, repo=repository)
             tree = OmegaConf.to_container(loaded.config, resolve=False)
             where = self._describe(default.config_path)
-            for leaf in leaves(tree, ""):
+            for leaf, value in leaves(tree, "").items():
                 origins[leaf] = where
-        return origins
+                reference = _FROM_PRESET.match(str(value))
+                sources[leaf] = reference[1] if reference else leaf
+        return {leaf: origins.get(sources[leaf], where) for leaf, where in origins.items()}
 
     def _describe(self, config_path: str) -> str:
         """Name a file: from our own folder by its place in it, a user's by its whole path."""
@@ -295,6 +314,23 @@ def _too_much(text: str) -> str:
         if depth > _DEEPEST:
             return f"is nested deeper than {_DEEPEST} levels; write it to a YAML file"
     return ""
+
+
+def _taken_preset(tree: dict[Any, Any]) -> list[Problem]:
+    """Take a model's preset out of a composed tree, where it has had its effect."""
+    model = tree.get("model")
+    preset = model.pop(PRESET, None) if isinstance(model, dict) else None
+    key = f"model.{PRESET}"
+    if preset is None:
+        return []
+    if not isinstance(preset, dict):
+        return [Problem(key, f"expected keys of it: {', '.join(PRESETS)}", preset)]
+    known = dict.fromkeys(PRESETS)
+    return [
+        Problem(f"{key}.{name}", unknown("key", str(name), known), value)
+        for name, value in preset.items()
+        if name not in known
+    ]
 
 
 def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:

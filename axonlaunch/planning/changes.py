@@ -94,19 +94,16 @@ def remedies(
     traced = untried = 0
     # Formulas are judged by themselves and by how far they are off where the answer is known.
     off = min(1.0, found.process_bytes / formula(config))
-    for which, options in _candidates(levers(config)):
+    for which, change in _likely(config, memory=memory, formula=lambda one: off * formula(one)):
         if len(fitting) == MOST or traced + untried == TRACED:
             break
         if any(fewer <= set(which) for fewer in fitting):
-            continue
-        settings = {key: value for option in options for key, value in option.settings.items()}
-        if off * formula(replaced(config, settings)) > _LIKELY * memory:
             continue
         if untried or is_over():
             untried += 1
             continue
         try:
-            altered = changed(config, settings)
+            altered = changed(config, change.settings)
             after = estimate(altered)
         except ConfigError:
             continue
@@ -119,11 +116,37 @@ def remedies(
         host = host_memory(altered, after.host_bytes)
         if host is not None and host.fits is False:
             continue
-        overrides = [f"{key}={plain(value)}" for key, value in settings.items()]
-        costs = [option.cost for option in options]
         fitting.append(set(which))
-        yield Remedy(overrides, costs, after.process_bytes, host)
+        overrides = [f"{key}={plain(value)}" for key, value in change.settings.items()]
+        yield Remedy(overrides, change.costs, after.process_bytes, host)
     return untried
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Some settings changed together, and what each costs."""
+
+    settings: Settings
+    costs: list[str]
+
+
+def _likely(
+    config: RunConfig, *, memory: float, formula: Callable[[RunConfig], float]
+) -> list[tuple[tuple[int, ...], _Change]]:
+    """Return which levers are taken how far, of those that may fit, in the order to try them.
+
+    Those that fit by the formulas come first, the cheapest of them before the others; those that
+    don't by little come last, for most of their traces would be in vain.
+    """
+    found: list[tuple[tuple[int, ...], _Change]] = []
+    last: list[tuple[tuple[int, ...], _Change]] = []
+    for which, options in _candidates(levers(config)):
+        settings = {key: value for option in options for key, value in option.settings.items()}
+        num_bytes = formula(replaced(config, settings))
+        if num_bytes <= _LIKELY * memory:
+            kept = found if num_bytes <= memory else last
+            kept.append((which, _Change(settings, [option.cost for option in options])))
+    return found + last
 
 
 def _candidates(available: Sequence[Lever]) -> Iterator[tuple[tuple[int, ...], tuple[Option, ...]]]:

@@ -78,7 +78,7 @@ def verdict(num_bytes: float, *, memory: float, margin: float) -> Verdict:
         memory: Of the device.
         margin: Share of ``num_bytes`` by which it may be too low.
     """
-    if num_bytes * (1 + margin) <= memory:
+    if num_bytes <= memory / (1 + margin):
         return "fits"
     return "tight" if num_bytes <= memory else "too_large"
 

@@ -21,7 +21,6 @@ MADE = Estimate(
     peak_bytes=300,
     reserved_bytes=320,
     process_bytes=340,
-    fits=None,
     ranks=[RankEstimate(0, {"pp": 0}, 300, 5, {"parameters": 100, "activations": 200})],
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from configured import estimate_config
 
 from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import layout
-from axonlaunch.planning.changes import levers, remedies
+from axonlaunch.planning.changes import TRACED, levers, remedies
 from axonlaunch.planning.record import Estimate, RankEstimate
 
 HEADS = ["model.num_attention_heads=8", "data.sequence_length=64"]
@@ -38,7 +40,7 @@ def estimate(chosen: RunConfig) -> Estimate:
     }
     peak = states + activations
     return Estimate(
-        8, shares.axes, 1, peak, peak, peak, None, [RankEstimate(0, {"pp": 0}, peak, 0, breakdown)]
+        8, shares.axes, 1, peak, peak, peak, [RankEstimate(0, {"pp": 0}, peak, 0, breakdown)]
     )
 
 
@@ -48,7 +50,7 @@ def formula(chosen: RunConfig) -> float:
 
 
 def told(chosen: RunConfig, memory: int) -> list[list[str]]:
-    found = remedies(chosen, estimate(chosen), memory=memory, formula=formula, estimate=estimate)
+    found = [*remedies(chosen, estimate(chosen), memory=memory, formula=formula, estimate=estimate)]
     assert all(one.process_bytes <= memory and one.costs for one in found)
     return [one.overrides for one in found]
 
@@ -74,7 +76,7 @@ def test_what_a_change_leaves_alone_is_not_traced_in_vain() -> None:
         tried.append(one)
         return estimate(one)
 
-    remedies(chosen, estimate(chosen), memory=800, formula=formula, estimate=counting)
+    [*remedies(chosen, estimate(chosen), memory=800, formula=formula, estimate=counting)]
     assert tried
     for one in tried:
         strategy = one.strategy
@@ -126,7 +128,7 @@ def test_what_can_not_be_run_is_passed_over() -> None:
             raise ConfigError([Problem("model", "no")])
         return estimate(one)
 
-    found = remedies(chosen, estimate(chosen), memory=600, formula=formula, estimate=picky)
+    found = [*remedies(chosen, estimate(chosen), memory=600, formula=formula, estimate=picky)]
     assert [one.overrides for one in found] == [["train.micro_batch_size=4"]]
 
 
@@ -157,3 +159,79 @@ def test_sharding_goes_on_from_where_it_is(words: list[str], first: str | None) 
         if "strategy.fsdp.sharding" in option.settings
     ]
     assert (kinds or [None])[0] == first
+
+
+def searched(chosen: RunConfig, **options: Any) -> tuple[list[list[str]], int]:
+    """Return the changes, and how many were left untried."""
+    search = remedies(chosen, estimate(chosen), memory=600, formula=formula, **options)
+    found: list[list[str]] = []
+    while True:
+        try:
+            found.append(next(search).overrides)
+        except StopIteration as end:
+            return found, end.value
+
+
+def test_changes_come_one_by_one_until_the_time_is_over() -> None:
+    chosen, tried = run("strategy=fsdp"), list[RunConfig]()
+
+    def counting(one: RunConfig) -> Estimate:
+        tried.append(one)
+        return estimate(one)
+
+    search = remedies(chosen, estimate(chosen), memory=600, formula=formula, estimate=counting)
+    assert [next(search).overrides] == told(chosen, 600)[:1]
+    assert len(tried) == 1
+    assert searched(chosen, estimate=counting, is_over=lambda: True) == ([], TRACED)
+    assert len(tried) == 1
+
+
+def test_what_fits_by_formulas_is_tried_before_what_fits_by_little_less() -> None:
+    chosen, tried = run("strategy=fsdp"), list[int]()
+
+    def too_high(one: RunConfig) -> float:
+        return estimate(one).process_bytes * (1.7 if one.train.micro_batch_size == 4 else 1.0)
+
+    def noting(one: RunConfig) -> Estimate:
+        tried.append(layout(one, world_size=8).micro_batch_size)
+        return estimate(one)
+
+    [*remedies(chosen, estimate(chosen), memory=800, formula=too_high, estimate=noting)]
+    assert tried[0] == 2
+
+
+def test_a_change_whose_estimate_runs_out_of_time_counts_as_untried() -> None:
+    def slow(one: RunConfig) -> Estimate:
+        raise TimeoutError
+
+    assert searched(run("strategy=fsdp"), estimate=slow) == ([], TRACED)
+
+
+@pytest.mark.parametrize(("node_gib", "fits"), [(None, None), (1, False), (64, True)])
+def test_what_is_offloaded_is_told_per_rank_and_node_and_needs_the_host(
+    node_gib: int | None, fits: bool | None
+) -> None:
+    words = ["hardware=h100_80gb", f"hardware.host_memory_gib={node_gib or 'null'}"]
+    words += ["train.micro_batch_size=1", "train.activation_checkpointing=full"]
+    chosen = run("strategy=fsdp", *words)
+
+    def offloading(one: RunConfig) -> Estimate | None:
+        if one.strategy.fsdp.cpu_offload == "none":
+            return None
+        [rank] = estimate(one).ranks
+        return dataclasses.replace(
+            estimate(one), ranks=[dataclasses.replace(rank, host_bytes=GIB)], process_bytes=1
+        )
+
+    found = [
+        *remedies(chosen, estimate(chosen), memory=1e9, formula=lambda _: 1.0, estimate=offloading)
+    ]
+    assert bool(found) == (fits is not False)
+    for one in found:
+        assert one.host_memory is not None
+        assert (one.host_memory.bytes_per_rank, one.host_memory.bytes_per_node) == (GIB, 8 * GIB)
+        assert one.host_memory.fits is fits
+
+
+def test_a_cpu_has_no_other_memory_to_offload_to() -> None:
+    assert levers(run("strategy=fsdp", "hardware=cpu"))[-1] == []
