@@ -212,12 +212,12 @@ class _Listeners:
     """
 
     def __init__(self) -> None:
-        before = set(_descriptors())
+        before = _descriptors()
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         self.devices = [_Gloo.create_device(interface=name) for name in names]
         if not names:
             self.devices = [_Gloo.create_default_device()]
-        made = {number: kind for number, kind in _descriptors().items() if number not in before}
+        made = _kinds(_descriptors() - before)
         loops = [number for number, kind in made.items() if kind.endswith("[eventpoll]")]
         sockets = {number for number, kind in made.items() if kind.startswith("socket:")}
         # Another thread may have opened a port at the same time; gloo's own are in a new loop.
@@ -252,11 +252,16 @@ def _watched(loop: int) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
 
 
-def _descriptors() -> dict[int, str]:
-    """Return what each open descriptor of this process is; none where the system does not say."""
-    found: dict[int, str] = {}
+def _descriptors() -> set[int]:
+    """Return the open descriptors of this process; none where the system does not say."""
     folder = Path("/proc/self/fd")
-    for entry in folder.iterdir() if folder.is_dir() else []:
-        with suppress(OSError):  # the listing's own
-            found[int(entry.name)] = str(entry.readlink())
+    return {int(entry.name) for entry in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _kinds(numbers: set[int]) -> dict[int, str]:
+    """Return what each descriptor is; one that was closed meanwhile is left out."""
+    found: dict[int, str] = {}
+    for number in numbers:
+        with suppress(OSError):
+            found[number] = str(Path(f"/proc/self/fd/{number}").readlink())
     return found
