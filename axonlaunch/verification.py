@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from axonlaunch import data
+from axonlaunch import data, host
 from axonlaunch.checkpoint.weights import start
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.json_exchange import all_gather_json
@@ -216,7 +216,8 @@ def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> Verdict | 
     import_plugins(config.plugins)
     config = _with_smooth_updates(config)
     os.environ.update(local_place(rank, ranks))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    given = config.launch.threads
+    torch.set_num_threads(host.threads(ranks=ranks) if given == "auto" else given)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     with World.init(
         backend=config.launch.backend, timeout_s=config.launch.timeout_s, store=store

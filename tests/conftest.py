@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -54,6 +56,10 @@ def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Estimates are kept beside the tests' folders, not in the user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    # Compiled kernels outlive the tests where torch keeps them by itself: they take minutes.
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -193,6 +193,12 @@ def _machines_of_a_stage(config: RunConfig) -> int:
     return max(1, nodes(config)[1] // config.strategy.pipeline.degree)
 
 
+def frozen_threads(config: RunConfig) -> int:
+    """Return with how many threads each rank of a run computes whose configuration is frozen."""
+    assert config.launch.threads != "auto"
+    return config.launch.threads
+
+
 def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
     """Decide what was left to the machine: the number of ranks, and by it the strategy.
 

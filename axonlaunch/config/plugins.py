@@ -33,10 +33,13 @@ def import_plugins(modules: Sequence[str]) -> list[Problem]:
 
 
 def search_here() -> None:
-    """Let modules of the working folder be imported, as ``python script.py`` would."""
+    """Let modules of the working folder be imported, but for what is installed.
+
+    After all others: a ``yaml.py`` that lies there is not taken for the library.
+    """
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
 
 
 def import_entry_point(model: str, known: Container[str]) -> list[Problem]:

@@ -260,6 +260,10 @@ class LaunchConfig:
     """more options of a SLURM job: ["--qos=high","--constraint=h100"]"""
     setup: list[str] = field(default_factory=list)
     """lines of a SLURM job's script before it starts: ["module load cuda"]"""
+    threads: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
+    """threads that a rank computes with on a CPU; auto: the first node's cores / its ranks, for all
+    nodes; on another number sums round otherwise, and a run's losses differ in their last bits
+    """
     pin_cores: bool = True
     """give each rank its own share of this machine's cores"""
 

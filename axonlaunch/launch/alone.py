@@ -28,7 +28,7 @@ from axonlaunch.authentication import ForgedMessageError, derive_key
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import nodes
+from axonlaunch.config.layout import frozen_threads, nodes
 from axonlaunch.config.problem import plain
 from axonlaunch.config.schema import LaunchConfig
 from axonlaunch.launch import rank as ranks
@@ -101,7 +101,9 @@ def train(
             try:
                 given = compose(_counted(found, machines))
                 tell = partial(print, file=sys.stderr)
-                config = folder.enter_context(run_folder.create(given, tell=tell))
+                config = folder.enter_context(
+                    run_folder.create(given, tell=tell, sharing=_sharing(given))
+                )
             except ConfigError:
                 peers.tell("frozen", {"refused": True})
                 peers.watch()
@@ -263,7 +265,7 @@ def _run(
         listener=None,
         log=log,
         pulse=Pulse.of(config.launch.nproc),
-        threads=max(1, len(os.sched_getaffinity(0)) // _sharing(config)),
+        threads=frozen_threads(config),
         cores=None,  # who started this process placed it
     )
     asked = _Asked()

@@ -55,12 +55,20 @@ def warm() -> Iterator[ForkServerContext]:
     """Start the server in the background, and end it on leaving."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with temporary.folder() as folder, _sockets_in(folder):
+    with private_files():
         _run_server()
         try:
             yield context
         finally:
             stop()
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Keep what this process and those that it starts share where no other user can reach it."""
+    with temporary.folder() as folder, _sockets_in(folder):
+        temporary.keep_kernels(folder)
+        yield
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 
 from axonlaunch.authentication import Credentials
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import nodes, world_size
+from axonlaunch.config.layout import frozen_threads, nodes, world_size
 from axonlaunch.launch import forkserver, run_folder
 from axonlaunch.launch.conclusion import Record, Tail, conclude, log_of, tell_crash
 from axonlaunch.launch.console import RunConsole
@@ -160,7 +160,7 @@ def _spawn(
             listener=meeting.listener if number == 0 else None,
             log=log,
             pulse=pulse,
-            threads=max(1, len(os.sched_getaffinity(0)) // processes),
+            threads=frozen_threads(config),
             cores=_cores(index, processes) if config.launch.pin_cores else None,
             restarted=restarted,
         )

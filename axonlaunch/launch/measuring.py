@@ -46,7 +46,7 @@ def of_this_machine(
 
 def measure(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
     """Measure this machine with so many ranks at once, and keep what was found."""
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    threads = host.threads(ranks=ranks)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         calls = [(rank, ranks, threads, store) for rank in range(ranks)]
@@ -87,7 +87,7 @@ def _file(ranks: int) -> Path:
     """Return where figures are kept: by processor, cores and torch, which they depend on."""
     about = (_processor(), sorted(os.sched_getaffinity(0)), version("torch"), _source())
     name = sha256(repr(about).encode()).hexdigest()[:16]
-    return cache.cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
+    return host.cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
 
 
 def _processor() -> str:

@@ -16,9 +16,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from axonlaunch import checkpoint
+from axonlaunch import checkpoint, host
 from axonlaunch.checkpoint import storage
-from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, leaves, to_tree, to_yaml
+from axonlaunch.config import (
+    CONFIG,
+    ConfigError,
+    Problem,
+    RunConfig,
+    leaves,
+    replaced,
+    to_tree,
+    to_yaml,
+)
 from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.problem import plain
 from axonlaunch.config.tree import LARGEST_YAML, read_yaml
@@ -37,7 +46,9 @@ _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
 
 
 @contextmanager
-def create(config: RunConfig, *, tell: Callable[[str], object]) -> Iterator[RunConfig]:
+def create(
+    config: RunConfig, *, tell: Callable[[str], object], sharing: int | None = None
+) -> Iterator[RunConfig]:
     """Make the folder, freeze the configuration in it, and hold it while the run goes on.
 
     A name of the run's own choosing is numbered until its folder is new; a name that the user
@@ -46,12 +57,13 @@ def create(config: RunConfig, *, tell: Callable[[str], object]) -> Iterator[RunC
     Args:
         config: Checked.
         tell: Takes a line for the user.
+        sharing: How many ranks share the cores that this process may use; None: all of the node's.
 
     Raises:
         ConfigError: The folder can't be made, or holds a run that must not be continued.
     """
     try:
-        config = _named(config)
+        config = _with_threads(_named(config), sharing)
         folder = Path(config.run_dir)
         (folder / "logs").mkdir(exist_ok=True)
         lock = os.open(folder / "logs", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -62,6 +74,8 @@ def create(config: RunConfig, *, tell: Callable[[str], object]) -> Iterator[RunC
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if changed := _changed(config):
             tell(f"goes on with other settings than before: {', '.join(changed)}")
+        if other := _other_threads(config):
+            tell(other)
         try:
             replace_text(folder / CONFIG, to_yaml(config))
             (folder / CRASH).unlink(missing_ok=True)  # of a run before
@@ -73,6 +87,31 @@ def create(config: RunConfig, *, tell: Callable[[str], object]) -> Iterator[RunC
         raise ConfigError([Problem("run_dir", message)]) from None
     finally:
         os.close(lock)
+
+
+def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
+    """Decide with how many threads each rank computes, on every node, so that it is on record."""
+    if config.launch.threads != "auto":
+        return config
+    assert config.launch.nproc != "auto"
+    ranks = 1 if config.launch.backend == "mock" else sharing or config.launch.nproc
+    return replaced(config, {"launch.threads": host.threads(ranks=ranks)})
+
+
+def _other_threads(config: RunConfig) -> str:
+    """Say that a run which resumes on another number of threads is not the same to the bit."""
+    try:
+        before = leaves(read_yaml((Path(config.run_dir) / CONFIG).read_text()))
+    except (OSError, ValueError):
+        return ""
+    was, now = before.get("launch.threads"), config.launch.threads
+    if was in (None, "auto", now) or last_saved(config) is None:
+        return ""
+    return (
+        f"resuming with launch.threads={now} (was {was}): sums round otherwise, so losses may "
+        "differ in their last bits from those of a run that was not stopped; "
+        f"launch.threads={was} keeps them"
+    )
 
 
 def _changed(config: RunConfig) -> list[str]:

@@ -54,7 +54,7 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
     if launch.time_limit:
         options.append(f"--time={launch.time_limit}")
     words = [
-        *(python, "-m", "axonlaunch", "train", "--config-dir", folder),
+        *(python, "-P", "-m", "axonlaunch", "train", "--config-dir", folder),
         *("--config-name", Path(JOB).stem, "launch.name=auto"),
     ]
     kept = config.checkpoint.path or folder

@@ -75,6 +75,7 @@ def start(
 
         if where.is_rank(lambda: compose(overrides), accelerators=partial(_accelerators, server)):
             load = partial(planned.load, overrides, server=server, config_dirs=config_dirs)
+            stack.enter_context(forkserver.private_files())
             # Only rank 0 composes, unless somebody may have said where the token is.
             is_ours = config_name == "config" and not config_dirs
             if is_ours and not any("token" in word for word in overrides):

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from axonlaunch import host
+
 _PREFIX = "axonlaunch-"
 _LOCK = ".lock"
 _LONGEST = 107 - len("/axonlaunch-01234567/listener-01234567")
@@ -40,6 +42,24 @@ def folder() -> Iterator[Path]:
     finally:
         shutil.rmtree(made, ignore_errors=True)
         os.close(lock)
+
+
+def keep_kernels(otherwise: Path) -> None:
+    """Have torch.compile keep its kernels where this user alone can write.
+
+    Torch's own place, /tmp/torchinductor_<user>, can be made by anybody before, and what lies there
+    is loaded.
+
+    Args:
+        otherwise: A private folder, for a user without a cache.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    try:
+        kept = host.private_folder(host.cache_folder() / "inductor")
+    except (OSError, RuntimeError):  # no home, or not a writable one
+        kept = host.private_folder(otherwise / "inductor")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
 
 
 def _make() -> Path:

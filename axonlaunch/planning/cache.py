@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from axonlaunch import host
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.layout import world_size
 from axonlaunch.planning.record import Estimate, RankEstimate
@@ -86,16 +87,9 @@ def keep(file: Path, text: str) -> None:
             partial.unlink()
 
 
-def cache_folder() -> Path:
-    """Return what is ours of the user's cache, by the XDG base directory specification."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
-    return base / "axonlaunch"
-
-
 def folder() -> Path:
     """Return where estimates are kept."""
-    return cache_folder() / "estimates"
+    return host.cache_folder() / "estimates"
 
 
 def _is_ours(config: RunConfig) -> bool:

@@ -15,6 +15,8 @@ from command import TINY, Command, Served, wait_for
 from launchers import By, ended, logged, needs, slurm, torchrun
 from served import Server
 
+from axonlaunch import host
+
 RUN = ["train", *TINY, "strategy=fsdp"]
 GATHERED = 55_000
 """Bytes of a gathered block, which stays where gloo's thread lets go of it late."""
@@ -59,10 +61,9 @@ def test_under_mpirun(axonlaunch: Command, server: Server, expected: list[float]
 def test_under_srun_on_two_nodes(
     axonlaunch: Command, server: Server, cluster: dict[str, str], expected: list[float]
 ) -> None:
-    # A rank alone on its machine takes all cores, and products of two threads round otherwise.
-    one_core = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))]
-    srun = By(axonlaunch.folder, ["srun", "-N2", "--ntasks-per-node=1", *one_core], cluster)
-    srun.served(server)(*RUN, "name=run")
+    # A rank alone on its node would take all cores, and products of two threads round otherwise.
+    srun = By(axonlaunch.folder, ["srun", "-N2", "--ntasks-per-node=1"], cluster)
+    srun.served(server)(*RUN, "name=run", f"launch.threads={host.threads(ranks=2)}")
     assert axonlaunch.losses("run") == expected
 
 

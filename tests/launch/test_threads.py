@@ -1,0 +1,40 @@
+"""The number of threads that a rank computes with is part of the run: its bits depend on it."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from command import Command
+
+from axonlaunch import host
+
+SAYS = """
+import torch
+from axonlaunch import worker
+real = worker.fit
+def fit(*args, **kwargs):
+    print("threads:", torch.get_num_threads())
+    return real(*args, **kwargs)
+worker.fit = fit
+"""
+
+
+@pytest.mark.parametrize("threads", ["auto", 3])
+def test_the_number_of_threads_is_frozen_and_used(served: Command, threads: str | int) -> None:
+    (served.folder / "says.py").write_text(SAYS)
+    words = ["strategy=ddp", "launch.nproc=2", "plugins=[says]", f"launch.threads={threads}"]
+    ran = served.train(*words, "name=run", "train.steps=1")
+    used = host.threads(ranks=2) if threads == "auto" else threads
+    frozen = yaml.safe_load((served.folder / "runs/run/config.yaml").read_text())
+    assert frozen["launch"]["threads"] == used
+    assert f"threads: {used}\n" in ran.stdout
+
+
+def test_a_resume_on_other_threads_says_that_bits_may_differ(served: Command) -> None:
+    words = ["strategy=ddp", "launch.nproc=2", "name=run", "checkpoint.every=2"]
+    served.train(*words, "train.steps=2", "launch.threads=1")
+    same = served.train(*words, "train.steps=4", "launch.threads=1").stdout
+    assert "launch.threads" not in same
+    other = " ".join(served.train(*words, "train.steps=6", "launch.threads=2").stdout.split())
+    assert "resuming with launch.threads=2 (was 1): sums round otherwise" in other
+    assert "launch.threads=1 keeps them" in other

@@ -1,0 +1,92 @@
+"""What lies in the working folder is not imported in a library's place, by any process of a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import TINY, Command
+from launchers import BIN, By, needs
+
+from axonlaunch import host
+from axonlaunch.launch import temporary
+
+LIBRARIES = ("typer", "torch", "yaml", "rich", "numpy", "hydra", "omegaconf", "signal", "threading")
+HOSTILE = 'open({marker!r} + str(__import__("os").getpid()), "w").close(); raise SystemExit(3)'
+TRAIN = ["train", *TINY, "train.steps=2", "name=run"]
+
+
+@pytest.fixture
+def hostile(axonlaunch: Command) -> Command:
+    """A working folder with modules of libraries' names, which leave a mark where one runs."""
+    for name in LIBRARIES:
+        marker = str(axonlaunch.folder / f"ran_{name}_")
+        (axonlaunch.folder / f"{name}.py").write_text(HOSTILE.format(marker=marker))
+    return axonlaunch
+
+
+def _marks(command: Command) -> list[str]:
+    return sorted(path.name for path in command.folder.glob("ran_*"))
+
+
+def test_the_installed_command_imports_nothing_from_the_working_folder(hostile: Command) -> None:
+    (hostile.folder / "mine.py").write_text("open('imported', 'w').close()")
+    ran = subprocess.run(
+        [BIN / "axonlaunch", *TRAIN, "strategy=ddp", "launch.nproc=2", "plugins=[mine]"],
+        cwd=hostile.folder,
+        env=hostile.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert _marks(hostile) == []
+    assert ran.returncode == 0, ran.stderr
+    assert (hostile.folder / "imported").exists()  # what was asked for
+
+
+@pytest.mark.slow
+def test_python_m_imports_nothing_from_the_working_folder(hostile: Command) -> None:
+    hostile(*TRAIN, "strategy=single")
+    assert _marks(hostile) == []
+
+
+@pytest.mark.slow
+def test_ranks_of_mpirun_import_nothing_from_the_working_folder(hostile: Command) -> None:
+    needs("mpirun", root=False)
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    By(hostile.folder, ["mpirun", "--oversubscribe", "-np", "2"], as_root)(*TRAIN, "strategy=ddp")
+    assert _marks(hostile) == []
+    hostile.wait_until_gone(seconds=5)
+
+
+def test_compiled_kernels_are_kept_where_no_other_user_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "axonlaunch/inductor").mkdir(parents=True, mode=0o777)
+    temporary.keep_kernels(tmp_path / "otherwise")
+    kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert kept == host.cache_folder() / "inductor"
+    assert kept.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_user_without_a_cache_keeps_kernels_for_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    temporary.keep_kernels(tmp_path)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+
+
+def test_torch_keeps_kernels_where_it_is_told(tmp_path: Path) -> None:
+    program = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "here")}
+    words = [sys.executable, "-c", program]
+    ran = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(tmp_path / "here")
