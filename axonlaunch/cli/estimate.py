@@ -192,10 +192,8 @@ def _end(ended: Searched, count: int) -> str:
     if ended.reason:
         return _UNSEARCHED + ended.reason
     if ended.untried:
-        changes = "1 change" if ended.untried == 1 else f"{ended.untried} changes"
         more = "more " if count else ""
-        return (
-            f"{changes} {more}that may fit were not tried: the search ended after "
-            f"{ended.seconds:.0f} s; the same command goes on from what it has traced"
-        )
+        changes = f"{more}change" if ended.untried == 1 else f"{more}changes"
+        left = f"{ended.untried} {changes} that may fit: not tried, for the search ended after"
+        return f"{left} {ended.seconds:.0f} s"
     return "" if count else "none of the changes that were tried makes it fit; use more ranks"

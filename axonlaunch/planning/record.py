@@ -109,7 +109,9 @@ class Workload:
         if self.sequence_length is not None:
             words.append(f"{self.sequence_length:,} positions")
         words.append(self.precision)
-        if self.activation_checkpointing is not None:
+        if self.activation_checkpointing is None:
+            words.append("recomputation as each layout says")
+        else:
             kind = self.activation_checkpointing.replace("none", "no")
             words.append(f"{kind} recomputation")
         return ", ".join(words)

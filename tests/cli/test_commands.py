@@ -128,7 +128,7 @@ def test_config_explains_where_each_value_comes_from(tmp_path: Path) -> None:
     lines = {key.strip(): origin for key, origin in lines.items()}
     assert lines["strategy.fsdp.sharding=hybrid_shard"] == "strategy/hsdp.yaml"
     assert lines["train.steps=7"] == "override train.steps=7"
-    assert lines["train.precision=fp32"] == "default"
+    assert lines["train.compile=false"] == "default"
     explained = json.loads(run(tmp_path, *words, "--json").stdout)
     assert explained["train.steps"] == {"value": 7, "origin": "override train.steps=7"}
 

@@ -127,7 +127,9 @@ def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int
     known = Workload(128, None, 8192, "bf16", None)
     show(Plan(known, 1234, [first, second]), Console(file=stream, width=width), seconds=12.3)
     text = stream.getvalue()
-    assert text.startswith("batch 128, 8,192 positions, bf16\n1,234 layouts in 12 s")
+    assert text.startswith(
+        "batch 128, 8,192 positions, bf16, recomputation as each layout says\n1,234 layouts in 12 s"
+    )
     assert "matrix products 70%, communication dp 30%" in text
     assert "10.0% slower: communication dp +1 s" in text
     pasted = [line for line in text.splitlines() if "launch.nproc" in line]

@@ -483,7 +483,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "data=texts",
         [
-            "data=texts: there is no such option; did you mean text? known: digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
+            "data=texts: there is no such option; did you mean text? known: auto, digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
         ],
     ),
     (
