@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from axonlaunch import authentication
-from axonlaunch.authentication import Credentials, ForgedMessageError, derive_key
+from axonlaunch.comm import authentication
+from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
 from axonlaunch.comm.authenticated_store import AuthenticatedStore, Channel
 
 OWN = Credentials(key=derive_key(b"token"), run="run", round=3, sender="member 1")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axonlaunch import files
+from axonlaunch.system import files
 
 
 def link(path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import axonlaunch
-from axonlaunch.provenance import Owner, owner
+from axonlaunch.diagnostics.frame_origin import Owner, owner
 
 STDLIB = sysconfig.get_path("stdlib")
 

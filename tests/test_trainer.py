@@ -11,12 +11,12 @@ import pytest
 import torch
 from configured import run_config
 
-from axonlaunch import worker
+from axonlaunch.training import worker
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import Batch
 from axonlaunch.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped
-from axonlaunch.metrics import MetricsFile
+from axonlaunch.training.metrics import MetricsFile
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from axonlaunch import config, worker
+from axonlaunch import config
+from axonlaunch.training import worker
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.config import ConfigError, RunConfig, replaced
 from axonlaunch.models import register_model

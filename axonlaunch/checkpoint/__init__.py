@@ -4,7 +4,7 @@ torch.distributed.checkpoint does the storage; any layout reads what any layout 
 (``checkpoint.saver``) imports torch; what is here does so only when it opens a checkpoint.
 """
 
-from axonlaunch.checkpoint.folders import (
+from axonlaunch.checkpoint.step_folders import (
     Retention,
     damaged,
     latest,

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from axonlaunch.checkpoint import folders, reader
+from axonlaunch.checkpoint import reader
+from axonlaunch.checkpoint import step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
 from axonlaunch.checkpoint.storage import CHECKPOINTS, filesystem, is_remote, kept_by, sizes
-from axonlaunch.files import read_text, replace_text
+from axonlaunch.system.files import read_text, replace_text
 
 if TYPE_CHECKING:
     from axonlaunch.comm import World
@@ -55,17 +56,17 @@ def newest_good(where: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     Raises:
         OSError: They can't be listed or read.
     """
-    newest = folders.resolve(where)
+    newest = step_folders.resolve(where)
     if newest is None:
-        return None, folders.damaged(where) | put_aside_before(where)
+        return None, step_folders.damaged(where) | put_aside_before(where)
     wrong: dict[Path, str] = {}
-    before = [] if newest.path == folders.named(where) else folders.listed(where)[:-1]
+    before = [] if newest.path == step_folders.named(where) else step_folders.listed(where)[:-1]
     for found in [newest, *reversed(before)]:
         reason = reader.index_fault(found)
         if reason is None:
-            return found, folders.damaged(where, after=found) | wrong
+            return found, step_folders.damaged(where, after=found) | wrong
         wrong[found.path] = reason
-    return None, folders.damaged(where) | wrong | put_aside_before(where)
+    return None, step_folders.damaged(where) | wrong | put_aside_before(where)
 
 
 def load_newest(
@@ -91,11 +92,11 @@ def load_newest(
         step = reader.sum_of_ranks(chosen, world=world)
         if step < 0:
             return Resumed(None, {}, tuple(aside))
-        found = folders.read(folders.path_of(run_dir, step=step))
+        found = step_folders.read(step_folders.path_of(run_dir, step=step))
         try:
             if found is None:
                 raise DamagedError(
-                    f"{folders.path_of(run_dir, step=step)} is not seen by this rank"
+                    f"{step_folders.path_of(run_dir, step=step)} is not seen by this rank"
                 )
             loaded = reader.load(found, state(), world=world)
         except DamagedError as error:

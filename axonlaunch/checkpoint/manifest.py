@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.files import read_text
+from axonlaunch.system.files import read_text
 
 FORMAT = 3
 """1: sizes alone, 2: checksums beside torch's pickled index, 3: an index that is no pickle, and a

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.checkpoint import folders
+from axonlaunch.checkpoint import step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
-from axonlaunch.files import NotRegularError
+from axonlaunch.system.files import NotRegularError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,12 +37,12 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from axonlaunch.checkpoint.source import only_tensors, source
+    from axonlaunch.checkpoint.dcp_reader import only_tensors, source
 
-    share = partial(folders.damage, checkpoint, part=world.rank, parts=world.world_size)
+    share = partial(step_folders.damage, checkpoint, part=world.rank, parts=world.world_size)
     damage: DamagedError | None = None
     try:
-        with folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
+        with step_folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
             summing = beside.submit(share)
             try:
                 dcp.load(state, storage_reader=source(checkpoint.path), planner=only_tensors())
@@ -98,9 +98,9 @@ def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from axonlaunch.checkpoint.source import only_tensors, source
+    from axonlaunch.checkpoint.dcp_reader import only_tensors, source
 
-    with folders.reading(checkpoint), in_one_process():
+    with step_folders.reading(checkpoint), in_one_process():
         read_from = source(checkpoint.path)
         try:
             dcp.load(state, storage_reader=read_from, planner=only_tensors(), no_dist=True)
@@ -162,7 +162,7 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         DamagedError: Its index, or its manifest, is not what was written, or says what can't be.
     """
-    from axonlaunch.checkpoint.source import read_index
+    from axonlaunch.checkpoint.dcp_reader import read_index
 
     try:
         found: dict[str, Any] = read_index(checkpoint.path).state_dict_metadata
@@ -243,15 +243,15 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
     Raises:
         DamagedError: It names the files and, if there is one, the checkpoint before.
     """
-    _refuse(checkpoint, folders.damage(checkpoint))
+    _refuse(checkpoint, step_folders.damage(checkpoint))
 
 
 def _refuse(checkpoint: Checkpoint, changed: list[str]) -> None:
     if not changed:
         return
     folder = checkpoint.path.parent.parent
-    others = [c.path for c in folders.listed(folder) if c.step < checkpoint.step]
-    message = f"{checkpoint.path}: {', '.join(changed)} {folders.CHANGED}"
+    others = [c.path for c in step_folders.listed(folder) if c.step < checkpoint.step]
+    message = f"{checkpoint.path}: {', '.join(changed)} {step_folders.CHANGED}"
     if others:
         message += f"; go on from the one before with checkpoint.resume={others[-1]}"
     raise DamagedError(message)

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from axonlaunch import files
+from axonlaunch.system import files
 from axonlaunch.checkpoint.manifest import DamagedError
 from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, to_yaml
-from axonlaunch.config.tree import LARGEST_YAML, read_yaml
+from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import SCHEME, is_url
 
 CHECKPOINTS = "checkpoints"

@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.checkpoint import folders, reader
+from axonlaunch.checkpoint import reader
+from axonlaunch.checkpoint import step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place
 from axonlaunch.config import CONFIG as RUN_CONFIG
@@ -42,7 +43,7 @@ def start(engine: Engine, model: Any, *, world: World) -> None:
         return
     state = engine.state_dict()
     where = place(path)
-    found = folders.resolve(where)
+    found = step_folders.resolve(where)
     if found is not None:
         reader.load(found, {"model": state["model"]}, world=world)
     else:
@@ -63,7 +64,7 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     Raises:
         ConfigError: The path holds no weights.
     """
-    found = folders.resolve(path)
+    found = step_folders.resolve(path)
     if found is not None:
         return reader.differences(found, model)
     from axonlaunch.checkpoint.safetensors import Reader
@@ -140,7 +141,7 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     """
     import torch.distributed.checkpoint as dcp
 
-    from axonlaunch.checkpoint.writer import Writer
+    from axonlaunch.checkpoint.dcp_writer import Writer
     from axonlaunch.config import to_yaml
 
     model, data = described(folder)
@@ -149,7 +150,7 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     state = read_folder(folder, model)
     config = replaced(config, {"model": model, "data": data, "name": run_dir.name})
     config = replaced(config, {"run_dir": str(run_dir.absolute())})
-    about = Checkpoint(folders.path_of(run_dir, step=0), 0, 0, 1, None, layout="imported")
+    about = Checkpoint(step_folders.path_of(run_dir, step=0), 0, 0, 1, None, layout="imported")
     with reader.in_one_process():
         dcp.save({"model": state}, storage_writer=Writer(about), no_dist=True)
     (run_dir / RUN_CONFIG).write_text(to_yaml(config))

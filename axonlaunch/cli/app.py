@@ -21,7 +21,7 @@ from axonlaunch.cli import (
     verify,
 )
 from axonlaunch.cli.options import print_problems
-from axonlaunch.launch import streams
+from axonlaunch.system import streams
 
 if TYPE_CHECKING:
     from axonlaunch.config import Problem
@@ -112,8 +112,8 @@ def _show_traceback(error: Exception) -> None:
 
 def _refusal(error: Exception) -> str:
     """Return what this machine refused, and what to do; empty for a bug of ours."""
-    from axonlaunch.launch.forkserver import ForkServerError
-    from axonlaunch.launch.reports import cause_of, plain_error
+    from axonlaunch.system.forkserver import ForkServerError
+    from axonlaunch.launch.failures.report import cause_of, plain_error
 
     if isinstance(error, ForkServerError):
         return str(error)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import Json, Trust, print_json
-from axonlaunch.launch.telling import telling
+from axonlaunch.launch.output.spinner import telling
 
 if TYPE_CHECKING:
     from axonlaunch.checkpoint import Checkpoint
-    from axonlaunch.checkpoint.comparison import Difference
+    from axonlaunch.checkpoint.diff import Difference
     from axonlaunch.config import RunConfig
 
 HELP = "Look at what a run saved, and take weights out and in."
@@ -57,13 +57,14 @@ def _root(context: typer.Context) -> None:
 @app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
 def ls(run_dir: RunDir, as_json: Json = False) -> None:
     """List a run's checkpoints."""
-    from axonlaunch.checkpoint import damaged, fallback, folders
+    from axonlaunch.checkpoint import damaged, fallback
+    from axonlaunch.checkpoint import step_folders
     from axonlaunch.checkpoint.storage import reaching
 
     _folder(run_dir)
     with reaching(run_dir):
         found = _all(run_dir)
-        sizes = [sum(f.bytes for f in folders.files(c).values()) for c in found]
+        sizes = [sum(f.bytes for f in step_folders.files(c).values()) for c in found]
         wrong = {str(path): reason for path, reason in damaged(run_dir).items()}
         aside = {str(path): why for path, why in fallback.put_aside_before(run_dir).items()}
     rows = [{**_about(c), "bytes": size} for c, size in zip(found, sizes, strict=True)]
@@ -75,7 +76,7 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from axonlaunch.planning.report import size
+    from axonlaunch.planning.reports.memory_table import size
 
     console = Console(highlight=False)
     if not rows and not wrong and not aside:
@@ -103,14 +104,15 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
 @app.command("check", help="Read every file again, and look for every parameter.")
 def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     """Read every file again, and look for every parameter."""
-    from axonlaunch.checkpoint import comparison, damaged
+    from axonlaunch.checkpoint import damaged
+    from axonlaunch.checkpoint import diff
     from axonlaunch.checkpoint.storage import reaching
 
     _folder(run_dir)
     with telling("reading"), reaching(run_dir):
         problems = {str(path): [reason] for path, reason in damaged(run_dir).items()}
         for found in _all(run_dir):
-            problems[str(found.path)] = comparison.faults(found, _config(found, trust))
+            problems[str(found.path)] = diff.faults(found, _config(found, trust))
     if not problems:
         _refuse(f"{run_dir}: holds no checkpoint")
     passed = not any(problems.values())
@@ -144,11 +146,11 @@ def diff(
     Raises:
         typer.Exit: With 1 where tensors differ, as ``diff`` does, so that a script can ask.
     """
-    from axonlaunch.checkpoint import comparison
+    from axonlaunch.checkpoint import diff
     from axonlaunch.checkpoint.storage import reaching
 
     with telling("comparing"), reaching(first), reaching(second):
-        found = comparison.compare(_checkpoint(first), _checkpoint(second))
+        found = diff.compare(_checkpoint(first), _checkpoint(second))
     if as_json:
         print_json({"equal": not found, "differences": [asdict(one) for one in found]})
     elif found:
@@ -244,9 +246,10 @@ def _about(found: Checkpoint) -> dict[str, Any]:
 
 def _all(path: Path) -> list[Checkpoint]:
     """Return the checkpoint that a path is, or those of the run that it is."""
-    from axonlaunch.checkpoint import folders, listed
+    from axonlaunch.checkpoint import listed
+    from axonlaunch.checkpoint import step_folders
 
-    one = folders.read(folders.named(path))
+    one = step_folders.read(step_folders.named(path))
     return [one] if one else listed(path)
 
 

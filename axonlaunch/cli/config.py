@@ -60,11 +60,11 @@ def command(
 
 def _accelerators() -> int:
     """Ask a process that has torch, as ``train`` does, which decides by it what is ``auto``."""
-    from axonlaunch.launch import forkserver
-    from axonlaunch.launch.telling import telling
+    from axonlaunch.system import forkserver
+    from axonlaunch.launch.output.spinner import telling
 
     with telling("looking for accelerators"), forkserver.warm() as context:
-        count: int = forkserver.call(context, "axonlaunch.preflight:accelerators")
+        count: int = forkserver.call(context, "axonlaunch.preflight.checks:accelerators")
     return count
 
 
@@ -78,7 +78,7 @@ def _explain(before: RunConfig, config: RunConfig, told: dict[str, str], as_json
         as_json: Print one object.
     """
     from axonlaunch import config as configuration
-    from axonlaunch.config.problem import plain
+    from axonlaunch.config.errors import plain
 
     values, written = configuration.leaves(config), configuration.leaves(before)
     origins = {key: told.get(key, configuration.DEFAULT_ORIGIN) for key in values}
@@ -94,8 +94,8 @@ def _explain(before: RunConfig, config: RunConfig, told: dict[str, str], as_json
 
 
 def _describe(config: RunConfig, as_json: bool) -> None:
-    from axonlaunch.config.problem import plain
-    from axonlaunch.config.reference import reference
+    from axonlaunch.config.errors import plain
+    from axonlaunch.config.key_reference import reference
 
     keys = reference(config)
     if as_json:

@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Tell what this machine has and which backends work."""
     from axonlaunch.config import ConfigError, Problem
-    from axonlaunch.launch.doctor import diagnose
+    from axonlaunch.doctor.doctor import diagnose
 
     if ranks < 1:
         raise ConfigError(

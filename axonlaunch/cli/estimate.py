@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
-from axonlaunch.launch.telling import telling
+from axonlaunch.launch.output.spinner import telling
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from axonlaunch.config import RunConfig
-    from axonlaunch.planning.record import Forecast, Remedy, Searched
+    from axonlaunch.planning.records import Forecast, Remedy, Searched
 
 _LABEL = 14
 """Columns of the words before a conclusion."""
@@ -57,20 +57,20 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Estimate the memory of every rank."""
-    from axonlaunch.launch import forkserver
+    from axonlaunch.system import forkserver
 
     if exact and formula:
         from axonlaunch.config import ConfigError, Problem
 
         raise ConfigError([Problem("", "--formula: --exact traces every layer; use one of both")])
     if plot is not None:
-        from axonlaunch.engines.picture import check_plot
+        from axonlaunch.cli.plotting import check_plot
 
         check_plot(plot)
     with forkserver.warm() as context:
         from rich.console import Console
 
-        from axonlaunch.launch.estimate import forecast, load
+        from axonlaunch.planning.estimate import forecast, load
 
         with telling("tracing a step"):
             config = load(
@@ -81,7 +81,7 @@ def command(
             )
             found = forecast(context, config, exact=exact, formula=formula)
         if plot is not None:
-            from axonlaunch.planning.memory_plot import plot as draw
+            from axonlaunch.planning.reports.memory_plot import plot as draw
 
             draw(found, plot)
         if as_json:
@@ -98,7 +98,7 @@ def searched(
     context: ForkServerContext, config: RunConfig, found: Forecast
 ) -> tuple[list[Remedy], Searched]:
     """Return every change that makes a run fit, and how the search for them ended."""
-    from axonlaunch.launch.estimate import remedies
+    from axonlaunch.planning.estimate import remedies
 
     search = remedies(context, config, found)
     changes: list[Remedy] = []
@@ -130,8 +130,8 @@ def show(found: Forecast, console: Console) -> None:
     """Print an estimate: what it is of, a table, bars, and whether it fits."""
     from rich.text import Text
 
-    from axonlaunch.launch.console import quantity
-    from axonlaunch.planning import report
+    from axonlaunch.launch.output.console import quantity
+    from axonlaunch.planning.reports import memory_table
 
     known = found.estimate
     ranks = "1 rank" if known.world_size == 1 else f"{known.world_size:,} ranks"
@@ -139,12 +139,12 @@ def show(found: Forecast, console: Console) -> None:
     console.print(f"[bold]{found.layout}[/bold]: {of}\n")
     for note in found.notes:
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
-    console.print(report.table(known))
+    console.print(memory_table.table(known))
     console.print()
     width = console.width
-    console.print(report.bars(known, memory_bytes=found.memory_bytes, width=width), no_wrap=True)
+    console.print(memory_table.bars(known, memory_bytes=found.memory_bytes, width=width), no_wrap=True)
     console.print()
-    for label, text, style in report.conclusions(found):
+    for label, text, style in memory_table.conclusions(found):
         lines = textwrap.wrap(text, width - _LABEL)
         for head, line in zip([label, *[""] * len(lines)], lines, strict=False):
             console.print(Text.assemble((f"{head:<{_LABEL}}", style), line))
@@ -154,7 +154,7 @@ def show_remedies(
     context: ForkServerContext, config: RunConfig, found: Forecast, console: Console
 ) -> None:
     """Print each change that makes a run fit as soon as it is found, and how the search ended."""
-    from axonlaunch.launch.estimate import remedies
+    from axonlaunch.planning.estimate import remedies
 
     search, count = remedies(context, config, found), 0
     while True:
@@ -175,13 +175,13 @@ def show_remedy(remedy: Remedy, console: Console) -> None:
     """Print a change: what to write, what the highest rank then holds, and what it costs."""
     from rich.text import Text
 
-    from axonlaunch.planning import report
+    from axonlaunch.planning.reports import memory_table
 
     console.print()
     console.print(Text(" ".join(remedy.overrides), style="bold"), soft_wrap=True)
-    lines = [f"{report.size(remedy.process_bytes)} per rank", *remedy.costs]
+    lines = [f"{memory_table.size(remedy.process_bytes)} per rank", *remedy.costs]
     if remedy.host_memory is not None:
-        lines.append(f"host memory: {report.of_host(remedy.host_memory)}")
+        lines.append(f"host memory: {memory_table.of_host(remedy.host_memory)}")
     for line in lines:
         filled = textwrap.fill(line, console.width - 2)
         console.print(textwrap.indent(filled, "  "), markup=False)

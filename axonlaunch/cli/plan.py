@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
-from axonlaunch.launch.telling import telling
+from axonlaunch.launch.output.spinner import telling
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from axonlaunch.planning.record import Plan
+    from axonlaunch.planning.records import Plan
 
 HELP = "Find the fastest layouts of a number of devices that fit. No GPU, no data."
 EXAMPLES = """Examples:
@@ -49,8 +49,8 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Find the fastest layouts that fit."""
-    from axonlaunch.launch import forkserver
-    from axonlaunch.launch.plan import experiment, plan
+    from axonlaunch.system import forkserver
+    from axonlaunch.planning.plan import experiment, plan
 
     count = _checked(devices, write)
     began = time.monotonic()
@@ -96,19 +96,19 @@ def show(found: Plan, console: Console, *, seconds: float) -> None:
     """Print a table, the words to paste and why the second is second."""
     from rich.text import Text
 
-    from axonlaunch.planning import plan_report
+    from axonlaunch.planning.reports import plan_table
 
     console.print(f"[bold]{found.workload}[/bold]")
     console.print(f"{found.searched:,} layouts in {seconds:.0f} s, the fastest that fit first\n")
-    console.print(plan_report.table(found))
+    console.print(plan_table.table(found))
     for number, planned in enumerate(found.candidates, 1):
         console.print()
         console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)
         told = ""
         if number == 1:
-            told = plan_report.spent(planned)
+            told = plan_table.spent(planned)
         elif number == 2:
-            told = plan_report.why_slower(found.candidates[0], planned)
+            told = plan_table.why_slower(found.candidates[0], planned)
         if told:
             lines = textwrap.fill(told, console.width - 3)
             console.print(textwrap.indent(lines, "   "), markup=False)

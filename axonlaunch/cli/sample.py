@@ -36,7 +36,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Let a trained model of text continue a prompt."""
-    from axonlaunch.sampling import continue_prompt
+    from axonlaunch.training.sampling import continue_prompt
 
     text = continue_prompt(
         folder,

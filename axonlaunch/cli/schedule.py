@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
-from axonlaunch.launch.telling import telling
+from axonlaunch.launch.output.spinner import telling
 
 HELP = "Draw the pipeline's schedule. Who does what when, and who waits."
 EXAMPLES = """Examples:
@@ -55,12 +55,12 @@ def command(
     shares = layout(config, world_size=world_size(config))
 
     if plot is not None:
-        from axonlaunch.engines.picture import check_plot
+        from axonlaunch.cli.plotting import check_plot
 
         check_plot(plot)
-    from axonlaunch.engines import pipeline_plot  # torch, from here on
-    from axonlaunch.engines.pipeline_schedule import PipelineSchedule
-    from axonlaunch.engines.pipeline_timeline import PipelineMemoryStats, timeline
+    from axonlaunch.engines.pipeline import timeline_plot
+    from axonlaunch.engines.pipeline.schedule import PipelineSchedule
+    from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, timeline
 
     schedule = PipelineSchedule(
         shares.schedule,
@@ -74,15 +74,15 @@ def command(
     )
     stats = PipelineMemoryStats.from_schedule(schedule)
     if memory:
-        from axonlaunch.launch import forkserver
-        from axonlaunch.launch.estimate import foretold
-        from axonlaunch.planning.memory_stats import pipeline_stats
+        from axonlaunch.system import forkserver
+        from axonlaunch.planning.estimate import foretold
+        from axonlaunch.planning.memory.engine_stats import pipeline_stats
 
         with forkserver.warm() as context, telling("tracing a step"):
             found = foretold(context, replaced(config, {"hardware": None}))
         stats = pipeline_stats(found, schedule)
     if plot is not None:
-        pipeline_plot.plot(times, plot)
+        timeline_plot.plot(times, plot)
     if as_json:
         print_json(
             {
@@ -109,7 +109,7 @@ def command(
         return
     from rich.console import Console
 
-    from axonlaunch.engines.pipeline_text import text_stats, text_timeline
+    from axonlaunch.engines.pipeline.timeline_text import text_stats, text_timeline
 
     console = Console(highlight=False)
     stages = f" of {schedule.stages_per_rank} stages" if schedule.stages_per_rank > 1 else ""
@@ -121,7 +121,7 @@ def command(
     console.print(text_timeline(times, width=console.width), no_wrap=True)
     console.print(text_stats(stats, width=console.width), markup=False)
     if stats.activation_bytes is not None:
-        from axonlaunch.planning.report import size
+        from axonlaunch.planning.reports.memory_table import size
 
         held = " ".join(f"{n}:{size(held)}" for n, held in enumerate(stats.activation_bytes))
         console.print(f"in bytes     {held}", markup=False)

@@ -23,7 +23,7 @@ from axonlaunch.cli.options import (
     print_json,
     problems_as_objects,
 )
-from axonlaunch.launch.telling import telling
+from axonlaunch.launch.output.spinner import telling
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
@@ -65,8 +65,10 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Train a model."""
-    from axonlaunch.launch import forkserver, limits, streams
-    from axonlaunch.launch.variables import may_be_rank
+    from axonlaunch.system import forkserver
+    from axonlaunch.system import limits
+    from axonlaunch.system import streams
+    from axonlaunch.launch.environment_variables import may_be_rank
 
     if dry_run:
         _dry_run(overrides or [], config_dir or [], config_name, multirun, as_json)
@@ -79,7 +81,7 @@ def command(
         if not may_be_rank(os.environ):
             context = stack.enter_context(forkserver.warm())
         # Imported only now, while the server imports torch on another core.
-        from axonlaunch.launch.start import start
+        from axonlaunch.launch.launcher import start
 
         status, summaries = start(
             context,
@@ -107,7 +109,7 @@ def _dry_run(
     Raises:
         ConfigError: A configuration can't be run on any machine.
     """
-    from axonlaunch.launch import forkserver
+    from axonlaunch.system import forkserver
 
     with forkserver.warm() as context:
         from rich.console import Console

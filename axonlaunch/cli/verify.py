@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
-from axonlaunch.launch.telling import telling
+from axonlaunch.launch.output.spinner import telling
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from axonlaunch.verdict import Verdict
+    from axonlaunch.verification.result import Verdict
 
 HELP = "Prove that a layout computes what one process does."
 EXAMPLES = """Examples:
@@ -35,13 +35,13 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Prove that a layout computes what one process does."""
-    from axonlaunch.launch import forkserver
+    from axonlaunch.system import forkserver
 
     with forkserver.warm() as context:
         from rich.console import Console
 
         from axonlaunch.events import finite
-        from axonlaunch.launch.verify import verify
+        from axonlaunch.verification.runner import verify
 
         with telling("running the layout and one process"):
             verdict = verify(
@@ -61,7 +61,7 @@ def command(
 def _show(verdict: Verdict, console: Console) -> None:
     from rich.table import Table
 
-    from axonlaunch.verdict import norm_tolerance
+    from axonlaunch.verification.result import norm_tolerance
 
     steps = "1 step" if verdict.steps == 1 else f"{verdict.steps} steps"
     console.print(f"{verdict.layout} beside one process, {steps}", markup=False)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from axonlaunch.comm.agreement import agree, agree_with
+from axonlaunch.comm.mismatch_check import agree, agree_with
 from axonlaunch.comm.backend import Backend, ReduceOp
-from axonlaunch.comm.checks import (
+from axonlaunch.comm.argument_checks import (
     REDUCED_AS,
     bad_dim_0,
     bad_op,
@@ -28,7 +28,7 @@ from axonlaunch.comm.checks import (
 from axonlaunch.comm.errors import say_tensor
 from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.comm.process_group import ProcessGroup, default_group
-from axonlaunch.comm.renamed import all_gather_single, reduce_scatter_single
+from axonlaunch.comm.torch_compat import all_gather_single, reduce_scatter_single
 
 _TORCH_OP = {
     ReduceOp.Sum: dist.ReduceOp.SUM,

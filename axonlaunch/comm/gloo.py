@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from axonlaunch.authentication import derive_key
+from axonlaunch.comm.authentication import derive_key
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
 from axonlaunch.comm.errors import UnreachableRankError
 

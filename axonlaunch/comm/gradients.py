@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonlaunch.comm.agreement import agree
+from axonlaunch.comm.mismatch_check import agree
 from axonlaunch.comm.backend import ReduceOp
-from axonlaunch.comm.checks import bad_op, bad_tensor, device_of
+from axonlaunch.comm.argument_checks import bad_op, bad_tensor, device_of
 from axonlaunch.comm.collectives import group_or_default, reduce_values
 from axonlaunch.comm.errors import say_tensor
 from axonlaunch.comm.gradient_bucket import GradientBucket, buckets

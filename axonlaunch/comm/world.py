@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from axonlaunch.comm import nccl
-from axonlaunch.comm.agreement import agree
+from axonlaunch.comm.mismatch_check import agree
 from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.errors import NcclError
 from axonlaunch.comm.gloo import proven_groups

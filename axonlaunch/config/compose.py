@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.problem import ConfigError, Problem
-from axonlaunch.config.tree import leaves, read_yaml
+from axonlaunch.config.errors import ConfigError, Problem
+from axonlaunch.config.plain import leaves, read_yaml
 from axonlaunch.registry import nearest, unknown
 
 _LONGEST, _DEEPEST = 8192, 32

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from axonlaunch.config.problem import divisor_of
+from axonlaunch.config.errors import divisor_of
 
 MOST_LAYERS = 10_000
 """Each is a module that is built before anything can be said of the model, on ``meta`` too."""

@@ -1,6 +1,6 @@
 """What each optimizer keeps of a parameter: the one table that everybody else reads.
 
-It describes tensors and makes none; ``axonlaunch.engines.optimizer`` allocates them.
+It describes tensors and makes none; ``axonlaunch.engines.optimizer.optimizers`` allocates them.
 """
 
 from __future__ import annotations

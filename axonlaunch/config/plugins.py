@@ -13,7 +13,7 @@ from collections.abc import Container, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from axonlaunch.config.problem import Problem
+from axonlaunch.config.errors import Problem
 
 ENTRY_POINT_GROUP = "axonlaunch.models"
 

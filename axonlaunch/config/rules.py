@@ -14,15 +14,15 @@ from pathlib import Path
 
 from axonlaunch.config.layout import model_ranks, nodes, replicas, world_size
 from axonlaunch.config.optimizer import WSDConfig
-from axonlaunch.config.parallel_rules import (
+from axonlaunch.config.degree_rules import (
     broken_degrees,
     broken_rounds,
     broken_world_degrees,
     legal_micro_batch_sizes,
 )
-from axonlaunch.config.problem import Problem, divisor_of, one_of
+from axonlaunch.config.errors import Problem, divisor_of, one_of
 from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
-from axonlaunch.config.tree import replaced
+from axonlaunch.config.plain import replaced
 from axonlaunch.config.url import is_url
 
 _LONGEST_NAME, _LONGEST_PATH = 240, 2048

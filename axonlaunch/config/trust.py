@@ -12,8 +12,8 @@ from typing import Any
 
 from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.config.plugins import ENTRY_POINT_GROUP
-from axonlaunch.config.problem import Problem
-from axonlaunch.config.tree import line_of
+from axonlaunch.config.errors import Problem
+from axonlaunch.config.plain import line_of
 
 
 def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[Problem]:

@@ -12,7 +12,7 @@ import typing
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
-from axonlaunch.config.problem import Problem, one_of, plain
+from axonlaunch.config.errors import Problem, one_of, plain
 from axonlaunch.registry import nearest, unknown
 
 FOREIGN_NAMES = {

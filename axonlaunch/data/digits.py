@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.data import DigitsConfig
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, Problem
 from axonlaunch.data.dataset import Batch, Kind, NoText, Split
-from axonlaunch.data.order import permute
+from axonlaunch.data.shuffle import permute
 
 
 class Digits(NoText):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Dataset
-from axonlaunch.data.order import dataset_indices, permute
+from axonlaunch.data.shuffle import dataset_indices, permute
 
 # Evaluations under different seeds must be of the same samples.
 _EVAL_KEY = (0,)

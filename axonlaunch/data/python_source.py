@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.data import PythonSourceConfig
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, Problem
 from axonlaunch.data.text import ByteWindows
 
 Bytes = npt.NDArray[np.uint8]

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.process_group import default_group
-from axonlaunch.data.order import Indices, dataset_indices
+from axonlaunch.data.shuffle import Indices, dataset_indices
 
 
 class DistributedSampler(Sampler[int]):

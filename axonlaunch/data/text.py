@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.data import NUM_BYTES, TextConfig
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, Problem
 from axonlaunch.data import text_files
 from axonlaunch.data.windows import TokenWindows
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from axonlaunch.config.problem import Problem
+from axonlaunch.config.errors import Problem
 
 _RECORDS = (
     "holds records, whose markup would be learned with their text; write the text alone to a .txt "

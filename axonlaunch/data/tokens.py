@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.data import TokensConfig
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, Problem
 from axonlaunch.data.windows import TokenWindows
 
 _SCANNED_AT_ONCE = 2**22

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from axonlaunch.data.dataset import Batch
-from axonlaunch.engines.fsdp_memory import FSDPMemoryStats
+from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ from axonlaunch.config import ConfigError, Problem
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import StepResult
-from axonlaunch.engines.context import ContextAxis
-from axonlaunch.engines.ddp import DDP
-from axonlaunch.engines.fsdp import FSDP
-from axonlaunch.engines.fsdp_memory import FSDPMemoryStats
-from axonlaunch.engines.gradient_synchronizer import GradSyncStrategy
-from axonlaunch.engines.passes import Loss, Passes
+from axonlaunch.engines.context.context import ContextAxis
+from axonlaunch.engines.data_parallel.ddp import DDP
+from axonlaunch.engines.data_parallel.fsdp import FSDP
+from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
+from axonlaunch.engines.forward_backward import Loss, Passes
 from axonlaunch.engines.precision import LossScale
-from axonlaunch.engines.tied import TiedGradients
-from axonlaunch.engines.update import Update
+from axonlaunch.engines.pipeline.tied_weights import TiedGradients
+from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.models.spec import IGNORE_INDEX
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, Problem, RunConfig
-from axonlaunch.launch import forkserver, planned, slurm
-from axonlaunch.launch.estimate import forecast, prepared
-from axonlaunch.launch.start import loaded
-from axonlaunch.planning.record import Forecast
-from axonlaunch.planning.unread import naming_files, without_files
+from axonlaunch.launch import slurm
+from axonlaunch.system import forkserver
+from axonlaunch.planning import auto_strategy
+from axonlaunch.planning.estimate import forecast, prepared
+from axonlaunch.launch.launcher import loaded
+from axonlaunch.planning.records import Forecast
+from axonlaunch.planning.tracing.shape_only_data import naming_files, without_files
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def dry_runs(
         return dataclasses.replace(found, tree=naming_files(found.tree))
 
     load = partial(
-        planned.load, compose=with_files, server=lambda: context, config_dirs=config_dirs
+        auto_strategy.load, compose=with_files, server=lambda: context, config_dirs=config_dirs
     )
     runs = loaded(overrides, load=load, config_dirs=config_dirs, multirun=multirun)
     return [_dry_run(context, config, missing=_missing(compose(words))) for words, config in runs]
@@ -90,7 +92,7 @@ def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> li
     """
     if config.launch.name == "slurm":
         return slurm.problems(config)  # a job's nodes are not this machine
-    found: list[Problem] = forkserver.call(context, "axonlaunch.preflight:obstacles", ready)
+    found: list[Problem] = forkserver.call(context, "axonlaunch.preflight.checks:obstacles", ready)
     return found
 
 

@@ -19,8 +19,9 @@ from typing import Any
 from axonlaunch import config as configuration
 from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig
 from axonlaunch.config.url import is_url
-from axonlaunch.files import replace_text
-from axonlaunch.launch import run_folder, token
+from axonlaunch.system.files import replace_text
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.multinode import token
 
 SCRIPT = "job.sbatch"
 JOB = "job.yaml"
@@ -107,7 +108,7 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     if shutil.which("sbatch") is None:
         message = "there is no sbatch here; submit from a machine of the cluster"
         raise ConfigError([Problem("launch.name", message, "slurm")])
-    with run_folder.create(config, tell=announce) as config:
+    with run_dir.create(config, tell=announce) as config:
         folder = Path(config.run_dir)
         script = _write(config, folder)
     words = ["sbatch", "--parsable", str(script)]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from axonlaunch.config import RunConfig
-from axonlaunch.launch.console import quantity, shortened
+from axonlaunch.launch.output.console import quantity, shortened
 
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 

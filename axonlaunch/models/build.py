@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from axonlaunch.config.model import CustomConfig
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, Problem
 from axonlaunch.models.initialization import initialize, materialize
-from axonlaunch.models.registration import MODELS
+from axonlaunch.models.registry import MODELS
 from axonlaunch.models.spec import ModelSpec
 
 

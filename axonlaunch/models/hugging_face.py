@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from axonlaunch.config.model import GPTConfig, LlamaConfig
-from axonlaunch.config.problem import ConfigError, Problem
-from axonlaunch.config.tree import to_tree
+from axonlaunch.config.errors import ConfigError, Problem
+from axonlaunch.config.plain import to_tree
 from axonlaunch.config.validate import validate
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from axonlaunch.config.data import IGNORE_INDEX
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

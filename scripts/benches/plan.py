@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import load, replaced
-from axonlaunch.config.problem import plain
-from axonlaunch.planning.candidates import candidates
+from axonlaunch.config.errors import plain
+from axonlaunch.planning.search.candidates import candidates
 
 COMMAND = str(Path(sys.executable).with_name("axonlaunch"))
 FINALISTS = 4

@@ -11,15 +11,15 @@ from unittest import mock
 
 import pytest
 
-from axonlaunch.checkpoint import direct
-from axonlaunch.checkpoint.direct import DirectFile
+from axonlaunch.checkpoint import direct_io
+from axonlaunch.checkpoint.direct_io import DirectFile
 
 SMALL = 3 * 4096
 
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_BUFFER", SMALL)
+    monkeypatch.setattr(direct_io, "_BUFFER", SMALL)
 
 
 @pytest.mark.parametrize("folder", ["disk", "memory"])
@@ -45,7 +45,7 @@ def test_a_file_system_without_direct_writes_takes_others(tmp_path: Path) -> Non
     controlled, written = fcntl.fcntl, os.pwrite
 
     def control(file: int, command: int, flags: int = 0) -> int:
-        if flags & direct._DIRECT:
+        if flags & direct_io._DIRECT:
             refused.append("open")
             raise OSError(errno.EINVAL, "no such flag here")
         return controlled(file, command, flags)

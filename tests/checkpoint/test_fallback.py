@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from axonlaunch import checkpoint, files
-from axonlaunch.checkpoint import DamagedError, Retention, fallback, folders, reader, storage
+from axonlaunch import checkpoint
+from axonlaunch.system import files
+from axonlaunch.checkpoint import DamagedError, Retention, fallback, reader, storage
+from axonlaunch.checkpoint import step_folders
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import RankFailedError, World
 
@@ -65,7 +67,7 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_damage_that_one_rank_finds_sends_all_back(rank: int, where: Path) -> None:
     save(where, 1, 2)
-    files_of = sorted(path for path in folders.files(checkpoint.listed(where)[-1]) if "__" in path)
+    files_of = sorted(path for path in step_folders.files(checkpoint.listed(where)[-1]) if "__" in path)
     flip(where / "checkpoints" / "step_2" / files_of[rank % len(files_of)])
     step, values, [line] = resume(where)
     assert (step, values) == (1, {1.0})
@@ -162,15 +164,15 @@ def test_a_file_that_can_not_be_opened_is_no_damage(
     for module in (files, folders):
         monkeypatch.setattr(module, "opened", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
-        folders.read(where / "checkpoints" / "step_2")
+        step_folders.read(where / "checkpoints" / "step_2")
     with pytest.raises(OSError, match=os.strerror(number)):
         fallback.newest_good(where)
     monkeypatch.undo()
     found = checkpoint.latest(where)
     assert found is not None
-    monkeypatch.setattr(folders, "opened", fail)
+    monkeypatch.setattr(step_folders, "opened", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
-        folders.damage(found)
+        step_folders.damage(found)
     assert found.step == 2
 
 
@@ -183,6 +185,6 @@ def test_a_disk_that_can_not_read_a_file_any_more_is_damage(
     def fail(path: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    monkeypatch.setattr(folders, "opened", fail)
+    monkeypatch.setattr(step_folders, "opened", fail)
     with pytest.raises(DamagedError, match=r"__0_0\.distcp"):
         reader.refuse_damage(found)

@@ -17,9 +17,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from axonlaunch import checkpoint, config
-from axonlaunch.checkpoint import Checkpoint, DamagedError, folders, reader
+from axonlaunch.checkpoint import Checkpoint, DamagedError, reader
+from axonlaunch.checkpoint import step_folders
 from axonlaunch.checkpoint.safetensors import Reader
-from axonlaunch.checkpoint.writer import Writer
+from axonlaunch.checkpoint.dcp_writer import Writer
 from axonlaunch.config import ConfigError
 
 STATE = {
@@ -31,7 +32,7 @@ DAMAGED = (DamagedError, dcp.api.CheckpointException)
 
 
 def saved(run_dir: Path, *, step: int = 1) -> Checkpoint:
-    about = Checkpoint(folders.path_of(run_dir, step=step), step, 8 * step, 1, None)
+    about = Checkpoint(step_folders.path_of(run_dir, step=step), step, 8 * step, 1, None)
     with reader.in_one_process():
         dcp.save(STATE, storage_writer=Writer(about), no_dist=True)
     return about
@@ -52,7 +53,7 @@ def flip(file: Path) -> None:
 
 def is_loaded(folder: Path) -> bool:
     """Whether anything of a checkpoint reaches a state."""
-    found = folders.read(folder)
+    found = step_folders.read(folder)
     if found is None:
         return False
     try:
@@ -106,7 +107,7 @@ def test_what_is_saved_holds_no_pickled_index(tmp_path: Path) -> None:
         "index.json",
         "manifest.json",
     ]
-    assert sorted(folders.files(found)) == [DATA, "index.json"]
+    assert sorted(step_folders.files(found)) == [DATA, "index.json"]
     tensors = json.loads((found.path / "index.json").read_text())["tensors"]
     assert sorted(tensors) == ["model.b", "model.w", "optimizer.w.exp_avg"]
 
@@ -146,7 +147,7 @@ def resum(folder: Path) -> None:
         for name in about[FILES]:
             if (folder / name).is_file():
                 size = (folder / name).stat().st_size
-                about[FILES][name] = {"bytes": size, "crc32": folders._crc32(folder / name)}
+                about[FILES][name] = {"bytes": size, "crc32": step_folders._crc32(folder / name)}
         if about["format"] > 2:
             about["sha256"] = manifest._own_sum(about)
 

@@ -9,7 +9,7 @@ from rank_engine import rank_engine
 
 from axonlaunch import checkpoint, config
 from axonlaunch.checkpoint import Retention
-from axonlaunch.checkpoint.problems import checkpoint_problems
+from axonlaunch.preflight.checkpoint import checkpoint_problems
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig

@@ -10,7 +10,8 @@ import torch
 from configured import run_config
 from torch import Tensor
 
-from axonlaunch import checkpoint, engines, worker
+from axonlaunch import checkpoint, engines
+from axonlaunch.training import worker
 from axonlaunch.checkpoint import reader
 from axonlaunch.comm import World
 from axonlaunch.config import replaced

@@ -12,8 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from axonlaunch.checkpoint import Checkpoint, DamagedError, folders, index, reader, source
-from axonlaunch.checkpoint.writer import Writer
+from axonlaunch.checkpoint import Checkpoint, DamagedError, index, reader
+from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint import dcp_reader
+from axonlaunch.checkpoint.dcp_writer import Writer
 
 
 class Malicious:
@@ -25,7 +27,7 @@ class Malicious:
 
 
 def saved(run_dir: Path, state: dict[str, Any]) -> Checkpoint:
-    about = Checkpoint(folders.path_of(run_dir, step=1), 1, 1, 1, None)
+    about = Checkpoint(step_folders.path_of(run_dir, step=1), 1, 1, 1, None)
     with reader.in_one_process():
         dcp.save(state, storage_writer=Writer(about), no_dist=True)
     return about
@@ -34,7 +36,7 @@ def saved(run_dir: Path, state: dict[str, Any]) -> Checkpoint:
 def test_a_value_that_is_no_tensor_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(dcp.api.CheckpointException, match=r"model\.w is no tensor; a checkpoint "):
         saved(tmp_path, {"model": {"w": "text"}})
-    assert folders.latest(tmp_path) is None
+    assert step_folders.latest(tmp_path) is None
 
 
 def test_a_value_of_an_old_one_that_is_no_tensor_is_not_unpickled(tmp_path: Path) -> None:
@@ -58,8 +60,8 @@ def test_every_dtype_has_a_place_in_an_index(dtype: str, tmp_path: Path) -> None
 def test_an_index_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> None:
     """Held against torch's own of the same state: shapes, dtypes, parts, and where they lie."""
     state = {"model": {"w": torch.ones(3, 5), "scalar": torch.tensor(2.0), "none": torch.ones(0)}}
-    ours = source.read_index(saved(tmp_path / "ours", state).path)
-    theirs = source.read_index(old_checkpoint.save(tmp_path / "theirs", state).path)
+    ours = dcp_reader.read_index(saved(tmp_path / "ours", state).path)
+    theirs = dcp_reader.read_index(old_checkpoint.save(tmp_path / "theirs", state).path)
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     for name, entry in ours.state_dict_metadata.items():
         other = theirs.state_dict_metadata[name]

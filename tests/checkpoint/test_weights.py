@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from axonlaunch import checkpoint, config, data
-from axonlaunch.checkpoint import Checkpoint, Retention, folders, weights
+from axonlaunch.checkpoint import Checkpoint, Retention, weights
+from axonlaunch.checkpoint import step_folders
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, replaced, to_yaml
@@ -292,4 +293,4 @@ def test_a_file_that_is_cut_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ConfigError, match=r"model\.safetensors: can't be read: "):
         weights.differences(tmp_path / "out", chosen.model, module)
-    assert folders.damage(found) == []
+    assert step_folders.damage(found) == []

@@ -16,8 +16,8 @@ from rich.console import Console
 from served import Server
 
 from axonlaunch.cli.estimate import as_object, show
-from axonlaunch.planning.memory_plot import plot
-from axonlaunch.planning.record import (
+from axonlaunch.planning.reports.memory_plot import plot
+from axonlaunch.planning.records import (
     Estimate,
     Forecast,
     HostMemory,
@@ -27,7 +27,7 @@ from axonlaunch.planning.record import (
     Workload,
     verdict,
 )
-from axonlaunch.planning.report import bars, figures, size
+from axonlaunch.planning.reports.memory_table import bars, figures, size
 
 GIB = 1024**3
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")

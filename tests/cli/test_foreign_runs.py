@@ -12,7 +12,8 @@ from command import Served
 from served import Server
 
 from axonlaunch import config
-from axonlaunch.checkpoint import Retention, folders
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint import step_folders
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import to_tree, to_yaml
@@ -180,7 +181,7 @@ def test_checkpoints_are_found_beside_a_bomb(foreign: Served) -> None:
     """``kept_by`` reads a configuration only where there is no folder of checkpoints."""
     (foreign.folder / "foreign" / "checkpoints").rename(foreign.folder / "aside")
     freeze(foreign).write_text(BOMBS["an alias bomb"][0])
-    assert folders.latest(foreign.folder / "foreign") is None
+    assert step_folders.latest(foreign.folder / "foreign") is None
 
 
 @pytest.mark.parametrize("kind", ["a link", "a FIFO"])

@@ -14,9 +14,9 @@ from served import Server
 
 from axonlaunch import config
 from axonlaunch.cli.plan import show
-from axonlaunch.launch.plan import experiment
-from axonlaunch.planning.plan_report import why_slower
-from axonlaunch.planning.record import HostMemory, Plan, Planned, Verdict, Workload
+from axonlaunch.planning.plan import experiment
+from axonlaunch.planning.reports.plan_table import why_slower
+from axonlaunch.planning.records import HostMemory, Plan, Planned, Verdict, Workload
 
 GIB = 1024**3
 MODEL = [

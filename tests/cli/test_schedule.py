@@ -19,13 +19,13 @@ from rich.console import Console
 from served import Server
 
 from axonlaunch.cli.app import run
-from axonlaunch.config.problem import ConfigError
-from axonlaunch.config.schedules import SCHEDULES
-from axonlaunch.engines import picture
-from axonlaunch.engines.pipeline_plot import plot
-from axonlaunch.engines.pipeline_schedule import PipelineSchedule
-from axonlaunch.engines.pipeline_text import text_timeline
-from axonlaunch.engines.pipeline_timeline import timeline
+from axonlaunch.config.errors import ConfigError
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.cli import plotting
+from axonlaunch.engines.pipeline.timeline_plot import plot
+from axonlaunch.engines.pipeline.schedule import PipelineSchedule
+from axonlaunch.engines.pipeline.timeline_text import text_timeline
+from axonlaunch.engines.pipeline.timeline import timeline
 
 BATCH = "train.global_batch_size=32"
 Schedule = Callable[..., tuple[int, str, str]]
@@ -260,7 +260,7 @@ def test_drawing_changes_nothing_of_matplotlibs(tmp_path: Path) -> None:
 def test_without_matplotlib_one_is_told_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(plotting, "find_spec", lambda name: None)
     times = timeline(PipelineSchedule("1f1b", degree=2, microbatches=2))
     with pytest.raises(ConfigError, match=r"not installed; pip install 'axonlaunch\[plot\]'"):
         plot(times, tmp_path / "a.png")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import axonlaunch as ax
 from axonlaunch import comm
 from axonlaunch.comm import Backend, RankFailedError, ReduceOp, nccl
-from axonlaunch.comm.agreement import LINE_BYTES, pack, unpack
+from axonlaunch.comm.mismatch_check import LINE_BYTES, pack, unpack
 
 
 def test_the_names_are_those_that_configurations_use() -> None:

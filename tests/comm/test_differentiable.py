@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from axonlaunch.comm import ProcessGroup, World
-from axonlaunch.comm.differentiable import (
+from axonlaunch.comm.autograd import (
     collect_from,
     copy_to,
     finish,

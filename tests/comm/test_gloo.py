@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from axonlaunch.authentication import derive_key
+from axonlaunch.comm.authentication import derive_key
 from axonlaunch.comm import World, gloo
 
 Run = Callable[..., list[tuple[int | None, str]]]
@@ -26,7 +26,7 @@ WORLD = """
 import os, socket, struct, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from axonlaunch.authentication import Credentials
+from axonlaunch.comm.authentication import Credentials
 from axonlaunch.comm import World, gloo, all_reduce_sum
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
 

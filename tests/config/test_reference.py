@@ -12,7 +12,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.data import DATA_CONFIGS
 from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.config.optimizer import OPTIMIZER_CONFIGS, SCHEDULER_CONFIGS
-from axonlaunch.config.reference import Key, reference
+from axonlaunch.config.key_reference import Key, reference
 
 VARIANTS = [
     *(("model", kind) for kind in MODEL_CONFIGS.values()),

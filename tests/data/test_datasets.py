@@ -15,7 +15,7 @@ from axonlaunch.config.data import (
     TextConfig,
     TokensConfig,
 )
-from axonlaunch.config.problem import ConfigError
+from axonlaunch.config.errors import ConfigError
 from axonlaunch.data import DATASETS, TEXT_DATASETS, build
 
 

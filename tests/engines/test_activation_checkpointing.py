@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch.comm import World
-from axonlaunch.comm.differentiable import reduce_from
+from axonlaunch.comm.autograd import reduce_from
 from axonlaunch.config.model import LlamaConfig
 from axonlaunch.engines.activation_checkpointing import Mode, apply_activation_checkpointing
 from axonlaunch.models.build import build

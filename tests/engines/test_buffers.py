@@ -9,7 +9,7 @@ from parity_table import IMAGES
 from rank_engine import rank_engine
 from torch import Tensor
 
-from axonlaunch import preflight
+from axonlaunch.preflight import checks
 from axonlaunch.comm import World
 from axonlaunch.config.layout import layout
 
@@ -35,7 +35,7 @@ def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
             *(f"launch.nproc={ranks}", "launch.backend=mock", "train.global_batch_size=16"),
         ]
     )
-    assert preflight.check(chosen) == []
+    assert checks.check(chosen) == []
 
     def run(world: World) -> tuple[float, dict[str, Tensor]]:
         engine, loader = rank_engine(chosen, world)

@@ -17,7 +17,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import Batch
 from axonlaunch.models.build import build
-from axonlaunch.models.placement import whole
+from axonlaunch.models.dtensor_regions import whole
 
 BLOCKS, STEPS = 2, 2
 

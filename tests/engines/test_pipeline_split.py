@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from axonlaunch.config.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
-from axonlaunch.division import pipeline_problems
-from axonlaunch.engines.pipeline_split import (
+from axonlaunch.preflight.parallelism import pipeline_problems
+from axonlaunch.engines.pipeline.split import (
     balanced,
     block_names,
     cut,

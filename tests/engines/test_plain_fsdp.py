@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import axonlaunch as ax
 from axonlaunch.config.optimizer import SGDConfig
-from axonlaunch.engines.offload import stream
+from axonlaunch.engines.optimizer.offload import stream
 
 OFFLOADS = list(ax.CPUOffload)
 STREAMED = ["params", "optimizer_states"]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import axonlaunch as ax
 from axonlaunch import data
 from axonlaunch.data.loader import Loader
-from axonlaunch.engines.ddp import DDP
+from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.models.build import build
-from axonlaunch.models.placement import whole
+from axonlaunch.models.dtensor_regions import whole
 
 TOKENS = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
 LAYOUTS = {

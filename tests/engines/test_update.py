@@ -22,12 +22,12 @@ from axonlaunch.config.optimizer import (
     SGDConfig,
     WSDConfig,
 )
-from axonlaunch.engines import zero1
-from axonlaunch.engines.offload import StreamedUpdate
-from axonlaunch.engines.optimizer import learning_rate
+from axonlaunch.engines.data_parallel import zero1
+from axonlaunch.engines.optimizer.offload import StreamedUpdate
+from axonlaunch.engines.optimizer.optimizers import learning_rate
 from axonlaunch.engines.precision import LossScale
-from axonlaunch.engines.update import Update
-from axonlaunch.engines.zero1 import ShardedUpdate
+from axonlaunch.engines.optimizer.step import Update
+from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 
 
 def rates(schedule: SchedulerConfig, steps: int) -> list[float]:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from axonlaunch.flight_record import Call, Record
-from axonlaunch.launch import console
-from axonlaunch.launch.console import _folded, _own_frames
-from axonlaunch.launch.judgement import is_conclusive, judge
-from axonlaunch.launch.reports import Crash, Report, exit_reason, plain_ranks
-from axonlaunch.launch.stacks import locate, main_stack
+from axonlaunch.diagnostics.flight_recorder import Call, Record
+from axonlaunch.launch.output import console
+from axonlaunch.launch.output.console import _folded, _own_frames
+from axonlaunch.launch.failures.root_cause import is_conclusive, judge
+from axonlaunch.launch.failures.report import Crash, Report, exit_reason, plain_ranks
+from axonlaunch.launch.failures.hang import locate, main_stack
 
 
 def report(rank: int, kind: str, reason: str = "") -> Report:
@@ -146,7 +146,7 @@ Thread 0x00007f0a (most recent call first):
 Current thread 0x00007f0b (most recent call first):
   File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2806 in all_reduce
   File "/v/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/w/axonlaunch/trainer.py", line 90 in fit
+  File "/w/axonlaunch/training/trainer.py", line 90 in fit
   File "/w/axonlaunch/launch/rank.py", line 55 in main
 """
 
@@ -156,7 +156,7 @@ def test_who_sleeps_in_a_collective_waits_in_it() -> None:
     assert [frame.name for frame in frames] == ["all_reduce", "wrapper", "fit", "main"]
     where = locate(frames, is_asleep=True)
     assert where.is_waiting
-    assert where.words == "waiting in all_reduce, called by fit (axonlaunch/trainer.py:90)"
+    assert where.words == "waiting in all_reduce, called by fit (axonlaunch/training/trainer.py:90)"
 
 
 def test_who_is_in_code_of_its_own_does_not_wait() -> None:

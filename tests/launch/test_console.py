@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from axonlaunch.events import Started, Stepped
-from axonlaunch.launch.console import RunConsole
+from axonlaunch.launch.output.console import RunConsole
 
 STEP: dict[str, Any] = {
     "step": 3,

@@ -9,8 +9,8 @@ import pytest
 from command import Command
 
 from axonlaunch import config
-from axonlaunch.launch import forkserver
-from axonlaunch.launch.prediction import Prediction
+from axonlaunch.system import forkserver
+from axonlaunch.planning.background_estimate import Prediction
 
 
 def failure(target: str) -> tuple[Exception, str]:
@@ -58,7 +58,7 @@ def test_debug_shows_the_traceback_of_a_rank_and_nothing_else_does(
 ) -> None:
     words = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]
     ran = served("--debug", "verify", *words, status=1)
-    assert "debug: axonlaunch.launch.verify: rank 1 failed" in ran.stderr
+    assert "debug: axonlaunch.verification.runner: rank 1 failed" in ran.stderr
     assert "in forward" in ran.stderr
     assert ran.stdout.endswith("failed\n")
 

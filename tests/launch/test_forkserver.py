@@ -14,9 +14,9 @@ import pytest
 from command import Command, wait_for
 from launchers import logged
 
-from axonlaunch.launch import forkserver
-from axonlaunch.launch.forked import ForkedProcess
-from axonlaunch.whereabouts import state
+from axonlaunch.system import forkserver
+from axonlaunch.system.forked_process import ForkedProcess
+from axonlaunch.diagnostics.wait_detection import state
 
 
 @pytest.fixture

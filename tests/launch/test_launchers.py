@@ -15,7 +15,7 @@ from command import TINY, Command, Served, wait_for
 from launchers import By, ended, logged, needs, slurm, torchrun
 from served import Server
 
-from axonlaunch import host
+from axonlaunch.system import host
 
 RUN = ["train", *TINY, "strategy=fsdp"]
 GATHERED = 55_000

@@ -1,6 +1,6 @@
 """torch's rendezvous, as far as we lean on it.
 
-Where one of these fails after an update of torch, ``launch/rounds.py`` is the one place to change:
+Where one of these fails after an update of torch, ``launch/multinode/rendezvous.py`` is the one place to change:
 look at ``torch.distributed.elastic.rendezvous.dynamic_rendezvous`` for what has moved.
 """
 
@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from command import wait_for
 
-from axonlaunch.authentication import Credentials
-from axonlaunch.launch.rounds import Round, Rounds
+from axonlaunch.comm.authentication import Credentials
+from axonlaunch.launch.multinode.rendezvous import Round, Rounds
 
 
 @pytest.fixture

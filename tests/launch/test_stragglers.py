@@ -12,9 +12,9 @@ import pytest
 from command import Command
 
 from axonlaunch.events import Slowest, Stepped
-from axonlaunch.launch.console import RunConsole
-from axonlaunch.stragglers import Shares, slowest_of
-from axonlaunch.whereabouts import queued_s, waits
+from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.diagnostics.stragglers import Shares, slowest_of
+from axonlaunch.diagnostics.wait_detection import queued_s, waits
 
 SLOW = """
 import os, time
@@ -169,7 +169,7 @@ def test_the_system_tells_for_how_long_a_thread_waited_for_a_core() -> None:
         (["/x/torch/autograd/graph.py"], False, False),
         (["/home/me/model.py", "/x/torch/distributed/fsdp/fully_shard.py"], True, False),
         (["/x/axonlaunch/data/loader.py"], True, False),
-        (["/x/axonlaunch/trainer.py"], True, True),
+        (["/x/axonlaunch/training/trainer.py"], True, True),
         ([], True, False),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from axonlaunch.config import ConfigError
-from axonlaunch.launch.surroundings import Surroundings, find, first_host, settle
+from axonlaunch.launch.cluster_environment import Surroundings, find, first_host, settle
 
 BY_HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
 OPEN_MPI = {

@@ -16,7 +16,8 @@ from launchers import SUPPORT, By, Machines, ended, logged, machines, torchrun
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.schema import LaunchConfig
-from axonlaunch.launch import slurm, token
+from axonlaunch.launch import slurm
+from axonlaunch.launch.multinode import token
 
 SECRET = "a secret of sixteen bytes or more"
 WARNING = "no launch.token_file: whoever can connect to 10.77.0.1:29500 can run code as this user"
@@ -145,7 +146,7 @@ def test_what_ranks_sign_with_is_in_no_argument_variable_or_file_that_others_rea
 
 KEY = """
 import gc, os
-from axonlaunch.authentication import Credentials
+from axonlaunch.comm.authentication import Credentials
 from axonlaunch.comm import gloo
 
 prove = gloo._prove

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from configured import estimate_config
 
-from axonlaunch.engines.pipeline_schedule import Action
-from axonlaunch.planning import actions
-from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.depth import peak
-from axonlaunch.planning.memory import estimate
-from axonlaunch.planning.trace import Event
+from axonlaunch.engines.pipeline.schedule import Action
+from axonlaunch.planning.tracing import extrapolate_schedule
+from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.extrapolate_depth import peak
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing.storage_trace import Event
 
 HIDDEN, LENGTH = 64, 32
 LONG = [
@@ -95,6 +95,6 @@ def test_what_waits_for_its_backward_is_held_as_often_as_forwards_go_ahead() -> 
         held += 10 if action[0] == "F" else -10
     step.append(Event(("update",), [(held, 0), (held + 1, 0)]))
     ahead = [Action("F", 0, n) for n in range(20)] + [Action("B", 0, n) for n in range(20)]
-    long = actions.prolonged(step, rounds=[ahead])
+    long = extrapolate_schedule.prolonged(step, rounds=[ahead])
     assert peak(long) == ((5 + 20 * 10 + 12, 0), 0)
     assert long[-1].points == step[-1].points

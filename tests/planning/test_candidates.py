@@ -7,8 +7,8 @@ from typing import Any
 from axonlaunch import config
 from axonlaunch.config.layout import layout
 from axonlaunch.config.rules import broken_rules, broken_world_rules
-from axonlaunch.planning.candidates import SEARCHED, Candidate, candidates
-from axonlaunch.planning.planner import _overrides
+from axonlaunch.planning.search.candidates import SEARCHED, Candidate, candidates
+from axonlaunch.planning.search.search import _overrides
 
 TINY = [
     "model.hidden_size=32",

@@ -24,14 +24,15 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed import fake_pg
 
 from axonlaunch.config import ConfigError
-from axonlaunch.planning import fake_world, forked
-from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.closed_memory import Formulas
-from axonlaunch.planning.fake_tensors import tensors_without_bytes
-from axonlaunch.planning.memory import estimate
-from axonlaunch.planning.place import traced
-from axonlaunch.planning.trace import StorageTrace, on_device
-from axonlaunch.planning.untraceable import UNTRACEABLE
+from axonlaunch.planning.tracing import fake_world
+from axonlaunch.system import forked_map
+from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.memory.analytic import Formulas
+from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing.stage_trace import traced
+from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
+from axonlaunch.planning.tracing.untraceable import UNTRACEABLE
 
 TINY = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
 
@@ -74,7 +75,7 @@ def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
             trace.finish()
         return max(on_device(point) for event in trace.events for point in event.points)
 
-    assert forked.run([largest]) == [4 << 20]
+    assert forked_map.run([largest]) == [4 << 20]
 
 
 def test_a_backward_is_told_by_its_graph_task() -> None:
@@ -186,7 +187,7 @@ def test_an_update_is_planned_as_torch_plans_it(monkeypatch: pytest.MonkeyPatch)
         assert all(alike(schema) for schema in seen)
         return [torchs(propagator, schema) == OutputSharding(None) for schema in seen]
 
-    [found] = forked.run([planned])
+    [found] = forked_map.run([planned])
     assert found
     assert all(found)
 

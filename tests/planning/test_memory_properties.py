@@ -9,7 +9,7 @@ from configured import estimate_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from axonlaunch.planning.memory import estimate
+from axonlaunch.planning.memory.estimate import estimate
 
 TINY = ["model.num_attention_heads=2", "data=synthetic_tokens", "hardware=cpu"]
 GROWING = {

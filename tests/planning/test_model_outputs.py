@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from axonlaunch import config, preflight
+from axonlaunch import config
+from axonlaunch.preflight import checks
 from axonlaunch import data as datasets
 from axonlaunch.config import ConfigError
 from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.models import register_model
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
-from axonlaunch.planning.model_outputs import output_problems
+from axonlaunch.preflight.model_outputs import output_problems
 
 TOKENS = SyntheticTokensConfig(vocab_size=50, sequence_length=8, num_samples=99)
 IMAGES = SyntheticImagesConfig(image_size=4, num_classes=10, num_samples=99)
@@ -113,7 +114,7 @@ def test_the_model_itself_is_left_as_it_was() -> None:
     assert not model.embed._forward_pre_hooks
 
 
-@pytest.mark.parametrize("resolve", [preflight.resolve, preflight.resolve_anywhere])
+@pytest.mark.parametrize("resolve", [checks.resolve, checks.resolve_anywhere])
 def test_every_command_checks_it_before_anything_starts(resolve: object) -> None:
     register_model("returns", inputs="tokens")(Model)
     words = ["model=returns", "data=synthetic_tokens", "data.vocab_size=50", "launch.nproc=1"]

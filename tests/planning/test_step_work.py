@@ -9,9 +9,10 @@ from configured import estimate_config
 
 from axonlaunch import config as configs
 from axonlaunch.config import ConfigError
-from axonlaunch.planning import forked, step_work
-from axonlaunch.planning.operations import Amount, Kernel, Product, Work, add
-from axonlaunch.planning.step_work import StageWork, StepWork
+from axonlaunch.system import forked_map
+from axonlaunch.planning.throughput import step_work
+from axonlaunch.planning.throughput.operations import Amount, Kernel, Product, Work, add
+from axonlaunch.planning.throughput.step_work import StageWork, StepWork
 
 SMALL = [
     "model=llama_debug",
@@ -30,7 +31,7 @@ def summed(stage: StageWork, *, layers: int, micro_batches: int) -> Work:
 
 def whole(overrides: list[str], *, stage: int = 0) -> Work:
     config = estimate_config(overrides)
-    ((traced,),) = forked.run([lambda: step_work._trace([config], stage=stage)])
+    ((traced,),) = forked_map.run([lambda: step_work._trace([config], stage=stage)])
     return traced.share.work
 
 

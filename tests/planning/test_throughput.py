@@ -6,8 +6,8 @@ import pytest
 from configured import estimate_config
 
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.planning.step_work import StepWork, step_work
-from axonlaunch.planning.throughput import Throughput, flops_per_token, throughput, timed
+from axonlaunch.planning.throughput.step_work import StepWork, step_work
+from axonlaunch.planning.throughput.throughput import Throughput, flops_per_token, throughput, timed
 
 LLAMA = [
     "model=llama3_8b",

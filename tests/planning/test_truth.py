@@ -10,8 +10,8 @@ from configured import estimate_config
 from live_storages import SMALL, Held
 
 from axonlaunch.config.layout import layout
-from axonlaunch.config.schedules import SCHEDULES
-from axonlaunch.planning.memory import estimate
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.planning.memory.estimate import estimate
 
 PIPELINE = "strategy=pipeline strategy.pipeline.schedule"
 FSDP = "strategy=fsdp strategy.fsdp"

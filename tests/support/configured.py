@@ -10,10 +10,10 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch import config as configuration
-from axonlaunch import preflight
+from axonlaunch.preflight import checks
 from axonlaunch.config import RunConfig
-from axonlaunch.launch import planned
-from axonlaunch.planning.unread import without_files
+from axonlaunch.planning import auto_strategy
+from axonlaunch.planning.tracing.shape_only_data import without_files
 
 
 def run_config(overrides: Sequence[str]) -> RunConfig:
@@ -22,7 +22,7 @@ def run_config(overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: The commands refuse it.
     """
-    return preflight.resolve(_loaded(overrides, ()))
+    return checks.resolve(_loaded(overrides, ()))
 
 
 def estimate_config(overrides: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> RunConfig:
@@ -31,7 +31,7 @@ def estimate_config(overrides: Sequence[str], *, config_dirs: Sequence[Path] = (
     Raises:
         ConfigError: The command refuses it.
     """
-    return preflight.resolve_anywhere(without_files(_loaded(overrides, config_dirs)))
+    return checks.resolve_anywhere(without_files(_loaded(overrides, config_dirs)))
 
 
 def _loaded(overrides: Sequence[str], config_dirs: Sequence[Path]) -> RunConfig:
@@ -41,4 +41,4 @@ def _loaded(overrides: Sequence[str], config_dirs: Sequence[Path]) -> RunConfig:
     def server() -> ForkServerContext:
         raise AssertionError("only strategy=auto asks for processes")
 
-    return planned.load(overrides, compose=compose, server=server, config_dirs=config_dirs)
+    return auto_strategy.load(overrides, compose=compose, server=server, config_dirs=config_dirs)

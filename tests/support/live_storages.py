@@ -23,13 +23,14 @@ from axonlaunch.data.dataset import Batch, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
-from axonlaunch.engines.fsdp_memory import FSDPMemoryStats
-from axonlaunch.launch import forkserver
+from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.system import forkserver
 from axonlaunch.models.build import spec_for
-from axonlaunch.planning import actions, depth
-from axonlaunch.planning.live import WATCHED, LivePeak
-from axonlaunch.planning.place import host_categories, measure, step
-from axonlaunch.planning.trace import CATEGORIES, StorageTrace, on_device
+from axonlaunch.planning.tracing import extrapolate_schedule
+from axonlaunch.planning.tracing import extrapolate_depth
+from axonlaunch.planning.memory.live_peak import WATCHED, LivePeak
+from axonlaunch.planning.tracing.stage_trace import host_categories, measure, step
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
 
 SMALL = [
     "model.hidden_size=64",
@@ -61,7 +62,7 @@ def measured(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[int]]
 
 def _by_case(function: str, cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Any]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     with tempfile.TemporaryDirectory() as folder:
         calls = [(cases, rank, ranks, folder) for rank in range(ranks)]
         by_rank = forkserver.call_together(context, function, calls)
@@ -76,7 +77,7 @@ def stats(overrides: tuple[str, ...], *, ranks: int) -> list[Stats]:
         activations that a micro-batch left on each stage.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     with tempfile.TemporaryDirectory() as folder:
         calls = [(overrides, rank, ranks, folder) for rank in range(ranks)]
         return forkserver.call_together(context, "live_storages:_stats_on_rank", calls)
@@ -88,7 +89,7 @@ def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: st
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     with World.init(backend="gloo", store=store) as world:
         trace = StorageTrace()
-        actions.watch(trace)
+        extrapolate_schedule.watch(trace)
         engine, batch = _engine(overrides, world, storing=lambda: trace)
         with trace:
             for _ in range(2):
@@ -97,7 +98,7 @@ def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: st
                 engine.update()
                 stats = engine.memory_stats()
                 trace.finish()
-                left = actions.left_by_forward(trace.events)
+                left = extrapolate_schedule.left_by_forward(trace.events)
                 trace.forget()
         return stats, left
 
@@ -163,17 +164,17 @@ def _held(overrides: tuple[str, ...], world: World) -> Held:
         with trace.during("temporary"):
             engine.update()
         measure(engine, batch, trace, spec=spec_for(config.model))
-        peaks = [depth.peak(trace.events)]
+        peaks = [extrapolate_depth.peak(trace.events)]
         # Gloo's threads may let go of a buffer late, which only ever adds.
         for _ in range(2):
             step(engine, batch, trace)
-            peaks.append(depth.peak(trace.events))
+            peaks.append(extrapolate_depth.peak(trace.events))
         trace.forget()
         engine.evaluate(batch)
         trace.finish()
     point, host = min(peaks, key=lambda peak: on_device(peak[0]))
     categories = dict(zip(CATEGORIES, point, strict=False))
-    evaluation = on_device(depth.peak(trace.events)[0])
+    evaluation = on_device(extrapolate_depth.peak(trace.events)[0])
     place = layout(config, world_size=world.world_size).coordinates(world.rank)["cp"]
     return {
         **categories,

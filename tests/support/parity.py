@@ -12,7 +12,7 @@ from torch import Tensor
 
 from axonlaunch.comm import World
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch
-from axonlaunch.models.placement import whole
+from axonlaunch.models.dtensor_regions import whole
 
 STEPS = 2  # the second takes the first update, and the states that it made
 # The key projection's bias has a gradient of zero, for softmax ignores it, so what rounding leaves

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from axonlaunch.comm.errors import say_ranks
-from axonlaunch.comm.mock.meeting import Board, here
+from axonlaunch.comm.mock.exchange import Board, here
 
 # The methods are torch's, and documented there.
 # ruff: noqa: D102

@@ -22,10 +22,10 @@ import torch.distributed.nn.functional
 
 from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.errors import CommError, RankFailedError
-from axonlaunch.comm.mock.baton import Baton
-from axonlaunch.comm.mock.group import MockProcessGroup
-from axonlaunch.comm.mock.internals import forget_meshes_of_thread, isolated_threads
-from axonlaunch.comm.mock.meeting import Board, here
+from axonlaunch.comm.mock.turn_scheduler import Baton
+from axonlaunch.comm.mock.process_group import MockProcessGroup
+from axonlaunch.comm.mock.torch_internals import forget_meshes_of_thread, isolated_threads
+from axonlaunch.comm.mock.exchange import Board, here
 from axonlaunch.comm.mock.store import MockStore
 
 P = ParamSpec("P")
