@@ -232,7 +232,10 @@ _ROOMS = {
     "axonlaunch.engines.data_parallel.ddp": ("DDP",),
     "axonlaunch.engines.data_parallel.fsdp": ("CPUOffload", "FSDP", "ShardingStrategy"),
     "axonlaunch.engines.data_parallel.fsdp_memory": ("FSDPMemoryEstimate", "FSDPMemoryStats"),
-    "axonlaunch.engines.data_parallel.gradient_synchronizer": ("GradSyncStrategy", "GradientSynchronizer"),
+    "axonlaunch.engines.data_parallel.gradient_synchronizer": (
+        "GradSyncStrategy",
+        "GradientSynchronizer",
+    ),
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline.schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline.timeline": ("PipelineMemoryStats",),

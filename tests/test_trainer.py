@@ -11,11 +11,11 @@ import pytest
 import torch
 from configured import run_config
 
-from axonlaunch.training import worker
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import Batch
 from axonlaunch.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped
+from axonlaunch.training import worker
 from axonlaunch.training.metrics import MetricsFile
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]

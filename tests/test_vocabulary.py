@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch import config
-from axonlaunch.training import worker
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.config import ConfigError, RunConfig, replaced
 from axonlaunch.models import register_model
+from axonlaunch.training import worker
 
 
 class Values(nn.Module):

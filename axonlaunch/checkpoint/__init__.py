@@ -4,6 +4,8 @@ torch.distributed.checkpoint does the storage; any layout reads what any layout 
 (``checkpoint.saver``) imports torch; what is here does so only when it opens a checkpoint.
 """
 
+from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
+from axonlaunch.checkpoint.reader import differences, load, load_model, saved_states
 from axonlaunch.checkpoint.step_folders import (
     Retention,
     damaged,
@@ -12,8 +14,6 @@ from axonlaunch.checkpoint.step_folders import (
     resolve,
     sweep_partial,
 )
-from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
-from axonlaunch.checkpoint.reader import differences, load, load_model, saved_states
 
 __all__ = [
     "Checkpoint",

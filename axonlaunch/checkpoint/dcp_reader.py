@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 from zlib_ng.zlib_ng import crc32
 
-from axonlaunch.system import files
 from axonlaunch.checkpoint import index, manifest
 from axonlaunch.checkpoint.manifest import DamagedError
 from axonlaunch.checkpoint.storage import is_remote
+from axonlaunch.system import files
 
 __all__ = ["FileSystem", "LocalFileSystem", "only_tensors", "read_index", "source"]
 

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from zlib_ng.zlib_ng import crc32
 
 from axonlaunch.checkpoint import index
-from axonlaunch.checkpoint.direct_io import DirectFile
-from axonlaunch.checkpoint.step_folders import complete, partial_of, prepare
-from axonlaunch.checkpoint.manifest import INDEX, Checkpoint, Sum
 from axonlaunch.checkpoint.dcp_reader import FileSystem as Remote
+from axonlaunch.checkpoint.direct_io import DirectFile
+from axonlaunch.checkpoint.manifest import INDEX, Checkpoint, Sum
+from axonlaunch.checkpoint.step_folders import complete, partial_of, prepare
 from axonlaunch.checkpoint.storage import is_remote
 
 _LOWEST = 19

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from axonlaunch.checkpoint import reader
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint import reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
 from axonlaunch.config import RunConfig
 

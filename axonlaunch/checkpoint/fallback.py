@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from axonlaunch.checkpoint import reader
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint import reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
 from axonlaunch.checkpoint.storage import CHECKPOINTS, filesystem, is_remote, kept_by, sizes
 from axonlaunch.system.files import read_text, replace_text

@@ -29,9 +29,9 @@ from torch.futures import Future
 from axonlaunch.checkpoint.manifest import is_name
 from axonlaunch.checkpoint.reader import MODEL
 from axonlaunch.config import ConfigError, Problem
-from axonlaunch.system.files import opened, read_text
 from axonlaunch.models import hugging_face
 from axonlaunch.models.hugging_face import Place
+from axonlaunch.system.files import opened, read_text
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"

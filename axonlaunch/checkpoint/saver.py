@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from axonlaunch.checkpoint import step_folders
-from axonlaunch.checkpoint.step_folders import Retention
-from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.dcp_writer import Writer
+from axonlaunch.checkpoint.manifest import Checkpoint
+from axonlaunch.checkpoint.step_folders import Retention
 from axonlaunch.comm import World
 
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from axonlaunch.system import files
 from axonlaunch.checkpoint.manifest import DamagedError
 from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, to_yaml
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import SCHEME, is_url
+from axonlaunch.system import files
 
 CHECKPOINTS = "checkpoints"
 

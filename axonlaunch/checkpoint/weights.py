@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.checkpoint import reader
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint import reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place
 from axonlaunch.config import CONFIG as RUN_CONFIG

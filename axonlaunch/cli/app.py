@@ -112,8 +112,8 @@ def _show_traceback(error: Exception) -> None:
 
 def _refusal(error: Exception) -> str:
     """Return what this machine refused, and what to do; empty for a bug of ours."""
-    from axonlaunch.system.forkserver import ForkServerError
     from axonlaunch.launch.failures.report import cause_of, plain_error
+    from axonlaunch.system.forkserver import ForkServerError
 
     if isinstance(error, ForkServerError):
         return str(error)

@@ -57,8 +57,7 @@ def _root(context: typer.Context) -> None:
 @app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
 def ls(run_dir: RunDir, as_json: Json = False) -> None:
     """List a run's checkpoints."""
-    from axonlaunch.checkpoint import damaged, fallback
-    from axonlaunch.checkpoint import step_folders
+    from axonlaunch.checkpoint import damaged, fallback, step_folders
     from axonlaunch.checkpoint.storage import reaching
 
     _folder(run_dir)
@@ -76,7 +75,7 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from axonlaunch.planning.reports.memory_table import size
+    from axonlaunch.system.formatting import size
 
     console = Console(highlight=False)
     if not rows and not wrong and not aside:
@@ -104,8 +103,7 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
 @app.command("check", help="Read every file again, and look for every parameter.")
 def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     """Read every file again, and look for every parameter."""
-    from axonlaunch.checkpoint import damaged
-    from axonlaunch.checkpoint import diff
+    from axonlaunch.checkpoint import damaged, diff
     from axonlaunch.checkpoint.storage import reaching
 
     _folder(run_dir)
@@ -246,8 +244,7 @@ def _about(found: Checkpoint) -> dict[str, Any]:
 
 def _all(path: Path) -> list[Checkpoint]:
     """Return the checkpoint that a path is, or those of the run that it is."""
-    from axonlaunch.checkpoint import listed
-    from axonlaunch.checkpoint import step_folders
+    from axonlaunch.checkpoint import listed, step_folders
 
     one = step_folders.read(step_folders.named(path))
     return [one] if one else listed(path)

@@ -60,8 +60,8 @@ def command(
 
 def _accelerators() -> int:
     """Ask a process that has torch, as ``train`` does, which decides by it what is ``auto``."""
-    from axonlaunch.system import forkserver
     from axonlaunch.launch.output.spinner import telling
+    from axonlaunch.system import forkserver
 
     with telling("looking for accelerators"), forkserver.warm() as context:
         count: int = forkserver.call(context, "axonlaunch.preflight.checks:accelerators")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.plotting import check_plot, save
 from axonlaunch.launch.output.spinner import telling
 
 if TYPE_CHECKING:
@@ -64,8 +65,6 @@ def command(
 
         raise ConfigError([Problem("", "--formula: --exact traces every layer; use one of both")])
     if plot is not None:
-        from axonlaunch.cli.plotting import check_plot
-
         check_plot(plot)
     with forkserver.warm() as context:
         from rich.console import Console
@@ -81,9 +80,9 @@ def command(
             )
             found = forecast(context, config, exact=exact, formula=formula)
         if plot is not None:
-            from axonlaunch.planning.reports.memory_plot import plot as draw
+            from axonlaunch.planning.reports.memory_plot import draw
 
-            draw(found, plot)
+            save(draw(found), plot)
         if as_json:
             print_json(as_object(found, *searched(context, config, found)))
             return
@@ -130,8 +129,8 @@ def show(found: Forecast, console: Console) -> None:
     """Print an estimate: what it is of, a table, bars, and whether it fits."""
     from rich.text import Text
 
-    from axonlaunch.launch.output.console import quantity
     from axonlaunch.planning.reports import memory_table
+    from axonlaunch.system.formatting import quantity
 
     known = found.estimate
     ranks = "1 rank" if known.world_size == 1 else f"{known.world_size:,} ranks"
@@ -142,7 +141,9 @@ def show(found: Forecast, console: Console) -> None:
     console.print(memory_table.table(known))
     console.print()
     width = console.width
-    console.print(memory_table.bars(known, memory_bytes=found.memory_bytes, width=width), no_wrap=True)
+    console.print(
+        memory_table.bars(known, memory_bytes=found.memory_bytes, width=width), no_wrap=True
+    )
     console.print()
     for label, text, style in memory_table.conclusions(found):
         lines = textwrap.wrap(text, width - _LABEL)
@@ -176,10 +177,11 @@ def show_remedy(remedy: Remedy, console: Console) -> None:
     from rich.text import Text
 
     from axonlaunch.planning.reports import memory_table
+    from axonlaunch.system.formatting import size
 
     console.print()
     console.print(Text(" ".join(remedy.overrides), style="bold"), soft_wrap=True)
-    lines = [f"{memory_table.size(remedy.process_bytes)} per rank", *remedy.costs]
+    lines = [f"{size(remedy.process_bytes)} per rank", *remedy.costs]
     if remedy.host_memory is not None:
         lines.append(f"host memory: {memory_table.of_host(remedy.host_memory)}")
     for line in lines:

@@ -49,8 +49,8 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Find the fastest layouts that fit."""
-    from axonlaunch.system import forkserver
     from axonlaunch.planning.plan import experiment, plan
+    from axonlaunch.system import forkserver
 
     count = _checked(devices, write)
     began = time.monotonic()

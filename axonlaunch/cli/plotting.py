@@ -1,4 +1,4 @@
-"""Pictures of figures, PNG or SVG, written whole or not at all.
+"""Figures as files, PNG or SVG, written whole or not at all.
 
 It draws nothing itself and refuses other kinds of files; without matplotlib it says how to install
 it.
@@ -10,8 +10,6 @@ import io
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from axonlaunch.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,6 +32,8 @@ def check_plot(path: Path) -> None:
     elif find_spec("matplotlib") is None:
         reason = "matplotlib is not installed; pip install 'axonlaunch[plot]'"
     if reason:
+        from axonlaunch.config import ConfigError, Problem
+
         raise ConfigError([Problem("--plot", reason, str(path))])
 
 
@@ -48,5 +48,7 @@ def save(figure: Figure, path: Path) -> None:
     try:
         path.write_bytes(drawn.getvalue())
     except OSError as error:
+        from axonlaunch.config import ConfigError, Problem
+
         reason = f"can't be written: {error.strerror}"
         raise ConfigError([Problem("--plot", reason, str(path))]) from None

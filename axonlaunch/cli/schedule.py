@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.plotting import check_plot, save
 from axonlaunch.launch.output.spinner import telling
 
 HELP = "Draw the pipeline's schedule. Who does what when, and who waits."
@@ -55,8 +56,6 @@ def command(
     shares = layout(config, world_size=world_size(config))
 
     if plot is not None:
-        from axonlaunch.cli.plotting import check_plot
-
         check_plot(plot)
     from axonlaunch.engines.pipeline import timeline_plot
     from axonlaunch.engines.pipeline.schedule import PipelineSchedule
@@ -74,15 +73,15 @@ def command(
     )
     stats = PipelineMemoryStats.from_schedule(schedule)
     if memory:
-        from axonlaunch.system import forkserver
         from axonlaunch.planning.estimate import foretold
         from axonlaunch.planning.memory.engine_stats import pipeline_stats
+        from axonlaunch.system import forkserver
 
         with forkserver.warm() as context, telling("tracing a step"):
             found = foretold(context, replaced(config, {"hardware": None}))
         stats = pipeline_stats(found, schedule)
     if plot is not None:
-        timeline_plot.plot(times, plot)
+        save(timeline_plot.draw(times), plot)
     if as_json:
         print_json(
             {
@@ -121,7 +120,7 @@ def command(
     console.print(text_timeline(times, width=console.width), no_wrap=True)
     console.print(text_stats(stats, width=console.width), markup=False)
     if stats.activation_bytes is not None:
-        from axonlaunch.planning.reports.memory_table import size
+        from axonlaunch.system.formatting import size
 
         held = " ".join(f"{n}:{size(held)}" for n, held in enumerate(stats.activation_bytes))
         console.print(f"in bytes     {held}", markup=False)

@@ -65,10 +65,8 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Train a model."""
-    from axonlaunch.system import forkserver
-    from axonlaunch.system import limits
-    from axonlaunch.system import streams
     from axonlaunch.launch.environment_variables import may_be_rank
+    from axonlaunch.system import forkserver, limits, streams
 
     if dry_run:
         _dry_run(overrides or [], config_dir or [], config_name, multirun, as_json)

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from axonlaunch.comm.mismatch_check import agree, agree_with
-from axonlaunch.comm.backend import Backend, ReduceOp
 from axonlaunch.comm.argument_checks import (
     REDUCED_AS,
     bad_dim_0,
@@ -25,8 +23,10 @@ from axonlaunch.comm.argument_checks import (
     device_of,
     is_me,
 )
+from axonlaunch.comm.backend import Backend, ReduceOp
 from axonlaunch.comm.errors import say_tensor
 from axonlaunch.comm.json_exchange import all_gather_json
+from axonlaunch.comm.mismatch_check import agree, agree_with
 from axonlaunch.comm.process_group import ProcessGroup, default_group
 from axonlaunch.comm.torch_compat import all_gather_single, reduce_scatter_single
 

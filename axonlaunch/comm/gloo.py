@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from axonlaunch.comm.authentication import derive_key
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
+from axonlaunch.comm.authentication import derive_key
 from axonlaunch.comm.errors import UnreachableRankError
 
 DEADLINE_S = 20.0

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonlaunch.comm.mismatch_check import agree
-from axonlaunch.comm.backend import ReduceOp
 from axonlaunch.comm.argument_checks import bad_op, bad_tensor, device_of
+from axonlaunch.comm.backend import ReduceOp
 from axonlaunch.comm.collectives import group_or_default, reduce_values
 from axonlaunch.comm.errors import say_tensor
 from axonlaunch.comm.gradient_bucket import GradientBucket, buckets
+from axonlaunch.comm.mismatch_check import agree
 from axonlaunch.comm.process_group import ProcessGroup
 
 BUCKET_BYTES = 25 * 2**20

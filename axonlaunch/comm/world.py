@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from axonlaunch.comm import nccl
-from axonlaunch.comm.mismatch_check import agree
 from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.errors import NcclError
 from axonlaunch.comm.gloo import proven_groups
 from axonlaunch.comm.mesh import Mesh
+from axonlaunch.comm.mismatch_check import agree
 from axonlaunch.comm.process_group import ProcessGroup, default_group
 from axonlaunch.comm.rendezvous import Place, find_place, gloo_towards, open_store
 

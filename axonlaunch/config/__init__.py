@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.compose import DEFAULT_ORIGIN, Composed, Composer
-from axonlaunch.config.model import MODEL_CONFIGS
-from axonlaunch.config.plugins import import_entry_point, import_plugins, search_here
 from axonlaunch.config.errors import ConfigError, Problem
+from axonlaunch.config.model import MODEL_CONFIGS
+from axonlaunch.config.plain import LARGEST_YAML, leaves, read_yaml, replaced, to_tree, to_yaml
+from axonlaunch.config.plugins import import_entry_point, import_plugins, search_here
 from axonlaunch.config.rules import broken_rules
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.config.plain import LARGEST_YAML, leaves, read_yaml, replaced, to_tree, to_yaml
 from axonlaunch.config.trust import foreign_code
 from axonlaunch.config.validate import validate
 from axonlaunch.system.files import read_text

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from axonlaunch.config.layout import Layout, layout, model_ranks, stages_per_rank
 from axonlaunch.config.errors import Problem, divisor_of, divisors, one_of
+from axonlaunch.config.layout import Layout, layout, model_ranks, stages_per_rank
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import PipelineConfig, RunConfig
 

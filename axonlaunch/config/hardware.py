@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-GIB = 1024**3
+from axonlaunch.system.formatting import GIB as GIB
 
 
 @dataclass(frozen=True, kw_only=True)

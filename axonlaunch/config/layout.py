@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from axonlaunch.config.plain import replaced
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import RunConfig, StrategyConfig
-from axonlaunch.config.plain import replaced
 
 DataParallel = Literal["none", "ddp", "zero1", "fsdp"]
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from axonlaunch.config.layout import model_ranks, nodes, replicas, world_size
-from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.degree_rules import (
     broken_degrees,
     broken_rounds,
@@ -21,8 +19,10 @@ from axonlaunch.config.degree_rules import (
     legal_micro_batch_sizes,
 )
 from axonlaunch.config.errors import Problem, divisor_of, one_of
-from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
+from axonlaunch.config.layout import model_ranks, nodes, replicas, world_size
+from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.plain import replaced
+from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
 from axonlaunch.config.url import is_url
 
 _LONGEST_NAME, _LONGEST_PATH = 240, 2048

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
-from axonlaunch.config.model import MODEL_CONFIGS
-from axonlaunch.config.plugins import ENTRY_POINT_GROUP
 from axonlaunch.config.errors import Problem
+from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.config.plain import line_of
+from axonlaunch.config.plugins import ENTRY_POINT_GROUP
 
 
 def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[Problem]:

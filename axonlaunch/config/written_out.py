@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from axonlaunch.config.layout import layout, nodes, resolved, world_size
 from axonlaunch.config.errors import ConfigError
+from axonlaunch.config.layout import layout, nodes, resolved, world_size
+from axonlaunch.config.plain import replaced
 from axonlaunch.config.rules import broken_sizes
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.config.plain import replaced
 
 
 def written_out(config: RunConfig, *, accelerators: int) -> RunConfig:

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 Owner: TypeAlias = Literal["axonlaunch", "torch", "python", "user"]
 
-_OURS = f"{Path(__file__).parent}{os.sep}"
+_OURS = f"{Path(__file__).parent.parent}{os.sep}"
 _PYTHONS = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _TORCHS = re.compile(_PACKAGES.pattern + r"torch[/\\]")

@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
+from axonlaunch.diagnostics.wait_detection import waits
 from axonlaunch.events import Slowest
-from axonlaunch.diagnostics.wait_detection import queued_s, state, waits
+from axonlaunch.system.process_state import queued_s, state
 
 _INTERVAL_S = 0.02
 _ENOUGH_S = 0.5

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.hardware import GIB
-from axonlaunch.system.disk import free_bytes
-from axonlaunch.system import forkserver
 from axonlaunch.doctor import measured_hardware
+from axonlaunch.system import forkserver
+from axonlaunch.system.disk import free_bytes
 
 
 def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
@@ -29,7 +29,10 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
         else:
             backends["nccl"] = {"works": False, "reason": report["nccl"]["reason"]}
         if ranks is not None:
-            report |= {"measured_ranks": ranks, "measured": measured_hardware.measure(context, ranks=ranks)}
+            report |= {
+                "measured_ranks": ranks,
+                "measured": measured_hardware.measure(context, ranks=ranks),
+            }
     report["backends"] = backends
     report["run_folder"] = str(run_folder.absolute())
     report["disk_free_gib"] = round(free_bytes(run_folder)[1] / GIB, 1)

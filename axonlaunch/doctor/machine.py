@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axonlaunch.system import host
 from axonlaunch.comm import World, all_reduce_sum, nccl
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config.hardware import GIB
+from axonlaunch.system import host
 
 
 def machine() -> dict[str, Any]:

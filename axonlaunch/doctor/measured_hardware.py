@@ -17,10 +17,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.system import host
 from axonlaunch.config.hardware import GIB, HardwareConfig
-from axonlaunch.system import forkserver
-from axonlaunch.planning import estimate_cache
+from axonlaunch.system import cache, forkserver, host
 
 _ROUND = 4
 """Digits of a figure that a measurement bears."""
@@ -50,7 +48,9 @@ def measure(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         calls = [(rank, ranks, threads, store) for rank in range(ranks)]
-        found, *_ = forkserver.call_together(context, "axonlaunch.doctor.microbenchmarks:on_rank", calls)
+        found, *_ = forkserver.call_together(
+            context, "axonlaunch.doctor.microbenchmarks:on_rank", calls
+        )
     figures = {name: _rounded(value) for name, value in found.items()}
     figures |= {
         "memory_gib": _rounded(host.memory_bytes() / ranks / GIB),
@@ -80,14 +80,14 @@ def _kept(ranks: int) -> dict[str, Any] | None:
 
 
 def _keep(ranks: int, figures: dict[str, Any]) -> None:
-    estimate_cache.keep(_file(ranks), json.dumps(figures, indent=1))
+    cache.keep(_file(ranks), json.dumps(figures, indent=1))
 
 
 def _file(ranks: int) -> Path:
     """Return where figures are kept: by processor, cores and torch, which they depend on."""
     about = (_processor(), sorted(os.sched_getaffinity(0)), version("torch"), _source())
     name = sha256(repr(about).encode()).hexdigest()[:16]
-    return host.cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
+    return cache.cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
 
 
 def _processor() -> str:

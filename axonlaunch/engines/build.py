@@ -27,20 +27,20 @@ from axonlaunch.engines.context.context import CHUNKS, ContextAxis
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
+from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.device_mesh import context_group, run_mesh, sharding_mesh
+from axonlaunch.engines.forward_backward import Loss, Passes, PipelinePasses, WholePasses
 from axonlaunch.engines.mesh_engine import MeshEngine
 from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
 from axonlaunch.engines.optimizer.optimizers import learning_rate
-from axonlaunch.engines.forward_backward import Loss, Passes, PipelinePasses, WholePasses
+from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.pipeline import Pipeline
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.split import Part, cut, parts, stage_counts
+from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
 from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded_policy
 from axonlaunch.engines.tensor.loss import vocab_parallel_cross_entropy_sum
 from axonlaunch.engines.tensor.parallelize import has_divided_logits, parallelize
-from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
-from axonlaunch.engines.optimizer.step import Update
-from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.models.build import construct, spec_for, start
 from axonlaunch.models.spec import ModelSpec
 

@@ -25,9 +25,9 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.forward_backward import Loss, Passes
-from axonlaunch.engines.precision import LossScale
-from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.optimizer.step import Update
+from axonlaunch.engines.pipeline.tied_weights import TiedGradients
+from axonlaunch.engines.precision import LossScale
 from axonlaunch.models.spec import IGNORE_INDEX
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, Problem, RunConfig
 from axonlaunch.launch import slurm
-from axonlaunch.system import forkserver
+from axonlaunch.launch.launcher import loaded
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, prepared
-from axonlaunch.launch.launcher import loaded
 from axonlaunch.planning.records import Forecast
 from axonlaunch.planning.tracing.shape_only_data import naming_files, without_files
+from axonlaunch.system import forkserver
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,14 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.config.schema import LaunchConfig
-from axonlaunch.launch import sweep
-from axonlaunch.system import forkserver
-from axonlaunch.launch.local import launcher as local_launcher
-from axonlaunch.planning import auto_strategy
-from axonlaunch.launch import run_dir
-from axonlaunch.launch import cluster_environment
-from axonlaunch.launch.external.launcher_process import LauncherProcess
-from axonlaunch.planning.auto_strategy import Compose
+from axonlaunch.launch import cluster_environment, run_dir, sweep
 from axonlaunch.launch.cluster_environment import Surroundings
+from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.local import launcher as local_launcher
 from axonlaunch.launch.output.spinner import telling
+from axonlaunch.planning import auto_strategy
+from axonlaunch.planning.auto_strategy import Compose
+from axonlaunch.system import forkserver
 
 
 def start(

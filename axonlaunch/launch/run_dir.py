@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch import checkpoint
-from axonlaunch.system import host
 from axonlaunch.checkpoint import storage
 from axonlaunch.config import (
     CONFIG,
@@ -29,10 +28,11 @@ from axonlaunch.config import (
     to_tree,
     to_yaml,
 )
-from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.errors import plain
+from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
+from axonlaunch.system import host
 from axonlaunch.system.files import read_text, replace_text
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

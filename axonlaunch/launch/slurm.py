@@ -19,9 +19,9 @@ from typing import Any
 from axonlaunch import config as configuration
 from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig
 from axonlaunch.config.url import is_url
-from axonlaunch.system.files import replace_text
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.multinode import token
+from axonlaunch.system.files import replace_text
 
 SCRIPT = "job.sbatch"
 JOB = "job.yaml"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from axonlaunch.config.model import CustomConfig
 from axonlaunch.config.errors import ConfigError, Problem
+from axonlaunch.config.model import CustomConfig
 from axonlaunch.models.initialization import initialize, materialize
 from axonlaunch.models.registry import MODELS
 from axonlaunch.models.spec import ModelSpec

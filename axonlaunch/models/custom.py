@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from axonlaunch.config.model import CustomConfig
 from axonlaunch.config.errors import ConfigError, Problem
+from axonlaunch.config.model import CustomConfig
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.registry import load

@@ -8,6 +8,7 @@ arguments is left to torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -263,3 +264,8 @@ def _same(result: FakeTensor, made: Any) -> bool:
         )
 
     return bool(told(result) == told(made))
+
+
+def silence_fake_tensors() -> None:
+    """Let fake tensors raise alone: torch logs what it raises, too."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from axonlaunch.config.model import GPTConfig, LlamaConfig
 from axonlaunch.config.errors import ConfigError, Problem
+from axonlaunch.config.model import GPTConfig, LlamaConfig
 from axonlaunch.config.plain import to_tree
 from axonlaunch.config.validate import validate
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import nodes, resolved, world_size
 from axonlaunch.config.errors import one_of
-from axonlaunch.system import forkserver
+from axonlaunch.config.layout import nodes, resolved, world_size
 from axonlaunch.planning.plan import searched
+from axonlaunch.system import forkserver
 
 Compose = Callable[[Sequence[str]], Composed]
 

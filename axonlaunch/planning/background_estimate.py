@@ -10,10 +10,10 @@ import dataclasses
 
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.system import forkserver
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.records import Estimate
 from axonlaunch.planning.tracing.shape_only_data import without_files
+from axonlaunch.system import forkserver
 
 PATIENCE_S = 60.0
 """Seconds after the run's end in which it is waited for."""

@@ -14,17 +14,15 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch import config as configuration
-from axonlaunch.system import host
 from axonlaunch.config import Composed, ConfigError, Problem, RunConfig, replaced
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import layout, resolved
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.system import forkserver
-from axonlaunch.planning import auto_strategy
-from axonlaunch.planning import estimate_cache
+from axonlaunch.planning import auto_strategy, estimate_cache
 from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched
-from axonlaunch.planning.tracing.shape_only_data import naming_files, without_files
 from axonlaunch.planning.search.workload import host_memory, workload
+from axonlaunch.planning.tracing.shape_only_data import naming_files, without_files
+from axonlaunch.system import forkserver, host
 
 STATES_ALONE = (
     "by closed formulas: parameters, their gradients and optimizer states, and what is gathered of "
@@ -204,9 +202,9 @@ def remedied(config: RunConfig, found: Estimate) -> Generator[Remedy, None, Sear
         ConfigError: The model can't be traced on one device.
     """
     began = time.monotonic()
-    from axonlaunch.planning.search import remedies
     from axonlaunch.planning.memory import estimate as memory_estimate
     from axonlaunch.planning.memory.analytic import Formulas
+    from axonlaunch.planning.search import remedies
     from axonlaunch.preflight.checks import resolve_anywhere
 
     forkserver.lead_group()

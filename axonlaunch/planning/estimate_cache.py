@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
@@ -16,10 +15,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.system import host
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.layout import world_size
 from axonlaunch.planning.records import Estimate, RankEstimate
+from axonlaunch.system import cache
+from axonlaunch.system.cache import keep
 
 _OURS = ("mlp", "gpt", "llama", "vit")
 _MOST = 1000
@@ -75,21 +75,9 @@ def _forget_old() -> None:
                 file.unlink()
 
 
-def keep(file: Path, text: str) -> None:
-    """Write a file of the cache at once; where the folder can't be written, none is kept."""
-    partial = file.with_suffix(f".{os.getpid()}")  # of its own, for several may write at once
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
-        partial.replace(file)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()
-
-
 def folder() -> Path:
     """Return where estimates are kept."""
-    return host.cache_folder() / "estimates"
+    return cache.cache_folder() / "estimates"
 
 
 def _is_ours(config: RunConfig) -> bool:

@@ -13,14 +13,14 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
+from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import nodes
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.config.errors import one_of
 from axonlaunch.config.schema import GROUPS
-from axonlaunch.system import forkserver
 from axonlaunch.doctor import measured_hardware
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.tracing.shape_only_data import naming_files, without_files
+from axonlaunch.system import forkserver
 
 
 def plan(
@@ -96,8 +96,7 @@ def search(config: RunConfig, devices: int, given: Sequence[str], wanted: int) -
     Raises:
         ConfigError: No layout fits, or it can't be told.
     """
-    from axonlaunch.planning.search import candidates
-    from axonlaunch.planning.search import search
+    from axonlaunch.planning.search import candidates, search
     from axonlaunch.preflight.checks import resolve_anywhere
 
     forkserver.lead_group()  # it forks a process for each trace

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from axonlaunch.checkpoint import fallback, reader, weights
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint import fallback, reader, step_folders, weights
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place, reaching
 from axonlaunch.config import ConfigError, Problem, RunConfig

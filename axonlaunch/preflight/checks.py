@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from axonlaunch import data
-from axonlaunch.system import host
-from axonlaunch.preflight.checkpoint import checkpoint_problems
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.hardware import GIB
@@ -25,7 +23,10 @@ from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import broken_rules
 from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
-from axonlaunch.system.disk import free_bytes
+from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.spec import ModelSpec
+from axonlaunch.preflight.checkpoint import checkpoint_problems
+from axonlaunch.preflight.model_outputs import output_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
     listed,
@@ -33,10 +34,9 @@ from axonlaunch.preflight.parallelism import (
     sharding_problems,
     tensor_problems,
 )
-from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.spec import ModelSpec
-from axonlaunch.preflight.model_outputs import output_problems
-from axonlaunch.planning.reports.memory_table import size
+from axonlaunch.system import host
+from axonlaunch.system.disk import free_bytes
+from axonlaunch.system.formatting import size
 
 FP32 = 4
 """Bytes of a parameter's element, of its gradient and of each of its optimizer states."""

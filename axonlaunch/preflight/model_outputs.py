@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from axonlaunch.config import Problem
 from axonlaunch.data.dataset import Dataset, sample_inputs
+from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec, not_a_tensor
-from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
-from axonlaunch.planning.tracing.untraceable import silence_fake_tensors
 
 _SAMPLES = 2
 """Of the micro-batch: batch normalisation refuses one."""

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from axonlaunch.config import Problem, RunConfig
-from axonlaunch.config.layout import stages_per_rank
 from axonlaunch.config.errors import one_of
+from axonlaunch.config.layout import stages_per_rank
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import block_names, cuttable, kept_everywhere, missing_ends
+from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.tensor.parallelize import problems as plan_problems
 from axonlaunch.engines.tensor.plan_checks import styled
-from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 

@@ -11,7 +11,7 @@ import signal
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-from axonlaunch.diagnostics.wait_detection import state
+from axonlaunch.system.process_state import state
 
 _STATUS_S = 2.0
 """Seconds that the server gets to report how a process ended that has ended."""

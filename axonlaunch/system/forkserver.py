@@ -22,10 +22,10 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from axonlaunch.registry import load
 from axonlaunch.system import temporary_folders
 from axonlaunch.system.forked_process import ForkedProcess
-from axonlaunch.registry import load
-from axonlaunch.diagnostics.wait_detection import state
+from axonlaunch.system.process_state import state
 
 Starter: TypeAlias = ForkServerContext | SpawnContext
 """What starts a process: the warm server, or a new interpreter where there is none."""

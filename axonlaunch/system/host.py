@@ -16,13 +16,6 @@ def threads(*, ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def cache_folder() -> Path:
-    """Return what is ours of the user's cache, by the XDG base directory specification."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
-    return base / "axonlaunch"
-
-
 def private_folder(path: Path) -> Path:
     """Make a folder, unless it is there, that this user alone can enter.
 

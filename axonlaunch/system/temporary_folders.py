@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from axonlaunch.system import host
+from axonlaunch.system import cache, host
 
 _PREFIX = "axonlaunch-"
 _LOCK = ".lock"
@@ -56,7 +56,7 @@ def keep_kernels(otherwise: Path) -> None:
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     try:
-        kept = host.private_folder(host.cache_folder() / "inductor")
+        kept = host.private_folder(cache.cache_folder() / "inductor")
     except (OSError, RuntimeError):  # no home, or not a writable one
         kept = host.private_folder(otherwise / "inductor")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from axonlaunch.system import host
 from axonlaunch.engines.base import Engine
+from axonlaunch.system import host
 
 
 class Watch(Protocol):

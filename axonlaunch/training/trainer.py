@@ -18,6 +18,7 @@ from axonlaunch.checkpoint.saver import Completed, Saver
 from axonlaunch.comm import World
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.loader import Loader
+from axonlaunch.diagnostics.stragglers import Stragglers
 from axonlaunch.engines.base import Engine, StepResult
 from axonlaunch.events import (
     Advanced,
@@ -32,7 +33,6 @@ from axonlaunch.events import (
 )
 from axonlaunch.training.nonfinite import require_finite
 from axonlaunch.training.peak_memory import Watch, peak_memory_bytes
-from axonlaunch.diagnostics.stragglers import Stragglers
 from axonlaunch.training.unknown_tokens import naming_unknown_tokens
 
 Report = Callable[[Event], None]

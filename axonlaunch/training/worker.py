@@ -23,9 +23,9 @@ from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
 from axonlaunch.events import Beat, Event, Finished, Sampled, Started, unheard
-from axonlaunch.training.peak_memory import DevicePeak, Watch
-from axonlaunch.training.metrics import MetricsFile, TensorBoard
 from axonlaunch.models.generation import generate
+from axonlaunch.training.metrics import MetricsFile, TensorBoard
+from axonlaunch.training.peak_memory import DevicePeak, Watch
 from axonlaunch.training.trainer import fit
 
 Report = Callable[[Event], None]

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from axonlaunch import data
-from axonlaunch.system import host
 from axonlaunch.checkpoint.weights import start
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.json_exchange import all_gather_json
@@ -34,8 +33,9 @@ from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build
 from axonlaunch.models.dtensor_regions import whole
-from axonlaunch.verification.result import Verdict, failed, layout_of, norm_tolerance, tolerance_of
+from axonlaunch.system import host
 from axonlaunch.training.unknown_tokens import naming_unknown_tokens
+from axonlaunch.verification.result import Verdict, failed, layout_of, norm_tolerance, tolerance_of
 
 # AdamW divides by a gradient's size. Where that is nothing but rounding, as for the bias of keys,
 # which softmax ignores, the usual eps of 1e-8 would make whole steps in random directions of it.

@@ -13,8 +13,8 @@ from typing import cast
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import world_size
-from axonlaunch.system import forkserver
 from axonlaunch.planning import auto_strategy
+from axonlaunch.system import forkserver
 from axonlaunch.verification.result import Verdict, failed
 
 _log = logging.getLogger(__name__)

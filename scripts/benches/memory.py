@@ -22,10 +22,10 @@ import published
 
 from axonlaunch.config import load
 from axonlaunch.config.layout import resolved
-from axonlaunch.system import forked_map
-from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory import cuda_process
+from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.system import forked_map
 
 GIB = 1024**3
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "truth" / "measurements.jsonl"

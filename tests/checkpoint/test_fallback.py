@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from axonlaunch import checkpoint
-from axonlaunch.system import files
-from axonlaunch.checkpoint import DamagedError, Retention, fallback, reader, storage
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint import DamagedError, Retention, fallback, reader, step_folders, storage
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import RankFailedError, World
+from axonlaunch.system import files
 
 RANKS = 3
 
@@ -67,7 +66,9 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_damage_that_one_rank_finds_sends_all_back(rank: int, where: Path) -> None:
     save(where, 1, 2)
-    files_of = sorted(path for path in step_folders.files(checkpoint.listed(where)[-1]) if "__" in path)
+    files_of = sorted(
+        path for path in step_folders.files(checkpoint.listed(where)[-1]) if "__" in path
+    )
     flip(where / "checkpoints" / "step_2" / files_of[rank % len(files_of)])
     step, values, [line] = resume(where)
     assert (step, values) == (1, {1.0})
@@ -161,7 +162,7 @@ def test_a_file_that_can_not_be_opened_is_no_damage(
     def fail(path: Any) -> Any:
         raise OSError(number, os.strerror(number), str(path))
 
-    for module in (files, folders):
+    for module in (files, step_folders):
         monkeypatch.setattr(module, "opened", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
         step_folders.read(where / "checkpoints" / "step_2")

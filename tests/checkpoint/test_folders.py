@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Checkpoint, DamagedError, Retention
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint import Checkpoint, DamagedError, Retention, step_folders
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import RankFailedError, World
 
@@ -102,7 +101,11 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
 
 def test_readers_do_not_keep_each_other_out(three: Path) -> None:
     one = checkpoint.listed(three)[0]
-    with step_folders.reading(one), step_folders.reading(one), (one.path / step_folders.MANIFEST).open() as file:
+    with (
+        step_folders.reading(one),
+        step_folders.reading(one),
+        (one.path / step_folders.MANIFEST).open() as file,
+    ):
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 

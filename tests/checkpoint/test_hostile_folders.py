@@ -17,10 +17,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from axonlaunch import checkpoint, config
-from axonlaunch.checkpoint import Checkpoint, DamagedError, reader
-from axonlaunch.checkpoint import step_folders
-from axonlaunch.checkpoint.safetensors import Reader
+from axonlaunch.checkpoint import Checkpoint, DamagedError, reader, step_folders
 from axonlaunch.checkpoint.dcp_writer import Writer
+from axonlaunch.checkpoint.safetensors import Reader
 from axonlaunch.config import ConfigError
 
 STATE = {

@@ -9,12 +9,12 @@ from rank_engine import rank_engine
 
 from axonlaunch import checkpoint, config
 from axonlaunch.checkpoint import Retention
-from axonlaunch.preflight.checkpoint import checkpoint_problems
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import resolved
 from axonlaunch.models.build import on_meta
+from axonlaunch.preflight.checkpoint import checkpoint_problems
 
 SMALL = [
     *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"),

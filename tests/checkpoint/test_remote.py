@@ -11,9 +11,7 @@ import torch
 from torch.distributed.checkpoint import _fsspec_filesystem
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, storage
-from axonlaunch.checkpoint import diff
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint import Retention, diff, step_folders, storage
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.comm.errors import RankFailedError
@@ -136,7 +134,8 @@ def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_torch_keeps_its_fsspec_storage_where_we_import_it() -> None:
-    """If this fails: look for what reads and writes by URL now, and change checkpoint/dcp_reader.py."""
+    """If this fails: look for what reads and writes by URL now, and change
+    checkpoint/dcp_reader.py."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.filesystem import FileSystemBase
 

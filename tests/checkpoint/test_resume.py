@@ -11,11 +11,11 @@ from configured import run_config
 from torch import Tensor
 
 from axonlaunch import checkpoint, engines
-from axonlaunch.training import worker
 from axonlaunch.checkpoint import reader
 from axonlaunch.comm import World
 from axonlaunch.config import replaced
 from axonlaunch.engines.precision import LossScale
+from axonlaunch.training import worker
 
 WORDS = [
     *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"),

@@ -12,9 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from axonlaunch.checkpoint import Checkpoint, DamagedError, index, reader
-from axonlaunch.checkpoint import step_folders
-from axonlaunch.checkpoint import dcp_reader
+from axonlaunch.checkpoint import Checkpoint, DamagedError, dcp_reader, index, reader, step_folders
 from axonlaunch.checkpoint.dcp_writer import Writer
 
 

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from axonlaunch import checkpoint, config, data
-from axonlaunch.checkpoint import Checkpoint, Retention, weights
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint import Checkpoint, Retention, step_folders, weights
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, replaced, to_yaml

@@ -16,7 +16,7 @@ from rich.console import Console
 from served import Server
 
 from axonlaunch.cli.estimate import as_object, show
-from axonlaunch.planning.reports.memory_plot import plot
+from axonlaunch.cli.plotting import save
 from axonlaunch.planning.records import (
     Estimate,
     Forecast,
@@ -27,7 +27,9 @@ from axonlaunch.planning.records import (
     Workload,
     verdict,
 )
-from axonlaunch.planning.reports.memory_table import bars, figures, size
+from axonlaunch.planning.reports.memory_plot import draw
+from axonlaunch.planning.reports.memory_table import bars
+from axonlaunch.system.formatting import figures, size
 
 GIB = 1024**3
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
@@ -338,8 +340,8 @@ def test_what_is_offloaded_is_said_beside_what_a_node_has(node_gib: int | None, 
 
 
 def test_pictures_name_what_they_show(tmp_path: Path) -> None:
-    plot(forecast(memory=40 * GIB), tmp_path / "a.png")
+    save(draw(forecast(memory=40 * GIB)), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
-    plot(forecast(memory=40 * GIB), tmp_path / "b.svg")
+    save(draw(forecast(memory=40 * GIB)), tmp_path / "b.svg")
     written = re.findall(r"<!-- (.*?) -->", (tmp_path / "b.svg").read_text())
     assert {"pp 0", "pp 1", "parameters", "activations", "40 GiB"} <= set(written)

@@ -12,8 +12,7 @@ from command import Served
 from served import Server
 
 from axonlaunch import config
-from axonlaunch.checkpoint import Retention
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint import Retention, step_folders
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import to_tree, to_yaml

@@ -15,8 +15,8 @@ from served import Server
 from axonlaunch import config
 from axonlaunch.cli.plan import show
 from axonlaunch.planning.plan import experiment
-from axonlaunch.planning.reports.plan_table import why_slower
 from axonlaunch.planning.records import HostMemory, Plan, Planned, Verdict, Workload
+from axonlaunch.planning.reports.plan_table import why_slower
 
 GIB = 1024**3
 MODEL = [

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from axonlaunch.comm.authentication import derive_key
 from axonlaunch.comm import World, gloo
+from axonlaunch.comm.authentication import derive_key
 
 Run = Callable[..., list[tuple[int | None, str]]]
 

@@ -10,9 +10,9 @@ import pytest
 from axonlaunch import config
 from axonlaunch.config import RunConfig
 from axonlaunch.config.data import DATA_CONFIGS
+from axonlaunch.config.key_reference import Key, reference
 from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.config.optimizer import OPTIMIZER_CONFIGS, SCHEDULER_CONFIGS
-from axonlaunch.config.key_reference import Key, reference
 
 VARIANTS = [
     *(("model", kind) for kind in MODEL_CONFIGS.values()),

@@ -9,9 +9,9 @@ from parity_table import IMAGES
 from rank_engine import rank_engine
 from torch import Tensor
 
-from axonlaunch.preflight import checks
 from axonlaunch.comm import World
 from axonlaunch.config.layout import layout
+from axonlaunch.preflight import checks
 
 LAYOUTS = {
     "single": (1, ["strategy=single"]),

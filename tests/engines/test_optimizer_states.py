@@ -18,10 +18,10 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import resolved
 from axonlaunch.config.optimizer import AdamWConfig, OptimizerConfig, SGDConfig
 from axonlaunch.config.optimizer_states import optimizer_states, states_per_element
+from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer.offload import StreamedUpdate
 from axonlaunch.engines.optimizer.optimizers import build_optimizer
 from axonlaunch.engines.optimizer.step import Update
-from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.models.build import build as build_model
 from axonlaunch.models.dtensor_regions import whole
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from axonlaunch.config.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
-from axonlaunch.preflight.parallelism import pipeline_problems
 from axonlaunch.engines.pipeline.split import (
     balanced,
     block_names,
@@ -26,6 +25,7 @@ from axonlaunch.engines.pipeline.split import (
 from axonlaunch.models.build import build, construct, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.preflight.parallelism import pipeline_problems
 
 GPT = GPTConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, vocab_size=32)
 MODELS = [

@@ -23,11 +23,11 @@ from axonlaunch.config.optimizer import (
     WSDConfig,
 )
 from axonlaunch.engines.data_parallel import zero1
+from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer.offload import StreamedUpdate
 from axonlaunch.engines.optimizer.optimizers import learning_rate
-from axonlaunch.engines.precision import LossScale
 from axonlaunch.engines.optimizer.step import Update
-from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
+from axonlaunch.engines.precision import LossScale
 
 
 def rates(schedule: SchedulerConfig, steps: int) -> list[float]:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from axonlaunch.diagnostics.flight_recorder import Call, Record
+from axonlaunch.launch.failures.hang import locate, main_stack
+from axonlaunch.launch.failures.report import Crash, Report, exit_reason, plain_ranks
+from axonlaunch.launch.failures.root_cause import is_conclusive, judge
 from axonlaunch.launch.output import console
 from axonlaunch.launch.output.console import _folded, _own_frames
-from axonlaunch.launch.failures.root_cause import is_conclusive, judge
-from axonlaunch.launch.failures.report import Crash, Report, exit_reason, plain_ranks
-from axonlaunch.launch.failures.hang import locate, main_stack
 
 
 def report(rank: int, kind: str, reason: str = "") -> Report:

@@ -9,8 +9,8 @@ import pytest
 from command import Command
 
 from axonlaunch import config
-from axonlaunch.system import forkserver
 from axonlaunch.planning.background_estimate import Prediction
+from axonlaunch.system import forkserver
 
 
 def failure(target: str) -> tuple[Exception, str]:

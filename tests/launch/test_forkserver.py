@@ -16,7 +16,7 @@ from launchers import logged
 
 from axonlaunch.system import forkserver
 from axonlaunch.system.forked_process import ForkedProcess
-from axonlaunch.diagnostics.wait_detection import state
+from axonlaunch.system.process_state import state
 
 
 @pytest.fixture

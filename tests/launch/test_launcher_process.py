@@ -11,11 +11,12 @@ from typing import Any, cast
 import pytest
 from command import wait_for
 
-from axonlaunch.launch.external import rank
-from axonlaunch.launch.external import launcher_process
+from axonlaunch.launch.external import launcher_process, rank
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 
-TOLD = "from axonlaunch.launch.external.launcher_process import LauncherProcess as L; print(L(%r).pid)"
+TOLD = (
+    "from axonlaunch.launch.external.launcher_process import LauncherProcess as L; print(L(%r).pid)"
+)
 
 
 def _seen(launcher: str, variables: dict[str, str]) -> str:

@@ -13,11 +13,11 @@ from command import Served
 from served import Server, reached
 
 from axonlaunch import config
-from axonlaunch.system import host
 from axonlaunch.config import Composed, ConfigError
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.doctor import measured_hardware
 from axonlaunch.planning import auto_strategy
+from axonlaunch.system import cache
 
 H100 = "NVIDIA H100 80GB HBM3"
 MLP = ["model=mlp", "data=synthetic_images", "train.global_batch_size=4"]
@@ -127,7 +127,7 @@ def test_this_machine_is_measured_once(
         assert getattr(found, name) > 0
     assert found.moved_us[-1] > found.moved_us[2] > 0
     assert len(found.moved_us) == len(found.moved_bytes)
-    [kept] = host.cache_folder().glob("hardware/cpu_2_*.json")
+    [kept] = cache.cache_folder().glob("hardware/cpu_2_*.json")
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"kernel_us": 123.0}))
     assert measured_hardware.of_this_machine(context, given, ranks=2).kernel_us == 123.0
 

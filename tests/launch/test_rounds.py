@@ -1,7 +1,8 @@
 """torch's rendezvous, as far as we lean on it.
 
-Where one of these fails after an update of torch, ``launch/multinode/rendezvous.py`` is the one place to change:
-look at ``torch.distributed.elastic.rendezvous.dynamic_rendezvous`` for what has moved.
+Where one of these fails after an update of torch, ``launch/multinode/rendezvous.py`` is the one
+place to change: look at ``torch.distributed.elastic.rendezvous.dynamic_rendezvous`` for what has
+moved.
 """
 
 from __future__ import annotations

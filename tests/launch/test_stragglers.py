@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from command import Command
 
+from axonlaunch.diagnostics.stragglers import Shares, slowest_of
+from axonlaunch.diagnostics.wait_detection import waits
 from axonlaunch.events import Slowest, Stepped
 from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.diagnostics.stragglers import Shares, slowest_of
-from axonlaunch.diagnostics.wait_detection import queued_s, waits
+from axonlaunch.system.process_state import queued_s
 
 SLOW = """
 import os, time

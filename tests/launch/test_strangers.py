@@ -23,12 +23,12 @@ from launchers import SUPPORT
 from served import Server
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
 from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
 from axonlaunch.launch.multinode import run_identity
 from axonlaunch.launch.multinode.coordination import Peers, meet, member_name
-from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend, as_plain, from_plain
 from axonlaunch.launch.multinode.rendezvous import Round, Rounds
+from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend, as_plain, from_plain
 
 TOKEN = b"a secret of sixteen bytes or more"
 
@@ -98,7 +98,8 @@ def test_an_earlier_state_of_the_rendezvous_is_refused(master: Any) -> None:
 
 
 def test_the_state_of_torchs_rendezvous_is_kept_whole_as_plain_values() -> None:
-    """Where this fails after an update of torch, ``launch/multinode/rendezvous_state.py`` lacks a field."""
+    """Where this fails after an update of torch, ``launch/multinode/rendezvous_state.py`` lacks a
+    field."""
     state, now = _RendezvousState(), datetime.now(UTC)
     first, second, third = (_NodeDesc(f"node {number}", 10 + number, 0) for number in range(3))
     state.round, state.complete, state.closed, state.deadline = 3, True, True, now

@@ -11,8 +11,7 @@ import pytest
 from command import TINY, Command
 from launchers import BIN, By, needs
 
-from axonlaunch.system import host
-from axonlaunch.system import temporary_folders
+from axonlaunch.system import cache, temporary_folders
 
 LIBRARIES = ("typer", "torch", "yaml", "rich", "numpy", "hydra", "omegaconf", "signal", "threading")
 HOSTILE = 'open({marker!r} + str(__import__("os").getpid()), "w").close(); raise SystemExit(3)'
@@ -71,7 +70,7 @@ def test_compiled_kernels_are_kept_where_no_other_user_writes(
     (tmp_path / "axonlaunch/inductor").mkdir(parents=True, mode=0o777)
     temporary_folders.keep_kernels(tmp_path / "otherwise")
     kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert kept == host.cache_folder() / "inductor"
+    assert kept == cache.cache_folder() / "inductor"
     assert kept.stat().st_mode & 0o777 == 0o700
 
 

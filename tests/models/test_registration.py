@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from axonlaunch.config.model import MODEL_CONFIGS, CustomConfig, FreeModelConfig
 from axonlaunch.config.errors import ConfigError
+from axonlaunch.config.model import MODEL_CONFIGS, CustomConfig, FreeModelConfig
 from axonlaunch.models import MODELS, register_model
 from axonlaunch.models.build import build, spec_for
 from axonlaunch.models.registry import announce_entry_points

@@ -6,10 +6,10 @@ import pytest
 from configured import estimate_config
 
 from axonlaunch.engines.pipeline.schedule import Action
-from axonlaunch.planning.tracing import extrapolate_schedule
-from axonlaunch.planning.tracing.reduced_run import Blueprint
-from axonlaunch.planning.tracing.extrapolate_depth import peak
 from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing import extrapolate_schedule
+from axonlaunch.planning.tracing.extrapolate_depth import peak
+from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.tracing.storage_trace import Event
 
 HIDDEN, LENGTH = 64, 32

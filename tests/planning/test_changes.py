@@ -12,8 +12,8 @@ from configured import estimate_config
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import layout
-from axonlaunch.planning.search.remedies import TRACED, levers, remedies
 from axonlaunch.planning.records import Estimate, RankEstimate
+from axonlaunch.planning.search.remedies import TRACED, levers, remedies
 
 HEADS = ["model.num_attention_heads=8", "data.sequence_length=64"]
 STATES = 1000

@@ -8,9 +8,9 @@ from torch import nn
 
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing import extrapolate_depth
 from axonlaunch.planning.tracing.reduced_run import Blueprint
-from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing.storage_trace import Event
 
 DEEP = [
@@ -98,4 +98,7 @@ def test_what_grows_with_depth_is_found_at_the_end_where_it_is_most() -> None:
 def test_an_event_with_more_moments_in_a_deeper_model_goes_on_as_its_highest_does() -> None:
     shallow = [Event(("update",), [(1, 0), (7, 0)])]
     deeper = [Event(("update",), [(1, 0), (2, 0), (9, 0)])]
-    assert extrapolate_depth.peak(extrapolate_depth.deepened(shallow, deeper, blocks=10)) == ((27, 0), 0)
+    assert extrapolate_depth.peak(extrapolate_depth.deepened(shallow, deeper, blocks=10)) == (
+        (27, 0),
+        0,
+    )

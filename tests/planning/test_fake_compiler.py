@@ -1,8 +1,8 @@
 """Compiled blocks allocate in a fake world what they allocate in this one.
 
-Where one of these fails after an update of torch: ``planning/tracing/fake_inductor.py`` alone stands in for
-parts of Inductor. Look at the code that it writes (``TORCH_LOGS=output_code``) for what allocates
-and for how kernels are made.
+Where one of these fails after an update of torch: ``planning/tracing/fake_inductor.py`` alone
+stands in for parts of Inductor. Look at the code that it writes (``TORCH_LOGS=output_code``) for
+what allocates and for how kernels are made.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from configured import estimate_config
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from axonlaunch.planning.tracing import fake_inductor
-from axonlaunch.planning.tracing import fake_world
-from axonlaunch.system import forked_map
 from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
 from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing import fake_inductor, fake_world
 from axonlaunch.planning.tracing.storage_trace import StorageTrace
+from axonlaunch.system import forked_map
 
 HIDDEN, HEADS = 64, 4
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from axonlaunch.models import fake_tensor_cache
-from axonlaunch.system import forked_map
 from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.system import forked_map
 
 
 def base() -> Tensor:
@@ -200,7 +200,9 @@ def test_the_private_names_are_where_they_were() -> None:
     assert isinstance(x, FakeTensor)
     assert (x.fake_mode, x.fake_device, x.constant) == (mode, torch.device("cpu"), None)
     assert torch.ops.aten.lift_fresh.default in mode.lift_fns
-    made = fake_tensor_cache._Memory().fake(mode, torch.empty(2, device="meta"), torch.device("cpu"))
+    made = fake_tensor_cache._Memory().fake(
+        mode, torch.empty(2, device="meta"), torch.device("cpu")
+    )
     assert vars(made).keys() == vars(x).keys()
 
 

@@ -24,15 +24,15 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed import fake_pg
 
 from axonlaunch.config import ConfigError
-from axonlaunch.planning.tracing import fake_world
-from axonlaunch.system import forked_map
-from axonlaunch.planning.tracing.reduced_run import Blueprint
-from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing import fake_world
+from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.tracing.stage_trace import traced
 from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
 from axonlaunch.planning.tracing.untraceable import UNTRACEABLE
+from axonlaunch.system import forked_map
 
 TINY = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
 

@@ -10,8 +10,8 @@ from configured import estimate_config
 
 from axonlaunch.config import RunConfig
 from axonlaunch.planning.memory import estimate as memory_estimate
-from axonlaunch.planning.memory.estimate import estimate, estimate_fitting
 from axonlaunch.planning.memory.cuda_process import besides
+from axonlaunch.planning.memory.estimate import estimate, estimate_fitting
 
 TINY = [
     *("model.hidden_size=64", "model.num_hidden_layers=8", "model.num_attention_heads=2"),

@@ -8,9 +8,9 @@ from configured import estimate_config
 from live_storages import SMALL
 
 from axonlaunch.config import RunConfig
-from axonlaunch.planning.tracing.reduced_run import Blueprint
-from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.memory.engine_stats import fsdp_stats, pipeline_stats
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing.reduced_run import Blueprint
 
 SHARDED = ["strategy=fsdp", "strategy=zero2", "strategy=fsdp strategy.tensor.degree=2"]
 PIPELINES = [

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch import config
-from axonlaunch.preflight import checks
 from axonlaunch import data as datasets
 from axonlaunch.config import ConfigError
 from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.models import register_model
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.preflight import checks
 from axonlaunch.preflight.model_outputs import output_problems
 
 TOKENS = SyntheticTokensConfig(vocab_size=50, sequence_length=8, num_samples=99)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from axonlaunch import config
-from axonlaunch.preflight import checks
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import resolved
-from axonlaunch.planning.memory import states_only
 from axonlaunch.planning.memory import estimate as memory_estimate
+from axonlaunch.planning.memory import states_only
+from axonlaunch.preflight import checks
 
 NO_MOMENTUM = ["optimizer=sgd", "optimizer.momentum=0"]
 

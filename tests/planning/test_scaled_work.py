@@ -9,15 +9,15 @@ from configured import estimate_config
 
 from axonlaunch.config.layout import layout
 from axonlaunch.planning.memory import analytic
-from axonlaunch.system import forked_map
-from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.memory.analytic import on_one_device
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.throughput.operations import Attention, Exchange, Product, Work
-from axonlaunch.planning.tracing.stage_trace import traced
 from axonlaunch.planning.throughput.analytic_work import scaled
+from axonlaunch.planning.throughput.operations import Attention, Exchange, Product, Work
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
+from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.stage_trace import traced
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
+from axonlaunch.system import forked_map
 
 MODEL = [
     "model=llama_debug",

@@ -9,10 +9,10 @@ from configured import estimate_config
 
 from axonlaunch import config as configs
 from axonlaunch.config import ConfigError
-from axonlaunch.system import forked_map
 from axonlaunch.planning.throughput import step_work
 from axonlaunch.planning.throughput.operations import Amount, Kernel, Product, Work, add
 from axonlaunch.planning.throughput.step_work import StageWork, StepWork
+from axonlaunch.system import forked_map
 
 SMALL = [
     "model=llama_debug",

@@ -3,12 +3,12 @@
 import pytest
 from configured import estimate_config
 
-from axonlaunch.system import forked_map
 from axonlaunch.planning.memory import cuda_process
-from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.memory.allocation_trace import Recording
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
 from axonlaunch.planning.memory.extend_trace import stretched
+from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.system import forked_map
 
 MODEL = (
     "model=llama_debug",

@@ -10,10 +10,10 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch import config as configuration
-from axonlaunch.preflight import checks
 from axonlaunch.config import RunConfig
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.tracing.shape_only_data import without_files
+from axonlaunch.preflight import checks
 
 
 def run_config(overrides: Sequence[str]) -> RunConfig:

@@ -24,13 +24,12 @@ from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
-from axonlaunch.system import forkserver
 from axonlaunch.models.build import spec_for
-from axonlaunch.planning.tracing import extrapolate_schedule
-from axonlaunch.planning.tracing import extrapolate_depth
 from axonlaunch.planning.memory.live_peak import WATCHED, LivePeak
+from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule
 from axonlaunch.planning.tracing.stage_trace import host_categories, measure, step
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
+from axonlaunch.system import forkserver
 
 SMALL = [
     "model.hidden_size=64",

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from axonlaunch.checkpoint import Checkpoint, reader
-from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint import Checkpoint, reader, step_folders
 
 
 def save(run_dir: Path, state: dict[str, Any], *, step: int = 1, form: int = 2) -> Checkpoint:

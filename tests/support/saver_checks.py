@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention
-from axonlaunch.checkpoint import step_folders
-from axonlaunch.checkpoint import dcp_writer
+from axonlaunch.checkpoint import Retention, dcp_writer, step_folders
 from axonlaunch.checkpoint.saver import SaveError, Saver
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place

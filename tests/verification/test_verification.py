@@ -15,20 +15,18 @@ from parity_table import MODELS
 from torch import Tensor, nn
 from torch.nn import functional
 
-from axonlaunch.verification import compare
 from axonlaunch.comm import ProcessGroup, gradient_bucket
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
-from axonlaunch.engines import build, mesh_engine
+from axonlaunch.engines import build, forward_backward, mesh_engine
 from axonlaunch.engines.data_parallel import gradient_synchronizer
-from axonlaunch.engines import forward_backward
-from axonlaunch.engines.pipeline import pipeline
-from axonlaunch.engines.tensor import layers
-from axonlaunch.engines.pipeline import tied_weights
-from axonlaunch.engines.optimizer import step
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
+from axonlaunch.engines.optimizer import step
+from axonlaunch.engines.pipeline import pipeline, tied_weights
+from axonlaunch.engines.tensor import layers
 from axonlaunch.models import attention
 from axonlaunch.models import build as models_build
+from axonlaunch.verification import compare
 from axonlaunch.verification.compare import Verdict
 
 TENSOR = ["strategy=tensor", "launch.nproc=2"]

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
-from axonlaunch.comm.mock.turn_scheduler import Baton
 from axonlaunch.comm.mock.exchange import Errand, Letter
+from axonlaunch.comm.mock.turn_scheduler import Baton
 
 
 class MockWork(dist.Work):

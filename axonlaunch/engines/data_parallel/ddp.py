@@ -18,7 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.process_group import default_group
-from axonlaunch.engines.data_parallel.gradient_synchronizer import GradientSynchronizer, GradSyncStrategy
+from axonlaunch.engines.data_parallel.gradient_synchronizer import (
+    GradientSynchronizer,
+    GradSyncStrategy,
+)
 from axonlaunch.engines.optimizer.step import local_part
 
 # torch 2.13 renamed the argument, and warns of the old name.

@@ -39,8 +39,8 @@ from axonlaunch.engines.data_parallel.fsdp_memory import (
 )
 from axonlaunch.engines.device_mesh import data_mesh
 from axonlaunch.engines.optimizer.offload import HOST, STREAMED, stream
-from axonlaunch.engines.precision import sharded_policy
 from axonlaunch.engines.optimizer.step import clip_gradients
+from axonlaunch.engines.precision import sharded_policy
 
 
 class ShardingStrategy(StrEnum):

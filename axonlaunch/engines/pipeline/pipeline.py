@@ -21,9 +21,9 @@ from torch.distributed import pipelining
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.process_group import default_group
+from axonlaunch.engines.pipeline.dynamic_send import broadcast_tensor, receive_tensor, send_tensor
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats
-from axonlaunch.engines.pipeline.dynamic_send import broadcast_tensor, receive_tensor, send_tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

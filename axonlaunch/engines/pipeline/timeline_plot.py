@@ -1,14 +1,12 @@
-"""A pipeline's timeline as a picture, PNG or SVG, by matplotlib.
+"""A pipeline's timeline as a figure of matplotlib's.
 
-It says what is to be drawn; ``picture`` refuses what can't be written.
+It says what is to be drawn; the command saves it.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.cli.plotting import check_plot, save
 from axonlaunch.engines.pipeline.schedule import Kind
 from axonlaunch.engines.pipeline.timeline import Slot, Timeline
 
@@ -35,18 +33,8 @@ WIDEST = 40.0  # inches; numbers that would be too small are left out then
 SMALLEST = 4.0  # points
 
 
-def plot(timeline: Timeline, path: str | Path) -> None:
-    """Draw a timeline: a row a rank, time to the right, a micro-batch's number on each action.
-
-    Raises:
-        ConfigError: ``check_plot``'s reasons, or the file can't be written.
-    """
-    path = Path(path)
-    check_plot(path)
-    save(_draw(timeline), path)
-
-
-def _draw(timeline: Timeline) -> Figure:
+def draw(timeline: Timeline) -> Figure:
+    """Draw a timeline: a row per rank, time to the right, a micro-batch's number on each action."""
     # A figure of its own draws by Agg or SVG as savefig asks; pyplot would keep it in a global
     # list and choose a backend for the whole process.
     from matplotlib.figure import Figure

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import collect_from, split_to
+from axonlaunch.engines.tensor.fused_region import Region, leave
 from axonlaunch.engines.tensor.local_parameters import (
     TensorAxis,
     become,
@@ -25,7 +26,6 @@ from axonlaunch.engines.tensor.local_parameters import (
     own_entries,
     refuse_indivisible,
 )
-from axonlaunch.engines.tensor.fused_region import Region, leave
 from axonlaunch.models.attention import Attention, RotaryTable
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from axonlaunch.comm.autograd import split_to
+from axonlaunch.engines.tensor.fused_region import Region
 from axonlaunch.engines.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -24,7 +25,6 @@ from axonlaunch.engines.tensor.layers import (
     VocabParallelHead,
 )
 from axonlaunch.engines.tensor.local_parameters import ReadsLocally, TensorAxis, become
-from axonlaunch.engines.tensor.fused_region import Region
 from axonlaunch.engines.tensor.plan_checks import (
     STYLES,
     Styled,

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from axonlaunch.launch.environment_variables import OPEN_MPI, PMI, SLURM
-from axonlaunch.diagnostics.wait_detection import state
+from axonlaunch.system.process_state import state
 
 GRACE_S = 8.0
 """Seconds that whoever trains has to report the launcher's end; then the process ends."""

@@ -24,30 +24,29 @@ from typing import Any, NoReturn, TextIO
 import torch.distributed as dist
 
 from axonlaunch import config as configuration
-from axonlaunch.comm.authentication import ForgedMessageError, derive_key
 from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.authentication import ForgedMessageError, derive_key
 from axonlaunch.comm.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import frozen_threads, nodes
 from axonlaunch.config.errors import plain
+from axonlaunch.config.layout import frozen_threads, nodes
 from axonlaunch.config.schema import LaunchConfig
-from axonlaunch.launch.local import rank_process as ranks
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.multinode import run_identity
-from axonlaunch.launch.failures import hang
-from axonlaunch.launch.multinode import token
-from axonlaunch.launch.output.summary import Record, Tail, conclude, log_of, tell_crash
-from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.launch.failures.root_cause import judge
+from axonlaunch.launch.cluster_environment import Surroundings
 from axonlaunch.launch.external.launcher_process import LauncherProcess
-from axonlaunch.launch.multinode.coordination import Peers, meet, member_name
-from axonlaunch.planning.background_estimate import Prediction
+from axonlaunch.launch.failures import hang
+from axonlaunch.launch.failures.report import Crash, Kind, Report
+from axonlaunch.launch.failures.root_cause import judge
+from axonlaunch.launch.local import rank_process as ranks
 from axonlaunch.launch.local.heartbeat import Pulse
 from axonlaunch.launch.local.messages import Place
-from axonlaunch.launch.failures.report import Crash, Kind, Report
-from axonlaunch.system.streams import tolerant
 from axonlaunch.launch.local.supervisor import Outcome
-from axonlaunch.launch.cluster_environment import Surroundings
+from axonlaunch.launch.multinode import run_identity, token
+from axonlaunch.launch.multinode.coordination import Peers, meet, member_name
+from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.launch.output.summary import Record, Tail, conclude, log_of, tell_crash
+from axonlaunch.planning.background_estimate import Prediction
+from axonlaunch.system.streams import tolerant
 
 JOIN_S = 300.0
 """Seconds in which all ranks have to have been started."""

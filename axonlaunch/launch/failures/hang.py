@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
-from axonlaunch.system import files
 from axonlaunch.diagnostics import flight_recorder
 from axonlaunch.diagnostics.flight_recorder import Record
-from axonlaunch.launch.failures.report import Kind, Report
 from axonlaunch.diagnostics.frame_origin import owner
-from axonlaunch.diagnostics.wait_detection import is_passed_through, state, waits
+from axonlaunch.diagnostics.wait_detection import is_passed_through, waits
+from axonlaunch.launch.failures.report import Kind, Report
+from axonlaunch.system import files
+from axonlaunch.system.process_state import state
 
 SIGNAL = signal.SIGUSR1
 FLIGHT_RECORD = ".flight_record"
@@ -30,7 +31,7 @@ FLIGHT_RECORD = ".flight_record"
 _ANSWER_S = 2.0
 _TOLD = "axonlaunch collectives: "
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
-_RANK = re.compile(r"axonlaunch[/\\]launch[/\\](rank|alone)\.py")
+_RANK = re.compile(r"axonlaunch[/\\]launch[/\\](local[/\\]rank_process|external[/\\]rank)\.py")
 _BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py")
 _WRAPPERS = ("wrapper", "_call_with_frames_removed", "inner")
 _SHOWN = 7

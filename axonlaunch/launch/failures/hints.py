@@ -11,11 +11,11 @@ from pathlib import Path
 from axonlaunch.config import ConfigError, RunConfig, replaced
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
-from axonlaunch.system.disk import free_bytes
 from axonlaunch.launch import run_dir
-from axonlaunch.planning.estimate import forecast, foretold, prepared, remedies
 from axonlaunch.launch.failures.report import Report
-from axonlaunch.planning.reports.memory_table import size
+from axonlaunch.planning.estimate import forecast, foretold, prepared, remedies
+from axonlaunch.system.disk import free_bytes
+from axonlaunch.system.formatting import size
 
 
 def hint(report: Report, config: RunConfig, context: ForkServerContext | None = None) -> str:

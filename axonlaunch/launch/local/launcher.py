@@ -19,15 +19,15 @@ from typing import Any
 from axonlaunch.comm.authentication import Credentials
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import frozen_threads, nodes, world_size
-from axonlaunch.system import forkserver
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.output.summary import Record, Tail, conclude, log_of, tell_crash
-from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.planning.background_estimate import Prediction
+from axonlaunch.launch.failures.report import report_of_system
 from axonlaunch.launch.local.heartbeat import Pulse
 from axonlaunch.launch.local.messages import Place
-from axonlaunch.launch.failures.report import report_of_system
 from axonlaunch.launch.local.supervisor import Others, Outcome, Rank, Supervisor
+from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.launch.output.summary import Record, Tail, conclude, log_of, tell_crash
+from axonlaunch.planning.background_estimate import Prediction
+from axonlaunch.system import forkserver
 
 LOOPBACK = "127.0.0.1"
 
@@ -166,7 +166,11 @@ def _spawn(
             restarted=restarted,
         )
         process = forkserver.fork(
-            context, "axonlaunch.launch.local.rank_process:main", Path(config.run_dir), place, theirs
+            context,
+            "axonlaunch.launch.local.rank_process:main",
+            Path(config.run_dir),
+            place,
+            theirs,
         )
         theirs.close()
         yield Rank(number, index, process, ours, log)

@@ -23,27 +23,25 @@ import torch
 import torch.distributed as dist
 
 from axonlaunch import checkpoint
-from axonlaunch.system import files
-from axonlaunch.training import worker
 from axonlaunch import config as configuration
-from axonlaunch.comm.authentication import ForgedMessageError
 from axonlaunch.checkpoint import storage
 from axonlaunch.checkpoint.saver import SaveError
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
+from axonlaunch.comm.authentication import ForgedMessageError
 from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.comm.rendezvous import environment_of
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.layout import world_size
 from axonlaunch.events import Event, Finished, of_all_ranks
-from axonlaunch.training.nonfinite import NotFiniteError
-from axonlaunch.system import forkserver
 from axonlaunch.launch.failures import hang
-from axonlaunch.system import streams
-from axonlaunch.launch.local.messages import Done, Place
 from axonlaunch.launch.failures.report import Report, cause_of, plain_error
-from axonlaunch.training.peak_memory import available_bytes
+from axonlaunch.launch.local.messages import Done, Place
 from axonlaunch.planning.memory.live_peak import LivePeak
+from axonlaunch.system import files, forkserver, streams
+from axonlaunch.training import worker
+from axonlaunch.training.nonfinite import NotFiniteError
+from axonlaunch.training.peak_memory import available_bytes
 
 _GRACE_S = 60.0
 """How much longer than ``launch.timeout_s`` torch waits: who watches the ranks is to find a hang

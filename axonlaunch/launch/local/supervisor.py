@@ -16,11 +16,11 @@ from typing import Protocol
 
 from axonlaunch.events import Event, Finished, of_all_ranks
 from axonlaunch.launch.failures import hang
-from axonlaunch.system.forked_process import ForkedProcess
+from axonlaunch.launch.failures.report import Crash, Kind, Report, exit_reason
 from axonlaunch.launch.failures.root_cause import judge
 from axonlaunch.launch.local.heartbeat import Pulse
 from axonlaunch.launch.local.messages import Done
-from axonlaunch.launch.failures.report import Crash, Kind, Report, exit_reason
+from axonlaunch.system.forked_process import ForkedProcess
 from axonlaunch.system.streams import silence
 
 SETTLE_S = 0.3

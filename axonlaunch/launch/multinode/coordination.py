@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from axonlaunch.comm.authentication import ForgedMessageError
 from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.authentication import ForgedMessageError
 from axonlaunch.events import Finished
-from axonlaunch.launch.failures.root_cause import is_conclusive, judge
 from axonlaunch.launch.failures.report import Crash, Report
+from axonlaunch.launch.failures.root_cause import is_conclusive, judge
 
 _BEAT_S = 0.3
 _FAREWELL_S = 2.0

@@ -11,12 +11,12 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.launch.output.summary import Record, conclude, tell_crash
-from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.local.launcher import attempt
-from axonlaunch.launch.multinode.membership import Membership, unsaid
-from axonlaunch.planning.background_estimate import Prediction
 from axonlaunch.launch.local.supervisor import was_interrupted
+from axonlaunch.launch.multinode.membership import Membership, unsaid
+from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.launch.output.summary import Record, conclude, tell_crash
+from axonlaunch.planning.background_estimate import Prediction
 
 
 def train(

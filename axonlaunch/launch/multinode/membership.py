@@ -16,20 +16,19 @@ from typing import Any
 import torch.distributed as dist
 
 from axonlaunch import config as configuration
-from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
 from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
 from axonlaunch.comm.rendezvous import is_own, meet_at
 from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import nodes, world_size
 from axonlaunch.config.errors import plain
+from axonlaunch.config.layout import nodes, world_size
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.multinode import run_identity
-from axonlaunch.launch.multinode import token
-from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.local.launcher import Meeting
+from axonlaunch.launch.local.supervisor import Outcome, was_interrupted
+from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Peers, meet, member_name
 from axonlaunch.launch.multinode.rendezvous import Round, Rounds
-from axonlaunch.launch.local.supervisor import Outcome, was_interrupted
+from axonlaunch.launch.output.console import RunConsole
 
 LOST_S = 5.0
 """Seconds of silence after which a machine is lost: its processes have to be gone in ten."""
@@ -245,9 +244,7 @@ class Membership:
             _agreed(met)
             if self._frozen is None:
                 given = configuration.replaced(self._given, {"launch.node_rank": "auto"})
-                self._frozen = folder.enter_context(
-                    run_dir.create(given, tell=self._console.line)
-                )
+                self._frozen = folder.enter_context(run_dir.create(given, tell=self._console.line))
         except ConfigError as error:
             peers.tell("frozen", {"problems": [str(one) for one in error.problems]})
             peers.watch()

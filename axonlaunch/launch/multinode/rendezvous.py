@@ -19,8 +19,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from axonlaunch.comm.authentication import Credentials
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
+from axonlaunch.comm.authentication import Credentials
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend
 
 _KEEP_ALIVE_S, _MISSED = 1, 4

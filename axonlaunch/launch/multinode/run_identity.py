@@ -11,8 +11,8 @@ import secrets
 
 import torch.distributed as dist
 
-from axonlaunch.comm.authentication import Credentials
 from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.authentication import Credentials
 
 _NAME = "run"
 

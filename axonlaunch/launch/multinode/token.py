@@ -13,7 +13,7 @@ from pathlib import Path
 
 from axonlaunch.config import ConfigError, Problem
 from axonlaunch.config.schema import LaunchConfig
-from axonlaunch.system.host import cache_folder
+from axonlaunch.system.cache import cache_folder
 
 NEW_FILE = "(umask 077; head -c 32 /dev/urandom | base64 > FILE)"
 """What makes a token file."""

@@ -26,6 +26,7 @@ from rich.status import Status
 from rich.text import Text
 
 from axonlaunch.config.url import is_url
+from axonlaunch.diagnostics.frame_origin import owner
 from axonlaunch.events import (
     Advanced,
     Evaluated,
@@ -38,7 +39,7 @@ from axonlaunch.events import (
     Stepped,
 )
 from axonlaunch.launch.failures.report import Crash, Report, plain_ranks
-from axonlaunch.diagnostics.frame_origin import owner
+from axonlaunch.system.formatting import quantity, size
 
 SLOW = 0.2
 """Share of a step for which the others wait for a slow rank, from which it is reported."""
@@ -162,7 +163,7 @@ class RunConsole:
 
     def _step(self, event: Stepped) -> None:
         speed = f"{quantity(event.tokens_per_s)} {self._counted}/s"
-        memory = f"{gibibytes(event.peak_memory_bytes)}{self._of_process}"
+        memory = f"{size(event.peak_memory_bytes)}{self._of_process}"
         if self._progress is not None and self._task is not None:
             numbers = f"loss {event.loss:.3f}  {speed}  {memory}"
             self._progress.update(self._task, completed=event.step, numbers=numbers)
@@ -270,20 +271,6 @@ def _folded(followers: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]:
             reason = "lost the connection to a rank that had ended"
         groups.setdefault(reason, []).append(rank)
     return [(plain_ranks(ranks), reason) for reason, ranks in groups.items()]
-
-
-def quantity(number: float) -> str:
-    """Write a count in three figures: ``813``, ``1.84M``, ``41.2k``."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def gibibytes(number: int) -> str:
-    """Write bytes as MiB or GiB."""
-    mebibytes = number / 1024**2
-    return f"{mebibytes:.0f} MiB" if mebibytes < 1000 else f"{mebibytes / 1024:.2f} GiB"
 
 
 def shortened(path: str) -> str:

@@ -18,19 +18,18 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.url import is_url
 from axonlaunch.events import Event, Started, Stepped, finite
-from axonlaunch.system.files import append_text
 from axonlaunch.launch import run_dir
+from axonlaunch.launch.failures.report import Crash, plain_error
+from axonlaunch.launch.local.supervisor import Outcome
 from axonlaunch.launch.output.console import (
     RunConsole,
-    gibibytes,
-    quantity,
     shortened,
     show_crash,
     show_hint,
 )
 from axonlaunch.planning.background_estimate import Prediction
-from axonlaunch.launch.failures.report import Crash, plain_error
-from axonlaunch.launch.local.supervisor import Outcome
+from axonlaunch.system.files import append_text
+from axonlaunch.system.formatting import quantity, size
 
 
 class Record:
@@ -226,12 +225,12 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
         rows.append(("first step after", f"{summary['first_step_s']:.1f} s"))
     peak, foretold = summary["measured_peak_bytes"], summary.get("predicted_peak_bytes")
     if peak is not None:
-        words = "" if foretold is None else f", {gibibytes(foretold)} foretold"
+        words = "" if foretold is None else f", {size(foretold)} foretold"
         # Beside it the console shows what the process holds; on a GPU both are the allocator's.
         tensors = "" if config.launch.backend == "nccl" else " of tensors"
-        rows.append(("peak memory", f"{gibibytes(peak)}{tensors} a rank{words}"))
+        rows.append(("peak memory", f"{size(peak)}{tensors} a rank{words}"))
     elif foretold is not None:
-        rows.append(("peak memory", f"{gibibytes(foretold)} a rank foretold"))
+        rows.append(("peak memory", f"{size(foretold)} a rank foretold"))
     rows.append(("run folder", shortened(config.run_dir)))
     return rows
 

@@ -18,12 +18,12 @@ from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models import fake_tensor_cache
-from axonlaunch.system import forked_map
 from axonlaunch.planning.memory import cuda_process
+from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, shortened, step_work
 from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.tracing.stage_trace import traced
-from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, shortened, step_work
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
+from axonlaunch.system import forked_map
 
 _FP32 = 4
 _MODES = ("none", "selective", "full")

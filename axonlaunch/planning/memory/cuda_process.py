@@ -10,13 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from axonlaunch.models.build import spec_for
-from axonlaunch.planning.tracing import extrapolate_depth
-from axonlaunch.planning.tracing import fake_world
-from axonlaunch.planning.tracing.reduced_run import Blueprint
-from axonlaunch.planning.tracing.dry_run import DryRun
 from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.extend_trace import FEWEST, stretched
+from axonlaunch.planning.tracing import extrapolate_depth, fake_world
+from axonlaunch.planning.tracing.dry_run import DryRun
+from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 

@@ -13,15 +13,15 @@ from functools import partial
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.planning.tracing import extrapolate_depth
 from axonlaunch.models import fake_tensor_cache
-from axonlaunch.system import forked_map
 from axonlaunch.planning.memory import cuda_process
+from axonlaunch.planning.memory.caching_allocator import Change
+from axonlaunch.planning.records import Estimate, RankEstimate
+from axonlaunch.planning.tracing import extrapolate_depth
 from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.tracing.stage_trace import Place, host_categories
-from axonlaunch.planning.records import Estimate, RankEstimate
-from axonlaunch.planning.memory.caching_allocator import Change
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Event, on_device
+from axonlaunch.system import forked_map
 
 
 def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> Estimate:

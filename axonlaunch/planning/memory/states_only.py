@@ -12,9 +12,9 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.engines.pipeline.split import cut, parts
 from axonlaunch.models.build import spec_for
-from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.memory.analytic import states
 from axonlaunch.planning.records import Estimate, RankEstimate
+from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 
 _FP32 = 4

@@ -1,33 +1,23 @@
-"""An estimate as a picture, PNG or SVG, by matplotlib: a stacked bar for each pipeline stage.
+"""An estimate as a figure of matplotlib's: a stacked bar for each pipeline stage.
 
-It says what is to be drawn; ``picture`` refuses what can't be written.
+It says what is to be drawn; the command saves it.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from axonlaunch.cli.plotting import check_plot, save
 from axonlaunch.planning.records import Forecast
-from axonlaunch.planning.reports.memory_table import COLOURS, MIB, figures, place, size, unit_of
+from axonlaunch.planning.reports.memory_table import COLOURS, place
+from axonlaunch.system.formatting import MIB, figures, size, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot(found: Forecast, path: Path) -> None:
-    """Draw what each stage holds at its peak, and a device's memory as a line.
-
-    Raises:
-        ConfigError: ``check_plot``'s reasons, or the file can't be written.
-    """
-    check_plot(path)
-    save(_draw(found), path)
-
-
-def _draw(found: Forecast) -> Figure:
-    # A figure of its own, as in ``pipeline_plot``: pyplot would choose a backend for the process.
+def draw(found: Forecast) -> Figure:
+    """Draw what each stage holds at its peak, and a device's memory as a line."""
+    # A figure of its own, as in ``timeline_plot``: pyplot would choose a backend for the process.
     from matplotlib.figure import Figure
 
     told = found.estimate

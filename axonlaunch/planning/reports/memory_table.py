@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from axonlaunch.config.hardware import GIB
 from axonlaunch.planning.records import Estimate, Forecast, HostMemory, RankEstimate
+from axonlaunch.system.formatting import UNITS, figures, size, unit_of
 
 if TYPE_CHECKING:
     from axonlaunch.planning.tracing.storage_trace import Category
-
-MIB = 1024**2
-_NAMES = {GIB: "GiB", MIB: "MiB"}
 
 # By Okabe and Ito, lightened for dark letters; told apart by all common kinds of colour vision.
 COLOURS: dict[Category, str] = {
@@ -36,22 +33,6 @@ _SHORT: dict[Category, str] = {
 }
 
 
-def size(number: float) -> str:
-    """Write bytes in three figures, as MiB or GiB."""
-    unit = unit_of(number)
-    return f"{figures(number / unit)} {_NAMES[unit]}"
-
-
-def figures(number: float) -> str:
-    """Write a number in three figures, without an exponent."""
-    if number == 0:
-        return "0"
-    if abs(number) >= 100:
-        return f"{number:.0f}"
-    text = f"{number:.3g}"
-    return text if "e" not in text else f"{number:.6f}"
-
-
 def place(rank: RankEstimate, found: Estimate) -> str:
     """Name the ranks that an entry stands for."""
     return f"pp {rank.coords['pp']}" if found.mesh["pp"] > 1 else "all"
@@ -61,7 +42,7 @@ def table(found: Estimate) -> Table:
     """Return a row for each stage: its peak, and what that is made of."""
     unit = unit_of(found.peak_bytes)
     drawn = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
-    for name in ("ranks", f"peak {_NAMES[unit]}"):
+    for name in ("ranks", f"peak {UNITS[unit]}"):
         drawn.add_column(name, justify="left" if name == "ranks" else "right", no_wrap=True)
     for category in COLOURS:
         drawn.add_column(_SHORT.get(category, category), justify="right", no_wrap=True)
@@ -163,8 +144,3 @@ def _legend(memory_bytes: int | None, width: int) -> list[Text]:
 
 def _letter(category: Category) -> str:
     return category[0].upper()
-
-
-def unit_of(number: float) -> int:
-    """Return the unit in which a number of bytes has at most three figures before the point."""
-    return GIB if number >= 999.5 * MIB else MIB

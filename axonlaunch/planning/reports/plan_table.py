@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from axonlaunch.planning.records import Plan, Planned
-from axonlaunch.planning.reports.memory_table import size
+from axonlaunch.system.formatting import size
 
 _TELLING = 0.01
 """Share of a step below which a difference is not told."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout, layout, of_ranks
 from axonlaunch.config.errors import divisors
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.layout import Layout, layout, of_ranks
 from axonlaunch.config.plain import replaced
+from axonlaunch.config.schedule_rules import SCHEDULES
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _MOST_STAGES = 32

@@ -13,10 +13,10 @@ from itertools import combinations, product
 from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig, replaced, to_tree, typed
-from axonlaunch.config.layout import Layout, layout, world_size
 from axonlaunch.config.errors import plain
-from axonlaunch.planning.search.candidates import takes_sequences
+from axonlaunch.config.layout import Layout, layout, world_size
 from axonlaunch.planning.records import Estimate, Remedy
+from axonlaunch.planning.search.candidates import takes_sequences
 from axonlaunch.planning.search.workload import host_memory
 
 Settings = Mapping[str, Any]

@@ -14,21 +14,21 @@ from functools import partial
 from typing import Any
 
 from axonlaunch.config import ConfigError, Problem, RunConfig, leaves
+from axonlaunch.config.errors import plain
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import world_size
-from axonlaunch.config.errors import plain
 from axonlaunch.models import fake_tensor_cache
-from axonlaunch.system import forked_map
-from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.records import Estimate, Plan, Planned, Verdict, verdict
-from axonlaunch.planning.throughput.roofline import figure, refuse_missing
+from axonlaunch.planning.search.candidates import Candidate, candidates
+from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.throughput.analytic_work import scaled
+from axonlaunch.planning.throughput.roofline import figure, refuse_missing
 from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import step_work
 from axonlaunch.planning.throughput.throughput import Throughput, timed
-from axonlaunch.planning.search.workload import host_memory, workload
+from axonlaunch.system import forked_map
 
 TIMED = 6
 """Layouts whose work is traced."""

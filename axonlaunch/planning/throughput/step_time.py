@@ -16,10 +16,18 @@ from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import timeline
-from axonlaunch.planning.throughput.collectives import Links
-from axonlaunch.planning.throughput.operations import Amount, Attention, Exchange, Kernel, Phase, Product, Work
-from axonlaunch.planning.throughput.roofline import Roofline
 from axonlaunch.planning.throughput.analytic_work import FP32
+from axonlaunch.planning.throughput.collectives import Links
+from axonlaunch.planning.throughput.operations import (
+    Amount,
+    Attention,
+    Exchange,
+    Kernel,
+    Phase,
+    Product,
+    Work,
+)
+from axonlaunch.planning.throughput.roofline import Roofline
 from axonlaunch.planning.throughput.step_work import Share, StageWork, StepWork
 
 FUSED = 0.4

@@ -19,12 +19,12 @@ from axonlaunch.config.layout import layout, of_ranks, world_size
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.optimizer.step import local_part
 from axonlaunch.models import fake_tensor_cache
-from axonlaunch.planning.tracing import fake_world
-from axonlaunch.system import forked_map
-from axonlaunch.planning.tracing.reduced_run import Blueprint
-from axonlaunch.planning.tracing.dry_run import DryRun
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
+from axonlaunch.planning.tracing import fake_world
+from axonlaunch.planning.tracing.dry_run import DryRun
+from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
+from axonlaunch.system import forked_map
 
 _DEPTH = "num_hidden_layers"
 _LAYERS = (1, 2)

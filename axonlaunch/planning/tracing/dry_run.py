@@ -17,11 +17,10 @@ from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Divide, Source, build
 from axonlaunch.engines.pipeline.split import Part, block_names
+from axonlaunch.models import fake_tensor_cache
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.initialization import materialize
-from axonlaunch.planning.tracing import stage_boundaries
-from axonlaunch.models import fake_tensor_cache
-from axonlaunch.planning.tracing import fake_world
+from axonlaunch.planning.tracing import fake_world, stage_boundaries
 from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 

@@ -18,7 +18,14 @@ from typing import Any, get_args
 from torch.distributed import pipelining
 
 from axonlaunch.engines.pipeline.schedule import Action, Kind
-from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, Event, Point, StorageTrace, on_device
+from axonlaunch.planning.tracing.storage_trace import (
+    CATEGORIES,
+    Category,
+    Event,
+    Point,
+    StorageTrace,
+    on_device,
+)
 
 _ACTION = "action"
 _SETTLED = 3

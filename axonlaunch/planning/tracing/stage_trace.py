@@ -21,11 +21,9 @@ from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
-from axonlaunch.planning.tracing import extrapolate_schedule
-from axonlaunch.planning.tracing import extrapolate_depth
-from axonlaunch.planning.tracing import fake_world
-from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule, fake_world
 from axonlaunch.planning.tracing.dry_run import DryRun
+from axonlaunch.planning.tracing.reduced_run import Blueprint
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, Event, StorageTrace
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 
@@ -127,7 +125,11 @@ class Place:
             return few or None
         # They grow by as much with every block, as a moment of a step does.
         return dict(
-            zip(few, extrapolate_depth.further(few.values(), more[0].values(), self.spare), strict=True)
+            zip(
+                few,
+                extrapolate_depth.further(few.values(), more[0].values(), self.spare),
+                strict=True,
+            )
         )
 
     def left_by_forward(self, short_step: list[Event]) -> list[int]:

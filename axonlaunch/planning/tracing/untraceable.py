@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,19 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.layout import layout, world_size
 from axonlaunch.diagnostics.frame_origin import owner
+from axonlaunch.models.fake_tensor_cache import silence_fake_tensors
 
-_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 UNTRACEABLE = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
 """What torch raises for an operation that needs values, or that has no fake kernel."""
-
-
-def silence_fake_tensors() -> None:
-    """Let fake tensors raise alone: torch logs what it raises, too."""
-    _LOGGER.setLevel(logging.CRITICAL)
 
 
 @contextmanager
