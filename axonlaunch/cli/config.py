@@ -61,10 +61,10 @@ def command(
 def _accelerators() -> int:
     """Ask a process that has torch, as ``train`` does, which decides by it what is ``auto``."""
     from axonlaunch.launch.output.spinner import telling
-    from axonlaunch.system import forkserver
+    from axonlaunch.system import forked_call, forkserver
 
     with telling("looking for accelerators"), forkserver.warm() as context:
-        count: int = forkserver.call(context, "axonlaunch.preflight.checks:accelerators")
+        count: int = forked_call.call(context, "axonlaunch.preflight.checks:accelerators")
     return count
 
 

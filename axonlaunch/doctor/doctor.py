@@ -10,7 +10,7 @@ from typing import Any
 
 from axonlaunch.config.hardware import GIB
 from axonlaunch.doctor import measured_hardware
-from axonlaunch.system import forkserver
+from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.disk import free_bytes
 
 
@@ -22,7 +22,7 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
         ranks: So many are measured at once, for ``hardware=cpu``; None: nothing is measured.
     """
     with forkserver.warm() as context:
-        report: dict[str, Any] = forkserver.call(context, "axonlaunch.doctor.machine:machine")
+        report: dict[str, Any] = forked_call.call(context, "axonlaunch.doctor.machine:machine")
         backends = {"gloo": _try_processes(context, "gloo", 2), "mock": _try_mock(context)}
         if report["nccl"]["available"] and report["devices"]:
             backends["nccl"] = _try_processes(context, "nccl", min(2, len(report["devices"])))
@@ -55,8 +55,8 @@ def _try(
 ) -> dict[str, Any]:
     started = time.perf_counter()
     try:
-        answers = forkserver.call_together(context, target, calls)
-    except forkserver.CallsFailedError as error:
+        answers = forked_call.call_together(context, target, calls)
+    except forked_call.CallsFailedError as error:
         answers = [*error.errors.values()]
     return _verdict(answers, ranks, started)
 

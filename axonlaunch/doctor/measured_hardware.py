@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.hardware import GIB, HardwareConfig
-from axonlaunch.system import cache, forkserver, host
+from axonlaunch.system import cache, forked_call, host
 
 _ROUND = 4
 """Digits of a figure that a measurement bears."""
@@ -48,7 +48,7 @@ def measure(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         calls = [(rank, ranks, threads, store) for rank in range(ranks)]
-        found, *_ = forkserver.call_together(
+        found, *_ = forked_call.call_together(
             context, "axonlaunch.doctor.microbenchmarks:on_rank", calls
         )
     figures = {name: _rounded(value) for name, value in found.items()}

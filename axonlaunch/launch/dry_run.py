@@ -20,7 +20,7 @@ from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, prepared
 from axonlaunch.planning.records import Forecast
 from axonlaunch.planning.tracing.shape_only_data import naming_files, without_files
-from axonlaunch.system import forkserver
+from axonlaunch.system import forked_call
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> li
     """
     if config.launch.name == "slurm":
         return slurm.problems(config)  # a job's nodes are not this machine
-    found: list[Problem] = forkserver.call(context, "axonlaunch.preflight.checks:obstacles", ready)
+    found: list[Problem] = forked_call.call(context, "axonlaunch.preflight.checks:obstacles", ready)
     return found
 
 

@@ -28,7 +28,7 @@ from axonlaunch.launch.local import launcher as local_launcher
 from axonlaunch.launch.output.spinner import telling
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.auto_strategy import Compose
-from axonlaunch.system import forkserver
+from axonlaunch.system import forked_call, forkserver
 
 
 def start(
@@ -120,7 +120,7 @@ def _run(
         [(_, config)] = loaded
         problems: list[Problem] = []
         try:
-            config = forkserver.call(context, "axonlaunch.preflight.checks:resolve", config)
+            config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
         except ConfigError as error:  # the other machines are told
             problems = error.problems
         status, summary = multinode_launcher.train(
@@ -195,7 +195,7 @@ def _submit(
             raise ConfigError([Problem("launch.name", message, config.launch.name)])
         if problems := slurm.problems(config):
             raise ConfigError(problems)
-    resolve = partial(forkserver.call, context, "axonlaunch.preflight.checks:resolve_anywhere")
+    resolve = partial(forked_call.call, context, "axonlaunch.preflight.checks:resolve_anywhere")
     configs = [resolve(config) for config in configs]
     status = 0
     for config in configs:
@@ -301,7 +301,7 @@ class _Where:
 
 
 def _accelerators(server: Callable[[], ForkServerContext]) -> int:
-    count: int = forkserver.call(server(), "axonlaunch.preflight.checks:accelerators")
+    count: int = forked_call.call(server(), "axonlaunch.preflight.checks:accelerators")
     return count
 
 
@@ -333,7 +333,7 @@ def resolved(
     Raises:
         ConfigError: One can't be run here.
     """
-    resolve = partial(forkserver.call, context, "axonlaunch.preflight.checks:resolve")
+    resolve = partial(forked_call.call, context, "axonlaunch.preflight.checks:resolve")
     return _each([(batch, partial(resolve, config)) for batch, config in loaded])
 
 

@@ -18,7 +18,7 @@ from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfi
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import nodes, resolved, world_size
 from axonlaunch.planning.plan import searched
-from axonlaunch.system import forkserver
+from axonlaunch.system import forked_call
 
 Compose = Callable[[Sequence[str]], Composed]
 
@@ -74,7 +74,7 @@ def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
     """Return the names of this machine's devices that the run's ranks would compute on."""
     if config.launch.backend in ("gloo", "mock"):
         return []
-    found: dict[str, Any] = forkserver.call(context, "axonlaunch.doctor.machine:machine")
+    found: dict[str, Any] = forked_call.call(context, "axonlaunch.doctor.machine:machine")
     return [device["name"] for device in found["devices"]] if found["nccl"]["devices"] else []
 
 

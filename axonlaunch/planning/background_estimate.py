@@ -13,7 +13,7 @@ from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.records import Estimate
 from axonlaunch.planning.tracing.shape_only_data import without_files
-from axonlaunch.system import forkserver
+from axonlaunch.system import forked_call, forkserver
 
 PATIENCE_S = 60.0
 """Seconds after the run's end in which it is waited for."""
@@ -40,7 +40,7 @@ class Prediction:
         self._config = named = without_files(config)
         if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to foretell
             self._config = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
-        self._call: forkserver.Call | None = None
+        self._call: forked_call.Call | None = None
         self._is_hopeless = False
         self.peak_bytes: int | None = None
         self.reason, self.traceback = "no step was done", ""
@@ -59,7 +59,7 @@ class Prediction:
             return
         self.reason = "the estimate was not ready when the run had ended"
         try:
-            self._call = forkserver.Call(
+            self._call = forked_call.Call(
                 self._context, "axonlaunch.planning.estimate:trace_beside", (self._config,)
             )
         except (forkserver.ForkServerError, OSError) as error:

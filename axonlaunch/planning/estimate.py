@@ -22,7 +22,7 @@ from axonlaunch.planning import auto_strategy, estimate_cache
 from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.tracing.shape_only_data import naming_files, without_files
-from axonlaunch.system import forkserver, host
+from axonlaunch.system import forked_call, forkserver, host
 
 STATES_ALONE = (
     "by closed formulas: parameters, their gradients and optimizer states, and what is gathered of "
@@ -70,7 +70,7 @@ def prepared(context: ForkServerContext, config: RunConfig) -> RunConfig:
         ConfigError: The configuration can't be run on any machine.
     """
     if config.launch.nproc == "auto":
-        config = forkserver.call(
+        config = forked_call.call(
             context, "axonlaunch.preflight.checks:resolve_anywhere", without_files(config)
         )
     return _on_named_hardware(resolved(config, accelerators=0))
@@ -91,7 +91,7 @@ def forecast(
         ConfigError: It can't be run on any machine, or can't be traced.
     """
     if formula:
-        found = forkserver.call(
+        found = forked_call.call(
             context, "axonlaunch.planning.estimate:without_tracing", without_files(config)
         )
     else:
@@ -126,7 +126,7 @@ def remedies(
     if found.fits is not False:
         return Searched(0, 0.0)
     try:
-        ended: Searched = yield from forkserver.stream(
+        ended: Searched = yield from forked_call.stream(
             context, "axonlaunch.planning.estimate:remedied", without_files(config), found.estimate
         )
     except ConfigError as error:
@@ -148,7 +148,7 @@ def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
     config = without_files(config)
     kept = estimate_cache.read(config, exact=exact)
     if kept is None:
-        kept = forkserver.call(context, "axonlaunch.planning.estimate:trace", config, exact)
+        kept = forked_call.call(context, "axonlaunch.planning.estimate:trace", config, exact)
         estimate_cache.write(config, kept, exact=exact)
     return kept
 

@@ -20,7 +20,7 @@ from axonlaunch.config.schema import GROUPS
 from axonlaunch.doctor import measured_hardware
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.tracing.shape_only_data import naming_files, without_files
-from axonlaunch.system import forkserver
+from axonlaunch.system import forked_call, forkserver
 
 
 def plan(
@@ -84,7 +84,7 @@ def searched(
         hardware = measured_hardware.of_this_machine(context, hardware, ranks=devices)
         config = configuration.replaced(config, {"hardware": hardware})
     given = [key for key, text in composed.given.items() if _sets(text, key)]
-    found: Plan = forkserver.call(
+    found: Plan = forked_call.call(
         context, "axonlaunch.planning.plan:search", without_files(config), devices, given, wanted
     )
     return found

@@ -14,7 +14,7 @@ from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import world_size
 from axonlaunch.planning import auto_strategy
-from axonlaunch.system import forkserver
+from axonlaunch.system import forked_call
 from axonlaunch.verification.result import Verdict, failed
 
 _log = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ def verify(
     if config.launch.backend == "auto":
         backend = "gloo" if config.train.compile else "mock"
         config = configuration.replaced(config, {"launch.backend": backend})
-    config = forkserver.call(context, "axonlaunch.preflight.checks:resolve", config)
+    config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
     if config.launch.backend == "mock":
-        verdict: Verdict = forkserver.call(
+        verdict: Verdict = forked_call.call(
             context, "axonlaunch.verification.compare:on_mock", config, steps
         )
         return verdict
@@ -56,12 +56,12 @@ def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         run = "axonlaunch.verification.compare:"
         given = (config, steps, folder)
-        if (no_reference := forkserver.call(context, f"{run}save_reference", *given)) is not None:
+        if (no_reference := forked_call.call(context, f"{run}save_reference", *given)) is not None:
             return cast("Verdict", no_reference)
         ranks = [(*given, rank) for rank in range(world_size(config))]
         try:
-            verdict, *_ = forkserver.call_together(context, f"{run}on_rank", ranks)
-        except forkserver.CallsFailedError as error:
+            verdict, *_ = forked_call.call_together(context, f"{run}on_rank", ranks)
+        except forked_call.CallsFailedError as error:
             for rank, one in error.errors.items():
                 _log.debug("rank %d failed", rank, exc_info=one)
             return failed(config, steps, _who(error.errors))

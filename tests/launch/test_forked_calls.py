@@ -10,14 +10,14 @@ from command import Command
 
 from axonlaunch import config
 from axonlaunch.planning.background_estimate import Prediction
-from axonlaunch.system import forkserver
+from axonlaunch.system import forked_call
 
 
 def failure(target: str) -> tuple[Exception, str]:
     """Return what a call raises, and how Python would print it."""
     context = get_context("forkserver")
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
-        forkserver.call(context, f"failing:{target}")
+        forked_call.call(context, f"failing:{target}")
     assert isinstance(caught.value, Exception)
     return caught.value, "".join(traceback.format_exception(caught.value))
 
@@ -46,7 +46,7 @@ def test_a_call_that_ends_its_process_says_where() -> None:
 def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log() -> None:
     context = get_context("forkserver")
     prediction = Prediction(context, config.load(["launch.nproc=1", "model.hidden_size=24"]))
-    prediction._call = forkserver.Call(context, "failing:raises", ())
+    prediction._call = forked_call.Call(context, "failing:raises", ())
     prediction.wait()
     prediction.close()
     assert prediction.reason == "ValueError: what was wrong"

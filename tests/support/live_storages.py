@@ -29,7 +29,7 @@ from axonlaunch.planning.memory.live_peak import WATCHED, LivePeak
 from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule
 from axonlaunch.planning.tracing.stage_trace import host_categories, measure, step
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
-from axonlaunch.system import forkserver
+from axonlaunch.system import forked_call
 
 SMALL = [
     "model.hidden_size=64",
@@ -64,7 +64,7 @@ def _by_case(function: str, cases: Sequence[tuple[str, ...]], *, ranks: int) -> 
     context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     with tempfile.TemporaryDirectory() as folder:
         calls = [(cases, rank, ranks, folder) for rank in range(ranks)]
-        by_rank = forkserver.call_together(context, function, calls)
+        by_rank = forked_call.call_together(context, function, calls)
     return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
 
@@ -79,7 +79,7 @@ def stats(overrides: tuple[str, ...], *, ranks: int) -> list[Stats]:
     context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     with tempfile.TemporaryDirectory() as folder:
         calls = [(overrides, rank, ranks, folder) for rank in range(ranks)]
-        return forkserver.call_together(context, "live_storages:_stats_on_rank", calls)
+        return forked_call.call_together(context, "live_storages:_stats_on_rank", calls)
 
 
 def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: str) -> Stats:
