@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.authentication import ForgedMessageError
+from axonlaunch.comm.authentication import ForgedMessageError, derive_key
 from axonlaunch.comm.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, Problem, RunConfig
 from axonlaunch.config.errors import plain
@@ -51,7 +51,7 @@ def message_key(found: Surroundings, launch: LaunchConfig) -> bytes:
         warning = token.without(launch, address=f"{found.master_addr}:{found.master_port}")
         if found.rank == 0:
             print(warning, file=sys.stderr)
-    return derivemessage_key(secret or b"")
+    return derive_key(secret or b"")
 
 
 def join(found: Surroundings, key: bytes) -> tuple[Channel, list[dict[str, Any]] | None, list[str]]:
