@@ -109,7 +109,7 @@ def test_config_explains_what_auto_became(tmp_path: Path, server: Server) -> Non
     explained = json.loads(Served(tmp_path, server)(*words).stdout)
     assert explained["train.micro_batch_size"] == {
         "value": 8,
-        "origin": "resolved here; auto: default",
+        "origin": "resolved here; auto: config.yaml",
     }
     assert explained["strategy.data_parallel"]["value"] == "ddp"
 

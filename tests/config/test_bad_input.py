@@ -117,7 +117,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "checkpoint.interval=3",
         [
-            "checkpoint.interval=3: there is no such key; keys of checkpoint: async_save, every, keep, keep_best, keep_every, path, resume",
+            "checkpoint.interval=3: there is no such key; keys of checkpoint: async_save, every, fallback, keep, keep_best, keep_every, path, resume",
         ],
     ),
     (
