@@ -1,0 +1,54 @@
+"""What is installed for development is locked: each version is in range, each file has a hash."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+
+
+def _locked(name: str) -> dict[str, list[str]]:
+    """Return the locked versions of each package, by environment there may be several."""
+    found: dict[str, list[str]] = {}
+    for match in re.finditer(r"^([\w.-]+)==([^ ]+)", _text(name), re.MULTILINE):
+        found.setdefault(match[1].lower(), []).append(match[2])
+    return found
+
+
+def _text(name: str) -> str:
+    return (ROOT / "requirements" / f"{name}.txt").read_text()
+
+
+def _direct(extra: str) -> list[Requirement]:
+    wanted = [Requirement(one) for one in (*PROJECT["dependencies"], *EXTRAS.get(extra, []))]
+    nested = [extra for one in wanted if one.name == "axonlaunch" for extra in one.extras]
+    wanted += [Requirement(one) for extra in nested for one in EXTRAS[extra]]
+    return [one for one in wanted if one.name != "axonlaunch"]
+
+
+@pytest.mark.parametrize("extra", ["base", *EXTRAS])
+def test_every_requirement_is_locked_within_its_range(extra: str) -> None:
+    locked = _locked(extra) | _locked("torch")
+    for requirement in _direct(extra):
+        versions = locked[requirement.name.lower()]
+        assert all(requirement.specifier.contains(version) for version in versions), requirement
+
+
+@pytest.mark.parametrize("name", ["base", "build", *EXTRAS])
+def test_every_locked_version_has_hashes_and_names_no_index(name: str) -> None:
+    for entry in re.split(r"\n(?=\S)", _text(name).strip()):
+        assert re.fullmatch(
+            r"[\w.-]+==\S+( ; [^\\]+)? \\(\s+--hash=sha256:[0-9a-f]{64} ?\\?)+", entry
+        )
+
+
+def test_no_build_of_torch_is_locked_for_every_machine() -> None:
+    for name in ("base", "build", *EXTRAS):
+        assert not re.search(r"^(torch|triton|nvidia-|cuda-)", _text(name), re.MULTILINE)
