@@ -33,7 +33,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Slowest:
+class Straggler:
     """The rank that the others wait for.
 
     Attributes:
@@ -56,7 +56,7 @@ class Slowest:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepLogged:
     """A step that was logged; the fields are those of a line of ``metrics.jsonl``."""
 
     step: int
@@ -67,11 +67,11 @@ class Stepped:
     tokens_per_s: float
     step_s: float
     peak_memory_bytes: int
-    slowest: Slowest | None = None
+    slowest: Straggler | None = None
 
 
 @dataclass(frozen=True)
-class Advanced:
+class StepDone:
     """A step that was not logged."""
 
     step: int
@@ -98,7 +98,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampleGenerated:
     """Text that the model wrote."""
 
     prompt: str
@@ -120,7 +120,7 @@ class Finished:
     peak_memory_bytes: int | None
 
 
-def of_all_ranks(finished: Sequence[Finished]) -> Finished:
+def merge_finished(finished: Sequence[Finished]) -> Finished:
     """Return what the main rank, the first, tells, with the peak of the highest."""
     peaks = [one.peak_memory_bytes for one in finished if one.peak_memory_bytes is not None]
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
@@ -133,12 +133,12 @@ class Beat(Protocol):
         """Note it."""
 
 
-def unheard(phase: str, *, step: int | None) -> None:
+def ignore_heartbeat(phase: str, *, step: int | None) -> None:
     """Take a beat to which nobody listens."""
     del phase, step
 
 
-Event = Started | Stepped | Advanced | Evaluated | Saved | Sampled | Finished
+Event = Started | StepLogged | StepDone | Evaluated | Saved | SampleGenerated | Finished
 
 
 def finite(content: dict[str, Any]) -> dict[str, Any]:

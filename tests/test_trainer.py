@@ -14,7 +14,15 @@ from configured import run_config
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import Batch
-from axonlaunch.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped
+from axonlaunch.events import (
+    Evaluated,
+    Event,
+    Finished,
+    SampleGenerated,
+    Saved,
+    Started,
+    StepLogged,
+)
 from axonlaunch.training import worker
 from axonlaunch.training.metrics import MetricsFile
 
@@ -35,7 +43,7 @@ def train(folder: Path, *words: str, ranks: int = 2, stop_at: int | None = None)
     events: list[Event] = []
 
     def stop() -> bool:
-        steps = [e.step for e in events if isinstance(e, Stepped)]
+        steps = [e.step for e in events if isinstance(e, StepLogged)]
         return stop_at is not None and bool(steps) and steps[-1] >= stop_at
 
     World.mock(ranks).run(lambda world: worker.run(chosen, world, report=events.append, stop=stop))
@@ -48,7 +56,7 @@ def of(kind: type, events: list[Event]) -> list[Any]:
 
 def test_the_first_every_nth_and_the_last_step_are_logged(tmp_path: Path) -> None:
     events = train(tmp_path, "train.steps=7", "train.log_every=3")
-    assert [event.step for event in of(Stepped, events)] == [1, 3, 6, 7]
+    assert [event.step for event in of(StepLogged, events)] == [1, 3, 6, 7]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 3, 6, 7]
     assert all(line["tokens"] == 64 for line in lines if "loss" in line)
@@ -129,7 +137,7 @@ def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
     chosen = dataclasses.replace(chosen, run_dir=str(tmp_path))
     events: list[Event] = []
     World.mock(2).run(lambda world: worker.run(chosen, world, report=events.append))
-    sampled = of(Sampled, events)[0]
+    sampled = of(SampleGenerated, events)[0]
     assert sampled.prompt == "to"
     assert sampled.text
 
@@ -154,7 +162,7 @@ def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: P
             chosen = dataclasses.replace(chosen, run_dir=str(folder))
             events: list[Event] = []
             World.mock(2).run(lambda world: worker.run(chosen, world, report=events.append))
-            return [event.loss for event in of(Stepped, events)]
+            return [event.loss for event in of(StepLogged, events)]
 
         whole = losses(tmp_path / "whole", 4)
         (tmp_path / "parts").mkdir()
@@ -194,7 +202,7 @@ def test_tensorboard_holds_the_losses(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     words = ["train.steps=3", "train.log_every=1", "train.tensorboard=true"]
-    losses = [event.loss for event in of(Stepped, train(tmp_path, *words))]
+    losses = [event.loss for event in of(StepLogged, train(tmp_path, *words))]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses)

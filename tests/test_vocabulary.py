@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from axonlaunch import config
 from axonlaunch.comm import RankFailedError, World
-from axonlaunch.config import ConfigError, RunConfig, replaced
+from axonlaunch.config import ConfigError, RunConfig, with_values
 from axonlaunch.models import register_model
 from axonlaunch.training import worker
 
@@ -35,7 +35,7 @@ def configured(folder: Path, *words: str) -> RunConfig:
     given = ["model=values", "data=synthetic_tokens", "data.vocab_size=50", "launch.nproc=2"]
     given += ["data.sequence_length=8", "train.global_batch_size=8", "train.eval_batches=0"]
     given += ["checkpoint.every=0", "train.steps=1", "strategy=ddp", *words]
-    return replaced(config.load(given), {"run_dir": str(folder)})
+    return with_values(config.load(given), {"run_dir": str(folder)})
 
 
 def failure(chosen: RunConfig) -> BaseException:

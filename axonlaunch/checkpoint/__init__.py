@@ -4,7 +4,7 @@ torch.distributed.checkpoint does the storage; any layout reads what any layout 
 (``checkpoint.saver``) imports torch; what is here does so only when it opens a checkpoint.
 """
 
-from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
+from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
 from axonlaunch.checkpoint.reader import differences, load, load_model, saved_states
 from axonlaunch.checkpoint.step_folders import (
     Retention,
@@ -17,7 +17,7 @@ from axonlaunch.checkpoint.step_folders import (
 
 __all__ = [
     "Checkpoint",
-    "DamagedError",
+    "CorruptCheckpointError",
     "Retention",
     "damaged",
     "differences",

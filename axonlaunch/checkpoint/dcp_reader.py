@@ -30,7 +30,7 @@ from torch.futures import Future
 from zlib_ng.zlib_ng import crc32
 
 from axonlaunch.checkpoint import index, manifest
-from axonlaunch.checkpoint.manifest import DamagedError
+from axonlaunch.checkpoint.manifest import CorruptCheckpointError
 from axonlaunch.checkpoint.storage import is_remote
 from axonlaunch.system import files
 
@@ -50,7 +50,7 @@ def read_index(folder: Path) -> Metadata:
         content = stream.read(about.files[about.index].bytes + 1)
     expected = about.files[about.index].crc32
     if expected is not None and crc32(content) != expected:
-        raise DamagedError(
+        raise CorruptCheckpointError(
             f"has an {about.index} that is not what was written (its CRC-32 differs)"
         )
     return index.read(content, about.files, pickled=about.format < 3)

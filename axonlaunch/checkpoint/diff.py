@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from axonlaunch.checkpoint import reader, step_folders
-from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
+from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
 from axonlaunch.config import RunConfig
 
 
@@ -44,7 +44,7 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
     model = on_meta(config.model, seed=config.seed)
     try:
         return reader.differences(checkpoint, model)
-    except DamagedError as error:
+    except CorruptCheckpointError as error:
         return [str(error).removeprefix(f"{checkpoint.path} ")]
 
 

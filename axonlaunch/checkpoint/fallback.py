@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from axonlaunch.checkpoint import reader, step_folders
-from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
+from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
 from axonlaunch.checkpoint.storage import CHECKPOINTS, filesystem, is_remote, kept_by, sizes
 from axonlaunch.system.files import read_text, replace_text
 
@@ -94,11 +94,11 @@ def load_newest(
         found = step_folders.read(step_folders.path_of(run_dir, step=step))
         try:
             if found is None:
-                raise DamagedError(
+                raise CorruptCheckpointError(
                     f"{step_folders.path_of(run_dir, step=step)} is not seen by this rank"
                 )
             loaded = reader.load(found, state(), world=world)
-        except DamagedError as error:
+        except CorruptCheckpointError as error:
             if not passes_over or found is None:
                 raise
             if world.is_main:
@@ -116,7 +116,7 @@ def _choose(run_dir: Path, aside: list[str], *, passes_over: bool) -> int:
     found, wrong = newest_good(run_dir)
     if wrong and (found is None or not passes_over):
         reasons = "; ".join(f"{path} {reason}" for path, reason in wrong.items())
-        raise DamagedError(f"{reasons}; {instead(found)}")
+        raise CorruptCheckpointError(f"{reasons}; {instead(found)}")
     for folder, reason in wrong.items():
         _remember(folder, reason, aside)
     return -1 if found is None else found.step

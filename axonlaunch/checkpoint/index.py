@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from axonlaunch.checkpoint.manifest import INDEX, PICKLED_INDEX, DamagedError, Sum
+from axonlaunch.checkpoint.manifest import INDEX, PICKLED_INDEX, CorruptCheckpointError, Sum
 
 _DTYPES = {
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
@@ -92,11 +92,11 @@ def read(content: bytes, files: Mapping[str, Sum], *, pickled: bool) -> Metadata
     try:
         index = _Index(io.BytesIO(content)).load() if pickled else _typed(json.loads(content))
         _refuse_impossible(index, files)
-    except (DamagedError, pickle.UnpicklingError) as error:
-        raise DamagedError(f"has an {name} that {error}") from None
+    except (CorruptCheckpointError, pickle.UnpicklingError) as error:
+        raise CorruptCheckpointError(f"has an {name} that {error}") from None
     except Exception as error:  # what is no index fails in any way
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        raise DamagedError(f"has an {name} that can't be understood ({reason})") from None
+        raise CorruptCheckpointError(f"has an {name} that can't be understood ({reason})") from None
     return index
 
 
@@ -106,7 +106,7 @@ def _typed(content: Any) -> Metadata:
     places: dict[MetadataIndex, _StorageInfo] = {}
     for name, entry in content["tensors"].items():
         if entry["dtype"] not in _DTYPES or not name.isprintable():
-            raise DamagedError(f"gives {name!a} no dtype or name that there is")
+            raise CorruptCheckpointError(f"gives {name!a} no dtype or name that there is")
         chunks = []
         for chunk in entry["chunks"]:
             offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
@@ -137,11 +137,11 @@ def _refuse_impossible(index: Any, files: Mapping[str, Sum]) -> None:
         DamagedError: It says what can't be.
     """
     if not isinstance(index, Metadata):
-        raise DamagedError(f"is no index but {type(index).__name__}")
+        raise CorruptCheckpointError(f"is no index but {type(index).__name__}")
     for place in index.storage_data.values():
         if place.relative_path not in files:
             name = place.relative_path
-            raise DamagedError(f"names {name}, which the manifest does not list")
+            raise CorruptCheckpointError(f"names {name}, which the manifest does not list")
     for name, entry in index.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             continue  # whoever reads it refuses it
@@ -151,11 +151,11 @@ def _refuse_impossible(index: Any, files: Mapping[str, Sum]) -> None:
             numel = math.prod(chunk.sizes)
             covered += numel
             if place.offset + place.length > files[place.relative_path].bytes:
-                raise DamagedError(f"puts {name} beyond the end of {place.relative_path}")
+                raise CorruptCheckpointError(f"puts {name} beyond the end of {place.relative_path}")
             if numel * entry.properties.dtype.itemsize > place.length:
-                raise DamagedError(f"gives {name} more values than its file holds")
+                raise CorruptCheckpointError(f"gives {name} more values than its file holds")
         if covered != math.prod(entry.size):
-            raise DamagedError(f"lacks parts of {name}")
+            raise CorruptCheckpointError(f"lacks parts of {name}")
 
 
 class _Index(pickle.Unpickler):

@@ -33,7 +33,7 @@ _NOT_UNDERSTOOD = (
 _SINCE_SECOND = {"eval_loss", "layout", "saved_at"}
 
 
-class DamagedError(Exception):
+class CorruptCheckpointError(Exception):
     """A saved file is not what was written."""
 
 
@@ -115,10 +115,10 @@ def read(folder: Path) -> Manifest:
         about = json.loads(read_text(folder / MANIFEST, at_most=_LARGEST))
         if _number(about["format"], above=0) > FORMAT:
             known = f"and this version knows up to {FORMAT}"
-            raise DamagedError(f"is of format {about['format']}, {known}")
+            raise CorruptCheckpointError(f"is of format {about['format']}, {known}")
         found = Manifest(_described(folder, about), about["format"], _sums(about))
     except _NOT_UNDERSTOOD:
-        raise DamagedError(f"has a {MANIFEST} that can't be understood") from None
+        raise CorruptCheckpointError(f"has a {MANIFEST} that can't be understood") from None
     _refuse_edited(found, about)
     return found
 
@@ -138,7 +138,9 @@ def _refuse_edited(found: Manifest, about: Mapping[str, Any]) -> None:
     """
     for name in found.files:
         if not is_name(name):
-            raise DamagedError(f"has a {MANIFEST} that names {name!r}, which is no file's name")
+            raise CorruptCheckpointError(
+                f"has a {MANIFEST} that names {name!r}, which is no file's name"
+            )
     has_sums = [known.crc32 is not None for known in found.files.values()]
     own_sum = about.get(_OWN_SUM)
     consistent = {
@@ -147,11 +149,13 @@ def _refuse_edited(found: Manifest, about: Mapping[str, Any]) -> None:
         3: all(has_sums) and own_sum is not None,
     }[found.format]
     if not consistent or found.foreign_index in found.files:
-        raise DamagedError(f"has a {MANIFEST} that mixes formats")
+        raise CorruptCheckpointError(f"has a {MANIFEST} that mixes formats")
     if found.format > 2 and own_sum != _own_sum(about):
-        raise DamagedError(f"has a {MANIFEST} that is not what was written (its SHA-256 differs)")
+        raise CorruptCheckpointError(
+            f"has a {MANIFEST} that is not what was written (its SHA-256 differs)"
+        )
     if found.index not in found.files:
-        raise DamagedError(f"has a {MANIFEST} that does not list {found.index}")
+        raise CorruptCheckpointError(f"has a {MANIFEST} that does not list {found.index}")
 
 
 def _own_sum(about: Mapping[str, Any]) -> str:

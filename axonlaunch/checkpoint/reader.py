@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint import step_folders
-from axonlaunch.checkpoint.manifest import Checkpoint, DamagedError
+from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
 from axonlaunch.system.files import NotRegularError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     from axonlaunch.checkpoint.dcp_reader import only_tensors, source
 
     share = partial(step_folders.damage, checkpoint, part=world.rank, parts=world.world_size)
-    damage: DamagedError | None = None
+    damage: CorruptCheckpointError | None = None
     try:
         with step_folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
             summing = beside.submit(share)
@@ -50,17 +50,17 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
                 refuse_damage(checkpoint)  # of a damaged file torch says what it stumbled over
                 raise _damage_in(checkpoint, error) or error from None
             _refuse(checkpoint, summing.result())
-    except DamagedError as error:
+    except CorruptCheckpointError as error:
         damage = error
     if not any_rank(damage is not None, world=world):
         return state
     if damage is None:  # it is in another rank's share of the checksums
         try:
             refuse_damage(checkpoint)
-        except DamagedError as error:
+        except CorruptCheckpointError as error:
             damage = error
     any_rank(True, world=world)  # nobody puts it aside while another still reads it
-    raise damage or DamagedError(f"{checkpoint.path} could not be read by another rank")
+    raise damage or CorruptCheckpointError(f"{checkpoint.path} could not be read by another rank")
 
 
 def any_rank(found: bool, *, world: World) -> bool:
@@ -108,18 +108,18 @@ def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
             raise _damage_in(checkpoint, error) or error from None
 
 
-def _damage_in(checkpoint: Checkpoint, error: BaseException) -> DamagedError | None:
+def _damage_in(checkpoint: Checkpoint, error: BaseException) -> CorruptCheckpointError | None:
     """Return what an error of torch's says of damage; None where it is about something else."""
     failures = getattr(error, "failures", {})
     causes = [cause for cause, _ in failures.values()]
-    known = (DamagedError, NotRegularError, FileNotFoundError, pickle.UnpicklingError)
+    known = (CorruptCheckpointError, NotRegularError, FileNotFoundError, pickle.UnpicklingError)
     return next((_damaged(checkpoint, c) for c in causes if isinstance(c, known)), None)
 
 
-def _damaged(checkpoint: Checkpoint, cause: BaseException) -> DamagedError:
+def _damaged(checkpoint: Checkpoint, cause: BaseException) -> CorruptCheckpointError:
     if isinstance(cause, OSError):
-        return DamagedError(f"{cause.filename}: {(cause.strerror or str(cause)).lower()}")
-    return DamagedError(f"{checkpoint.path} {cause}")
+        return CorruptCheckpointError(f"{cause.filename}: {(cause.strerror or str(cause)).lower()}")
+    return CorruptCheckpointError(f"{checkpoint.path} {cause}")
 
 
 def tensors(
@@ -166,7 +166,7 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
 
     try:
         found: dict[str, Any] = read_index(checkpoint.path).state_dict_metadata
-    except (DamagedError, NotRegularError, FileNotFoundError) as error:
+    except (CorruptCheckpointError, NotRegularError, FileNotFoundError) as error:
         raise _damaged(checkpoint, error) from None
     return found
 
@@ -179,7 +179,7 @@ def index_fault(checkpoint: Checkpoint) -> str | None:
     """
     try:
         contents(checkpoint)
-    except DamagedError as error:
+    except CorruptCheckpointError as error:
         return str(error).removeprefix(f"{checkpoint.path} ")
     return None
 
@@ -254,4 +254,4 @@ def _refuse(checkpoint: Checkpoint, changed: list[str]) -> None:
     message = f"{checkpoint.path}: {', '.join(changed)} {step_folders.CHANGED}"
     if others:
         message += f"; go on from the one before with checkpoint.resume={others[-1]}"
-    raise DamagedError(message)
+    raise CorruptCheckpointError(message)

@@ -28,9 +28,9 @@ from torch.futures import Future
 
 from axonlaunch.checkpoint.manifest import is_name
 from axonlaunch.checkpoint.reader import MODEL
-from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.models import hugging_face
-from axonlaunch.models.hugging_face import Place
+from axonlaunch.models.hugging_face import ParameterMapping
 from axonlaunch.system.files import opened, read_text
 
 INDEX = "model.safetensors.index.json"
@@ -74,7 +74,7 @@ class Reader(StorageReader):
         known = hugging_face.places(model)
         if known and not any(place.name in self._shapes for place in known.values()):
             known = None
-        self._places = known or {name: Place(name) for name in self._shapes}
+        self._places = known or {name: ParameterMapping(name) for name in self._shapes}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what is there, by our names, and by theirs what we have no name for.
@@ -141,14 +141,14 @@ class Reader(StorageReader):
         """Say whether torch could make one of a path: it can't."""
         return False
 
-    def _shape(self, place: Place) -> tuple[int, ...]:
+    def _shape(self, place: ParameterMapping) -> tuple[int, ...]:
         shape = self._shapes[place.name][0]
         if place.transposed:
             shape = tuple(reversed(shape))
         return (shape[0] // place.parts, *shape[1:]) if place.parts > 1 else shape
 
     def _part(
-        self, file: Any, place: Place, offsets: Sequence[int], lengths: Sequence[int]
+        self, file: Any, place: ParameterMapping, offsets: Sequence[int], lengths: Sequence[int]
     ) -> Tensor:
         starts = list(offsets)
         if place.parts > 1:
@@ -209,12 +209,12 @@ def write(
 
 
 def _joined(
-    tensors: Iterator[tuple[str, Tensor]], places: Mapping[str, Place] | None
+    tensors: Iterator[tuple[str, Tensor]], places: Mapping[str, ParameterMapping] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors under their names, parts put together and turned."""
     parts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
-        place = places[name] if places else Place(name)
+        place = places[name] if places else ParameterMapping(name)
         held = parts.setdefault(place.name, {})
         held[place.part] = tensor
         if len(held) < place.parts:
@@ -247,14 +247,16 @@ def _files(folder: Path) -> list[Path]:
     if not os.path.lexists(index):
         found = sorted(folder.glob("*.safetensors"))
         if not found:
-            raise ConfigError([Problem("", f"{folder}: holds no *.safetensors and no checkpoint")])
+            raise ConfigError(
+                [ConfigIssue("", f"{folder}: holds no *.safetensors and no checkpoint")]
+            )
         return found
     names = list(dict.fromkeys(read_json(index, "weight_map").values()))
     if wrong := [name for name in names if not is_name(name)]:
         message = f"{index}: names {wrong[0]!r}, which is no file's name"
-        raise ConfigError([Problem("", message)])
+        raise ConfigError([ConfigIssue("", message)])
     if missing := [name for name in names if not os.path.lexists(folder / name)]:
-        raise ConfigError([Problem("", f"{index}: names {', '.join(missing)}, not there")])
+        raise ConfigError([ConfigIssue("", f"{index}: names {', '.join(missing)}, not there")])
     return [folder / name for name in sorted(names)]
 
 
@@ -273,7 +275,7 @@ def read_json(file: Path, key: str | None = None) -> dict[str, Any]:
         reason = (
             error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         )
-        raise ConfigError([Problem("", f"{file}: can't be read: {reason}")]) from None
+        raise ConfigError([ConfigIssue("", f"{file}: can't be read: {reason}")]) from None
     return content
 
 
@@ -301,6 +303,6 @@ def _opened(file: Path) -> Iterator[Any]:
             content = safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
-        raise ConfigError([Problem("", f"{file}: can't be read: {reason}")]) from None
+        raise ConfigError([ConfigIssue("", f"{file}: can't be read: {reason}")]) from None
     with content:
         yield content

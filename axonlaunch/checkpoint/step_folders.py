@@ -19,7 +19,7 @@ from typing import BinaryIO
 from zlib_ng.zlib_ng import crc32
 
 from axonlaunch.checkpoint import manifest
-from axonlaunch.checkpoint.manifest import MANIFEST, Checkpoint, DamagedError, Sum
+from axonlaunch.checkpoint.manifest import MANIFEST, Checkpoint, CorruptCheckpointError, Sum
 from axonlaunch.checkpoint.storage import CHECKPOINTS, delete, is_remote, kept_by, sizes
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.files import NotRegularError, TooLargeError, created, opened
@@ -153,7 +153,7 @@ def _looked_at(folder: Path) -> Checkpoint | str:
         return f"has {MANIFEST}, which is no regular file"
     except TooLargeError:
         return f"has a {MANIFEST} that is larger than any is"
-    except DamagedError as error:
+    except CorruptCheckpointError as error:
         return str(error)
     if _step(folder) not in (-1, about.checkpoint.step):
         return f"has a {MANIFEST} of step {about.checkpoint.step}"
@@ -246,7 +246,7 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
                 _locked(stream, fcntl.LOCK_SH)
             yield
     except FileNotFoundError as error:
-        raise DamagedError(f"{error.filename}: it is gone") from None
+        raise CorruptCheckpointError(f"{error.filename}: it is gone") from None
 
 
 def sweep_partial(run_dir: Path) -> list[str]:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from axonlaunch.checkpoint.manifest import DamagedError
-from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, to_yaml
+from axonlaunch.checkpoint.manifest import CorruptCheckpointError
+from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, to_yaml
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import SCHEME, is_url
 from axonlaunch.system import files
@@ -41,9 +41,9 @@ def place(text: str | Path) -> Path:
         _ = found.fs
     except ImportError as error:
         message = f"{text}: {error}; pip install 'axonlaunch[remote]', and what fsspec has for it"
-        raise ConfigError([Problem("", message)]) from None
+        raise ConfigError([ConfigIssue("", message)]) from None
     except (ValueError, OSError) as error:
-        raise ConfigError([Problem("", f"{text}: can't be reached: {_short(error)}")]) from None
+        raise ConfigError([ConfigIssue("", f"{text}: can't be reached: {_short(error)}")]) from None
     return cast("Path", found)
 
 
@@ -145,7 +145,7 @@ def reaching(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (ConfigError, DamagedError):
+    except (ConfigError, CorruptCheckpointError):
         raise
     except Exception as error:
         if is_remote(path):
@@ -154,7 +154,7 @@ def reaching(path: Path) -> Iterator[None]:
             message = f"{path}: can't be read: {error.strerror}: {error.filename}"
         else:
             raise
-        raise ConfigError([Problem("", message)]) from None
+        raise ConfigError([ConfigIssue("", message)]) from None
 
 
 def _short(error: Exception) -> str:

@@ -13,7 +13,7 @@ from axonlaunch.checkpoint import reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place
 from axonlaunch.config import CONFIG as RUN_CONFIG
-from axonlaunch.config import ConfigError, Problem, RunConfig, replaced, to_tree
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
 from axonlaunch.config.data import NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
 from axonlaunch.data import TEXT_DATASETS
 
@@ -100,16 +100,16 @@ def export(
     from axonlaunch.models import hugging_face
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError([Problem("", f"{folder}: is there already; give a new folder")])
+        raise ConfigError([ConfigIssue("", f"{folder}: is there already; give a new folder")])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError([Problem("", f"{folder}: can't be made: {error.strerror}")]) from None
+        raise ConfigError([ConfigIssue("", f"{folder}: can't be made: {error.strerror}")]) from None
     known = hugging_face.places(config.model)
     entries = reader.parameters(checkpoint)
     names = list(known) if known else sorted(entries)
     if missing := [f"{name} is missing" for name in names if name not in entries]:
-        raise ConfigError([Problem("", f"{checkpoint.path}: {first(missing)}")])
+        raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {first(missing)}")])
     reader.refuse_damage(checkpoint)
     contents = {f"{reader.MODEL}{name}": entry for name, entry in entries.items()}
     read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in names], contents)
@@ -145,10 +145,10 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
 
     model, data = described(folder)
     if run_dir.exists():
-        raise ConfigError([Problem("", f"{run_dir}: is there already; give a new folder")])
+        raise ConfigError([ConfigIssue("", f"{run_dir}: is there already; give a new folder")])
     state = read_folder(folder, model)
-    config = replaced(config, {"model": model, "data": data, "name": run_dir.name})
-    config = replaced(config, {"run_dir": str(run_dir.absolute())})
+    config = with_values(config, {"model": model, "data": data, "name": run_dir.name})
+    config = with_values(config, {"run_dir": str(run_dir.absolute())})
     about = Checkpoint(step_folders.path_of(run_dir, step=0), 0, 0, 1, None, layout="imported")
     with reader.in_one_process():
         dcp.save({"model": state}, storage_writer=Writer(about), no_dist=True)
@@ -177,7 +177,7 @@ def described(
             f"{file}: model={content['name']} is not in Hugging Face's format, as gpt and llama "
             "are; only model.weights reads it"
         )
-        raise ConfigError([Problem("", message)])
+        raise ConfigError([ConfigIssue("", message)])
     model = hugging_face.typed(content, where=str(file))
     assumed = {"data": "text" if model.vocab_size == NUM_BYTES else "tokens"}
     trained_on = content.get(TRAINED_ON, assumed)
@@ -204,7 +204,7 @@ def read_folder(folder: Path, model: GPTConfig | LlamaConfig) -> dict[str, Tenso
     assert known is not None
     shapes = source.shapes()
     if wrong := [f"{name} is missing" for name in known if name not in shapes]:
-        raise ConfigError([Problem("", f"{folder}: {first(wrong)}")])
+        raise ConfigError([ConfigIssue("", f"{folder}: {first(wrong)}")])
     state = {name: torch.empty(shapes[name]) for name in known}
     with reader.in_one_process():
         dcp.load({"model": state}, storage_reader=source, no_dist=True)

@@ -24,7 +24,7 @@ from axonlaunch.cli.options import print_problems
 from axonlaunch.system import streams
 
 if TYPE_CHECKING:
-    from axonlaunch.config import Problem
+    from axonlaunch.config import ConfigIssue
 
 app = typer.Typer(
     name="axonlaunch",
@@ -126,15 +126,15 @@ def _refusal(error: Exception) -> str:
     return f"{plain_error(error)}; {remedy}" if remedy else ""
 
 
-def _problems(error: Exception) -> list[Problem] | None:
+def _problems(error: Exception) -> list[ConfigIssue] | None:
     """Return a user's mistakes; None for a bug of ours."""
-    from axonlaunch.checkpoint import DamagedError
-    from axonlaunch.config import ConfigError, Problem
+    from axonlaunch.checkpoint import CorruptCheckpointError
+    from axonlaunch.config import ConfigError, ConfigIssue
 
     if isinstance(error, ConfigError):
         return error.problems
-    if isinstance(error, DamagedError):
-        return [Problem("", str(error))]
+    if isinstance(error, CorruptCheckpointError):
+        return [ConfigIssue("", str(error))]
     # Typer's usage errors: some versions raise click's classes, some a copy of them.
     told = getattr(error, "format_message", None)
     if told is None:
@@ -142,4 +142,4 @@ def _problems(error: Exception) -> list[Problem] | None:
     message = " ".join(told().split())
     if getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
         message += "; options are in --help, and settings are written key=value, without dashes"
-    return [Problem("", message)]
+    return [ConfigIssue("", message)]

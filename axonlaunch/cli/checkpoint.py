@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import Json, Trust, print_json
-from axonlaunch.launch.output.spinner import telling
+from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
     from axonlaunch.checkpoint import Checkpoint
@@ -107,7 +107,7 @@ def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     from axonlaunch.checkpoint.storage import reaching
 
     _folder(run_dir)
-    with telling("reading"), reaching(run_dir):
+    with spinner("reading"), reaching(run_dir):
         problems = {str(path): [reason] for path, reason in damaged(run_dir).items()}
         for found in _all(run_dir):
             problems[str(found.path)] = diff.faults(found, _config(found, trust))
@@ -147,7 +147,7 @@ def diff(
     from axonlaunch.checkpoint import diff
     from axonlaunch.checkpoint.storage import reaching
 
-    with telling("comparing"), reaching(first), reaching(second):
+    with spinner("comparing"), reaching(first), reaching(second):
         found = diff.compare(_checkpoint(first), _checkpoint(second))
     if as_json:
         print_json({"equal": not found, "differences": [asdict(one) for one in found]})
@@ -201,7 +201,7 @@ def export(
         _refuse(f"--dtype={dtype}: is none of ours; use fp32, bf16 or fp16")
     found = _checkpoint(run_dir)
     config = _config(found, trust)
-    with telling("writing"):
+    with spinner("writing"):
         import torch
 
         from axonlaunch.checkpoint import weights
@@ -228,7 +228,7 @@ def import_(
     from axonlaunch import config as configuration
 
     _folder(folder)
-    with telling("reading"):
+    with spinner("reading"):
         from axonlaunch.checkpoint import weights
 
         written = weights.take_in(folder, run_dir, configuration.load(["strategy=single"]))
@@ -281,9 +281,9 @@ def _folder(path: Path) -> None:
 
 
 def _refuse(message: str) -> None:
-    from axonlaunch.config import ConfigError, Problem
+    from axonlaunch.config import ConfigError, ConfigIssue
 
-    raise ConfigError([Problem("", message)])
+    raise ConfigError([ConfigIssue("", message)])
 
 
 def _ago(saved_at: float) -> str:

@@ -60,10 +60,10 @@ def command(
 
 def _accelerators() -> int:
     """Ask a process that has torch, as ``train`` does, which decides by it what is ``auto``."""
-    from axonlaunch.launch.output.spinner import telling
+    from axonlaunch.launch.output.spinner import spinner
     from axonlaunch.system import forked_call, forkserver
 
-    with telling("looking for accelerators"), forkserver.warm() as context:
+    with spinner("looking for accelerators"), forkserver.warm() as context:
         count: int = forked_call.call(context, "axonlaunch.preflight.checks:accelerators")
     return count
 
@@ -80,7 +80,7 @@ def _explain(before: RunConfig, config: RunConfig, told: dict[str, str], as_json
     from axonlaunch import config as configuration
     from axonlaunch.config.errors import plain
 
-    values, written = configuration.leaves(config), configuration.leaves(before)
+    values, written = configuration.flatten(config), configuration.flatten(before)
     origins = {key: told.get(key, configuration.DEFAULT_ORIGIN) for key in values}
     for key, value in values.items():
         if written[key] != value:

@@ -13,7 +13,7 @@ import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
 from axonlaunch.cli.plotting import check_plot, save
-from axonlaunch.launch.output.spinner import telling
+from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
@@ -61,9 +61,11 @@ def command(
     from axonlaunch.system import forkserver
 
     if exact and formula:
-        from axonlaunch.config import ConfigError, Problem
+        from axonlaunch.config import ConfigError, ConfigIssue
 
-        raise ConfigError([Problem("", "--formula: --exact traces every layer; use one of both")])
+        raise ConfigError(
+            [ConfigIssue("", "--formula: --exact traces every layer; use one of both")]
+        )
     if plot is not None:
         check_plot(plot)
     with forkserver.warm() as context:
@@ -71,7 +73,7 @@ def command(
 
         from axonlaunch.planning.estimate import forecast, load
 
-        with telling("tracing a step"):
+        with spinner("tracing a step"):
             config = load(
                 context,
                 overrides or [],
@@ -84,7 +86,7 @@ def command(
 
             save(draw(found), plot)
         if as_json:
-            print_json(as_object(found, *searched(context, config, found)))
+            print_json(to_json_dict(found, *searched(context, config, found)))
             return
         console = Console(file=sys.stdout, highlight=False)
         show(found, console)
@@ -108,7 +110,7 @@ def searched(
             return changes, end.value
 
 
-def as_object(found: Forecast, changes: Sequence[Remedy], ended: Searched) -> dict[str, Any]:
+def to_json_dict(found: Forecast, changes: Sequence[Remedy], ended: Searched) -> dict[str, Any]:
     """Return what ``--json`` prints."""
     notes = [*found.notes, *([_UNSEARCHED + ended.reason] if ended.reason else [])]
     return {
@@ -160,7 +162,7 @@ def show_remedies(
     search, count = remedies(context, config, found), 0
     while True:
         try:
-            with telling("looking for changes that make it fit"):
+            with spinner("looking for changes that make it fit"):
                 remedy = next(search)
         except StopIteration as end:
             ended: Searched = end.value

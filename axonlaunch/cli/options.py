@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from axonlaunch.config import Problem
+    from axonlaunch.config import ConfigIssue
 
 STARTED = time.time()
 """When this command began, near enough: the interpreter has only imported Typer so far."""
@@ -43,7 +43,7 @@ def print_json(content: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(content, indent=1) + "\n")
 
 
-def print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
+def print_problems(problems: Sequence[ConfigIssue], *, as_json: bool) -> None:
     """Print what is wrong, a line each on standard error, and for programs on standard output."""
     for problem in problems:
         sys.stderr.write(f"error: {_printable(str(problem))}\n")
@@ -51,7 +51,7 @@ def print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
         print_json({"errors": problems_as_objects(problems)})
 
 
-def problems_as_objects(problems: Sequence[Problem]) -> list[dict[str, Any]]:
+def problems_as_objects(problems: Sequence[ConfigIssue]) -> list[dict[str, Any]]:
     """Return problems as ``--json`` prints them."""
     return [{"key": one.key or None, "message": one.message} for one in problems]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
-from axonlaunch.launch.output.spinner import telling
+from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +57,7 @@ def command(
     with forkserver.warm() as context:
         from rich.console import Console
 
-        with telling("searching layouts"):
+        with spinner("searching layouts"):
             found = plan(
                 context,
                 overrides or [],
@@ -70,7 +70,7 @@ def command(
         write.parent.mkdir(parents=True, exist_ok=True)
         write.write_text(experiment(overrides or [], found.candidates[0].overrides))
     if as_json:
-        print_json(as_object(found, seconds))
+        print_json(to_json_dict(found, seconds))
         return
     console = Console(file=sys.stdout, highlight=False)
     show(found, console, seconds=seconds)
@@ -81,7 +81,7 @@ def command(
             console.print(f"axonlaunch train {there}", markup=False, soft_wrap=True)
 
 
-def as_object(found: Plan, seconds: float) -> dict[str, Any]:
+def to_json_dict(found: Plan, seconds: float) -> dict[str, Any]:
     """Return what ``--json`` prints."""
     candidates = [{**asdict(planned), "fits": planned.fits} for planned in found.candidates]
     return {
@@ -120,14 +120,14 @@ def _checked(devices: int | None, write: Path | None) -> int:
     Raises:
         ConfigError: No number of devices, or a file that can't be written.
     """
-    from axonlaunch.config import ConfigError, Problem
+    from axonlaunch.config import ConfigError, ConfigIssue
 
     problems = []
     if devices is None or devices < 1:
         given = ... if devices is None else devices
-        problems.append(Problem("--devices", "is how many to plan for; write 1 or more", given))
+        problems.append(ConfigIssue("--devices", "is how many to plan for; write 1 or more", given))
     if write is not None and write.suffix != ".yaml":
-        problems.append(Problem("--write", "must end in .yaml", str(write)))
+        problems.append(ConfigIssue("--write", "must end in .yaml", str(write)))
     if problems:
         raise ConfigError(problems)
     assert devices is not None

@@ -32,9 +32,9 @@ def check_plot(path: Path) -> None:
     elif find_spec("matplotlib") is None:
         reason = "matplotlib is not installed; pip install 'axonlaunch[plot]'"
     if reason:
-        from axonlaunch.config import ConfigError, Problem
+        from axonlaunch.config import ConfigError, ConfigIssue
 
-        raise ConfigError([Problem("--plot", reason, str(path))])
+        raise ConfigError([ConfigIssue("--plot", reason, str(path))])
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -48,7 +48,7 @@ def save(figure: Figure, path: Path) -> None:
     try:
         path.write_bytes(drawn.getvalue())
     except OSError as error:
-        from axonlaunch.config import ConfigError, Problem
+        from axonlaunch.config import ConfigError, ConfigIssue
 
         reason = f"can't be written: {error.strerror}"
-        raise ConfigError([Problem("--plot", reason, str(path))]) from None
+        raise ConfigError([ConfigIssue("--plot", reason, str(path))]) from None

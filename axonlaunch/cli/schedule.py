@@ -9,7 +9,7 @@ import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
 from axonlaunch.cli.plotting import check_plot, save
-from axonlaunch.launch.output.spinner import telling
+from axonlaunch.launch.output.spinner import spinner
 
 HELP = "Draw the pipeline's schedule. Who does what when, and who waits."
 EXAMPLES = """Examples:
@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Draw the pipeline's schedule."""
     from axonlaunch import config as configuration
-    from axonlaunch.config import ConfigError, Problem, replaced
+    from axonlaunch.config import ConfigError, ConfigIssue, with_values
     from axonlaunch.config.layout import layout, resolved, world_size
     from axonlaunch.config.rules import broken_world_rules
 
@@ -48,7 +48,7 @@ def command(
     )
     if config.strategy.pipeline.degree == 1:
         message = "there is no schedule to show; use strategy=pipeline or a degree of 2 or more"
-        raise ConfigError([Problem("strategy.pipeline.degree", message, 1)])
+        raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, 1)])
     # No accelerators: as many ranks as the degrees need, whatever machine this is.
     config = resolved(config, accelerators=0)
     if problems := broken_world_rules(config, world_size=world_size(config)):
@@ -77,8 +77,8 @@ def command(
         from axonlaunch.planning.memory.engine_stats import pipeline_stats
         from axonlaunch.system import forkserver
 
-        with forkserver.warm() as context, telling("tracing a step"):
-            found = foretold(context, replaced(config, {"hardware": None}))
+        with forkserver.warm() as context, spinner("tracing a step"):
+            found = foretold(context, with_values(config, {"hardware": None}))
         stats = pipeline_stats(found, schedule)
     if plot is not None:
         save(timeline_plot.draw(times), plot)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.estimate import as_object, searched, show, show_remedies
+from axonlaunch.cli.estimate import searched, show, show_remedies, to_json_dict
 from axonlaunch.cli.options import (
     STARTED,
     ConfigDir,
@@ -23,14 +23,14 @@ from axonlaunch.cli.options import (
     print_json,
     problems_as_objects,
 )
-from axonlaunch.launch.output.spinner import telling
+from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
     from rich.console import Console
 
-    from axonlaunch.config import Problem
+    from axonlaunch.config import ConfigIssue
     from axonlaunch.launch.dry_run import DryRun
 
 HELP = "Train a model."
@@ -114,7 +114,7 @@ def _dry_run(
 
         from axonlaunch.launch.dry_run import dry_runs
 
-        with telling("tracing a step"):
+        with spinner("tracing a step"):
             runs = dry_runs(
                 context,
                 overrides,
@@ -137,11 +137,11 @@ def _dry_run(
 
 
 def _as_object(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
-    found = as_object(run.forecast, *searched(context, run.config, run.forecast))
+    found = to_json_dict(run.forecast, *searched(context, run.config, run.forecast))
     return {**found, "obstacles": problems_as_objects(run.obstacles)}
 
 
-def _show_obstacles(obstacles: Sequence[Problem], console: Console) -> None:
+def _show_obstacles(obstacles: Sequence[ConfigIssue], console: Console) -> None:
     """Print what would stop a start on this machine, each with its remedy."""
     from rich.text import Text
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
-from axonlaunch.launch.output.spinner import telling
+from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from axonlaunch.verification.result import Verdict
+    from axonlaunch.verification.result import ParityResult
 
 HELP = "Prove that a layout computes what one process does."
 EXAMPLES = """Examples:
@@ -43,7 +43,7 @@ def command(
         from axonlaunch.events import finite
         from axonlaunch.verification.runner import verify
 
-        with telling("running the layout and one process"):
+        with spinner("running the layout and one process"):
             verdict = verify(
                 context,
                 overrides or [],
@@ -58,7 +58,7 @@ def command(
     raise typer.Exit(0 if verdict.passed else 1)
 
 
-def _show(verdict: Verdict, console: Console) -> None:
+def _show(verdict: ParityResult, console: Console) -> None:
     from rich.table import Table
 
     from axonlaunch.verification.result import norm_tolerance

@@ -43,7 +43,7 @@ def device_of(group: ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def bad_tensor(
+def tensor_error(
     tensor: object, group: ProcessGroup, *, written: bool = False
 ) -> TypeError | ValueError | None:
     """Say what keeps a tensor from this group's backend."""
@@ -66,7 +66,7 @@ def bad_tensor(
     return None
 
 
-def bad_op(tensor: Tensor, op: ReduceOp) -> TypeError | None:
+def reduce_op_error(tensor: Tensor, op: ReduceOp) -> TypeError | None:
     """Say why an operation has no meaning for a dtype."""
     dtype = str(tensor.dtype)[6:]
     if tensor.dtype not in REDUCED_AS:
@@ -86,7 +86,9 @@ def bad_op(tensor: Tensor, op: ReduceOp) -> TypeError | None:
     return None
 
 
-def bad_peer(key: str, peer: int, group: ProcessGroup, *, other: bool = False) -> ValueError | None:
+def peer_error(
+    key: str, peer: int, group: ProcessGroup, *, other: bool = False
+) -> ValueError | None:
     """Say why a rank can't be the source or the destination."""
     if not group.contains(peer):
         return ValueError(f"{key}={peer} is not in the group {list(group.ranks)} (global ranks)")
@@ -95,7 +97,7 @@ def bad_peer(key: str, peer: int, group: ProcessGroup, *, other: bool = False) -
     return None
 
 
-def bad_dim_0(tensor: Tensor | None, group: ProcessGroup) -> ValueError | None:
+def divisibility_error(tensor: Tensor | None, group: ProcessGroup) -> ValueError | None:
     """Say why dim 0 can't be divided among the ranks."""
     assert tensor is not None
     if tensor.dim() == 0 or tensor.shape[0] % group.size:

@@ -27,7 +27,7 @@ _reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
-def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
+def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Enter a region where each rank computes a part: identity forward, sum backward."""
     if group.size == 1:
         return x
@@ -35,7 +35,7 @@ def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
     return result
 
 
-def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Leave such a region: sum over ranks forward, identity backward."""
     if group.size == 1:
         return x
@@ -43,7 +43,7 @@ def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
     return result
 
 
-def gather_from(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def all_gather_from_group(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Enter such a region from parts along ``dim``: all-gather forward, reduce-scatter backward."""
     if group.size == 1:
         return x
@@ -64,7 +64,7 @@ def reduce_scatter_to(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return result
 
 
-def split_to(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def scatter_to_group(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Take this rank's equal part along ``dim`` forward; all-gather backward.
 
     Raises:

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonlaunch.comm.argument_checks import bad_op, bad_tensor, device_of
+from axonlaunch.comm.argument_checks import device_of, reduce_op_error, tensor_error
 from axonlaunch.comm.backend import ReduceOp
 from axonlaunch.comm.collectives import group_or_default, reduce_values
 from axonlaunch.comm.errors import say_tensor
 from axonlaunch.comm.gradient_bucket import GradientBucket, buckets
-from axonlaunch.comm.mismatch_check import agree
+from axonlaunch.comm.mismatch_check import check_collective
 from axonlaunch.comm.process_group import ProcessGroup
 
 BUCKET_BYTES = 25 * 2**20
@@ -48,7 +48,7 @@ def sync_gradients(
     tensors = [t for t in dict.fromkeys(given) if t.requires_grad]
     shapes = "\n".join(map(say_tensor, tensors))
     digest = hashlib.sha256(shapes.encode()).hexdigest()[:8]
-    agree(
+    check_collective(
         group,
         f"sync_gradients of {len(tensors)} parameters with {sum(t.numel() for t in tensors)} "
         f"elements (their shapes and dtypes: {digest})",
@@ -78,7 +78,7 @@ def _grad(tensor: Tensor) -> Tensor:
 def _first_problem(tensors: list[Tensor], group: ProcessGroup) -> Exception | None:
     for index, tensor in enumerate(tensors):
         value = tensor if tensor.grad is None else tensor.grad
-        problem = bad_tensor(value, group) or bad_op(value, ReduceOp.Average)
+        problem = tensor_error(value, group) or reduce_op_error(value, ReduceOp.Average)
         if problem is not None:
             return type(problem)(
                 f"sync_gradients: parameter {index} ({say_tensor(tensor)}): {problem}"

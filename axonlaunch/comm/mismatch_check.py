@@ -26,7 +26,9 @@ _TAG = 41_328
 LINE_BYTES = 512
 
 
-def agree(group: ProcessGroup, line: str, *, problem: Exception | None = None) -> list[str]:
+def check_collective(
+    group: ProcessGroup, line: str, *, problem: Exception | None = None
+) -> list[str]:
     """Go on if every rank of the group says the same up to a ``|``; return what each said.
 
     Args:
@@ -48,7 +50,7 @@ def agree(group: ProcessGroup, line: str, *, problem: Exception | None = None) -
     return lines
 
 
-def agree_with(
+def check_p2p(
     peer: int, group: ProcessGroup, verb: str, what: str, *, problem: Exception | None = None
 ) -> None:
     """Go on if one other rank of the group means the other end of the same message.

@@ -29,7 +29,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnvironment:
     """Where this process stands in its world.
 
     Attributes:
@@ -80,7 +80,9 @@ def local_place(rank: int, world_size: int) -> dict[str, str]:
     )
 
 
-def find_place(environment: Mapping[str, str], *, store: dist.Store | None = None) -> Place:
+def find_place(
+    environment: Mapping[str, str], *, store: dist.Store | None = None
+) -> RankEnvironment:
     """Read the place of this process from its environment.
 
     Args:
@@ -92,7 +94,7 @@ def find_place(environment: Mapping[str, str], *, store: dist.Store | None = Non
     """
     needed = _IDENTITY + _ADDRESS if store is None else _IDENTITY
     if not any(environment.get(name) for name in needed):
-        return Place()
+        return RankEnvironment()
     problems = [f"{name} is not set" for name in needed if not environment.get(name)]
     numbers: dict[str, int] = {}
     for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", 1)):
@@ -115,7 +117,7 @@ def find_place(environment: Mapping[str, str], *, store: dist.Store | None = Non
             f"the environment describes no world: {'; '.join(problems)}. A launcher sets all of "
             f"{', '.join(needed)}; with none of them set this is a world of one"
         )
-    return Place(
+    return RankEnvironment(
         rank=numbers["RANK"],
         world_size=numbers["WORLD_SIZE"],
         local_rank=numbers["LOCAL_RANK"],
@@ -139,7 +141,7 @@ def is_loopback(host: str) -> bool:
         return host in ("localhost", "localhost.localdomain")
 
 
-def open_store(place: Place, *, timeout: timedelta) -> dist.Store:
+def open_store(place: RankEnvironment, *, timeout: timedelta) -> dist.Store:
     """Open the store that the ranks of a world meet at.
 
     Raises:

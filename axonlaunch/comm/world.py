@@ -21,9 +21,9 @@ from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.errors import NcclError
 from axonlaunch.comm.gloo import proven_groups
 from axonlaunch.comm.mesh import Mesh
-from axonlaunch.comm.mismatch_check import agree
+from axonlaunch.comm.mismatch_check import check_collective
 from axonlaunch.comm.process_group import ProcessGroup, default_group
-from axonlaunch.comm.rendezvous import Place, find_place, gloo_towards, open_store
+from axonlaunch.comm.rendezvous import RankEnvironment, find_place, gloo_towards, open_store
 
 if TYPE_CHECKING:
     from axonlaunch.comm.mock import MockWorld
@@ -149,7 +149,7 @@ class World:
             problem = f"the world has ranks 0 to {self.world_size - 1}"
         elif len(set(members)) < len(members):
             problem = "a rank can be in a group once"
-        agree(
+        check_collective(
             self.default_group,
             f"new_group of ranks {members}",
             problem=ValueError(f"new_group of ranks {members}: {problem}") if problem else None,
@@ -202,7 +202,7 @@ def _let_go_of(store: dist.Store) -> None:
     del store
 
 
-def choose_backend(name: str, place: Place) -> Backend:
+def choose_backend(name: str, place: RankEnvironment) -> Backend:
     """Turn what the user said into a backend that processes can use.
 
     Raises:
@@ -219,7 +219,7 @@ def choose_backend(name: str, place: Place) -> Backend:
     return Backend(name)
 
 
-def _every_local_rank_has_a_device(place: Place) -> bool:
+def _every_local_rank_has_a_device(place: RankEnvironment) -> bool:
     """Decide from what all ranks of a machine see alike, so that they decide alike."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != "cuda" or not nccl.status().available:

@@ -13,7 +13,7 @@ _SHOWN = 200
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigIssue:
     """One thing to put right before anything starts.
 
     Attributes:
@@ -36,7 +36,7 @@ class Problem:
 class ConfigError(ValueError):
     """A configuration that can't be run; ``problems`` holds every reason."""
 
-    def __init__(self, problems: list[Problem]) -> None:
+    def __init__(self, problems: list[ConfigIssue]) -> None:
         super().__init__(problems)  # also what it is pickled as
         self.problems = problems
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from axonlaunch.config.plain import replaced
+from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import RunConfig, StrategyConfig
 
@@ -220,7 +220,7 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
     fsdp = strategy.fsdp
     if fsdp.sharding == "hybrid_shard" and fsdp.replicate == "auto" and least == most:
         settings["strategy.fsdp.replicate"] = _machines_of_a_stage(config)
-    return replaced(config, settings)
+    return with_values(config, settings)
 
 
 def _micro_batches(config: RunConfig, *, share: int) -> tuple[int, int]:

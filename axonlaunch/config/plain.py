@@ -38,7 +38,7 @@ def to_yaml(config: Any) -> str:
     return text
 
 
-def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings, or a typed tree, to ``{dotted key: leaf}``; lists are leaves."""
     if dataclasses.is_dataclass(tree):
         tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
@@ -46,11 +46,11 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: tree} if prefix else {}
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found.update(leaves(value, f"{prefix}.{key}" if prefix else str(key)))
+        found.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
     return found
 
 
-def replaced(tree: T, settings: Mapping[str, Any]) -> T:
+def with_values(tree: T, settings: Mapping[str, Any]) -> T:
     """Return a typed tree with values at dotted keys replaced; what they mean is not checked."""
     inside: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def replaced(tree: T, settings: Mapping[str, Any]) -> T:
         else:
             values[name] = value
     for name, below in inside.items():
-        values[name] = replaced(getattr(tree, name), below)
+        values[name] = with_values(getattr(tree, name), below)
     return dataclasses.replace(tree, **values)  # type: ignore[type-var]
 
 

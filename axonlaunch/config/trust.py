@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
-from axonlaunch.config.errors import Problem
+from axonlaunch.config.errors import ConfigIssue
 from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.config.plain import line_of
 from axonlaunch.config.plugins import ENTRY_POINT_GROUP
 
 
-def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[Problem]:
+def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[ConfigIssue]:
     """Return what a configuration would have run, and in which line it says so.
 
     Args:
@@ -25,9 +25,9 @@ def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[Problem]
         file: Its path.
     """
     return [
-        Problem(
+        ConfigIssue(
             "",
-            f"{file}:{line_of(text, key)}: {Problem(key, f'would {verb}', value)}; "
+            f"{file}:{line_of(text, key)}: {ConfigIssue(key, f'would {verb}', value)}; "
             "add --trust if you trust who wrote it",
         )
         for key, value, verb in _named(tree)

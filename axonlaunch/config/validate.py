@@ -12,7 +12,7 @@ import typing
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
-from axonlaunch.config.errors import Problem, one_of, plain
+from axonlaunch.config.errors import ConfigIssue, one_of, plain
 from axonlaunch.registry import nearest, unknown
 
 FOREIGN_NAMES = {
@@ -55,20 +55,22 @@ class Validation:
     """The typed tree as far as it goes (defaults stand in for what is wrong) and the problems."""
 
     config: Any
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ConfigIssue] = field(default_factory=list)
 
 
 def validate(tree: dict[str, Any], schema: type) -> Validation:
     """Type a plain tree by a dataclass; collect every problem rather than stop at the first."""
-    problems: list[Problem] = []
+    problems: list[ConfigIssue] = []
     config = _dataclass(tree, schema, "", problems, root=schema)
     return Validation(config, problems)
 
 
-def _dataclass(tree: Any, schema: type, prefix: str, problems: list[Problem], *, root: type) -> Any:
+def _dataclass(
+    tree: Any, schema: type, prefix: str, problems: list[ConfigIssue], *, root: type
+) -> Any:
     if not isinstance(tree, dict):
         message = f"is a group of keys; set one of them, as in {prefix}.{_first_key(schema)}=..."
-        problems.append(Problem(prefix, message, tree))
+        problems.append(ConfigIssue(prefix, message, tree))
         tree = {}
     hints = typing.get_type_hints(schema)
     fields = {f.name: f for f in dataclasses.fields(schema)}
@@ -82,11 +84,11 @@ def _dataclass(tree: Any, schema: type, prefix: str, problems: list[Problem], *,
         key = f"{prefix}.{name}" if prefix else name
         if name not in tree:
             if spec.default is MISSING and spec.default_factory is MISSING:
-                problems.append(Problem(key, f"is missing; write {key}=..."))
+                problems.append(ConfigIssue(key, f"is missing; write {key}=..."))
             continue
         value = tree[name]
         if value == "???":
-            problems.append(Problem(key, f"is missing; write {key}=..."))
+            problems.append(ConfigIssue(key, f"is missing; write {key}=..."))
             continue
         variants = spec.metadata.get("variants")
         if variants is not None:
@@ -101,13 +103,13 @@ def _dataclass(tree: Any, schema: type, prefix: str, problems: list[Problem], *,
                 values.pop(name, None)
                 words = spec.metadata.get("words")
                 message = f"expected {words}" if words else str(reason)
-                problems.append(Problem(key, message, value))
+                problems.append(ConfigIssue(key, message, value))
     config = _construct(schema, values, fields)
     broken = {problem.key for problem in problems}
     for name, message in getattr(config, "problems", list)():
         key = f"{prefix}.{name}" if prefix else name
         if key not in broken:
-            problems.append(Problem(key, message, getattr(config, name, None)))
+            problems.append(ConfigIssue(key, message, getattr(config, name, None)))
     return config
 
 
@@ -120,17 +122,22 @@ def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> 
 
 
 def _variant(
-    tree: Any, variants: dict[str, type], spec: Any, key: str, problems: list[Problem], root: type
+    tree: Any,
+    variants: dict[str, type],
+    spec: Any,
+    key: str,
+    problems: list[ConfigIssue],
+    root: type,
 ) -> Any:
     """Type a subtree by the dataclass that its ``name`` stands for."""
     if not isinstance(tree, dict):
         message = f"is a group; choose one with {key}=NAME: {one_of(sorted(variants))}"
-        problems.append(Problem(key, message, tree))
+        problems.append(ConfigIssue(key, message, tree))
         return _default(spec)
     name = tree.get("name", getattr(_default(spec), "name", None))
     if name not in variants:
         message = unknown(key, plain(name), sorted(variants))
-        problems.append(Problem(f"{key}.name", message, name))
+        problems.append(ConfigIssue(f"{key}.name", message, name))
         return _default(spec)
     return _dataclass(tree, variants[name], key, problems, root=root)
 
@@ -255,7 +262,9 @@ def _in_range(value: Any, limits: typing.Mapping[str, Any], *, or_null: bool) ->
             raise _Rejected(f"must be below {limits['below']}{tail}")
 
 
-def _unknown_key(prefix: str, name: str, value: Any, fields: dict[str, Any], root: type) -> Problem:
+def _unknown_key(
+    prefix: str, name: str, value: Any, fields: dict[str, Any], root: type
+) -> ConfigIssue:
     """Say that a key is unknown, and which one was meant: here, or of that name elsewhere."""
     key = f"{prefix}.{name}" if prefix else name
     shown = ... if isinstance(value, dict) else value
@@ -263,7 +272,9 @@ def _unknown_key(prefix: str, name: str, value: Any, fields: dict[str, Any], roo
     elsewhere = [path for path in paths if path.rsplit(".", 1)[-1] == name]
     if key in elsewhere:
         owners = [other for other, keys in _variants(root, prefix) if name in keys]
-        return Problem(key, f"there is no such key here, only in {prefix}={one_of(owners)}", shown)
+        return ConfigIssue(
+            key, f"there is no such key here, only in {prefix}={one_of(owners)}", shown
+        )
     last = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
     here = {field: f"{prefix}.{field}" if prefix else field for field in fields}
     # What another tool calls a key is known; the rest is guessed, in this group first.
@@ -273,9 +284,9 @@ def _unknown_key(prefix: str, name: str, value: Any, fields: dict[str, Any], roo
         or last.get(nearest(name, last, cutoff=_ELSEWHERE) or "")
     )
     if meant:
-        return Problem(key, f"there is no such key; did you mean {meant}?", shown)
+        return ConfigIssue(key, f"there is no such key; did you mean {meant}?", shown)
     where = f"keys of {prefix}" if prefix else "top-level keys"
-    return Problem(key, f"there is no such key; {where}: {', '.join(sorted(fields))}", shown)
+    return ConfigIssue(key, f"there is no such key; {where}: {', '.join(sorted(fields))}", shown)
 
 
 def _paths(schema: type, prefix: str = "") -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from axonlaunch.config.errors import ConfigError
 from axonlaunch.config.layout import layout, nodes, resolved, world_size
-from axonlaunch.config.plain import replaced
+from axonlaunch.config.plain import with_values
 from axonlaunch.config.rules import broken_sizes
 from axonlaunch.config.schema import RunConfig
 
@@ -42,4 +42,4 @@ def written_out(config: RunConfig, *, accelerators: int) -> RunConfig:
         if shares.pipeline > 1:
             settings["strategy.pipeline.stages_per_rank"] = shares.stages_per_rank
             settings["strategy.pipeline.microbatches"] = shares.round_microbatches
-    return replaced(config, settings)
+    return with_values(config, settings)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.data import NUM_BYTES, TextConfig
-from axonlaunch.config.errors import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data import text_files
 from axonlaunch.data.windows import TokenWindows
 
@@ -81,7 +81,7 @@ class Text(ByteWindows):
                 contents.append(path.read_bytes())
             except OSError as reason:
                 message = f"{path} can't be read: {reason.strerror}"
-                raise ConfigError([Problem("data.files", message, config.files)]) from reason
+                raise ConfigError([ConfigIssue("data.files", message, config.files)]) from reason
         looked_at = zip(files, map(text_files.refused_content, contents), strict=True)
         _refuse(looked_at, config.files)
         content = np.frombuffer(b"\n".join(contents), dtype=np.uint8)
@@ -116,7 +116,7 @@ def _files(patterns: list[str]) -> list[Path]:
                 if path.is_dir()
                 else f"no file is there or matches, seen from {Path.cwd()}"
             )
-            problems.append(Problem("data.files", message, pattern))
+            problems.append(ConfigIssue("data.files", message, pattern))
         found.update(dict.fromkeys(files))
     if problems:
         raise ConfigError(problems)

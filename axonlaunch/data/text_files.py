@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from axonlaunch.config.errors import Problem
+from axonlaunch.config.errors import ConfigIssue
 
 _RECORDS = (
     "holds records, whose markup would be learned with their text; write the text alone to a .txt "
@@ -61,7 +61,7 @@ def refused_content(content: bytes) -> str | None:
     return None
 
 
-def problems(refused: Iterable[tuple[Path, str]], *, patterns: list[str]) -> list[Problem]:
+def problems(refused: Iterable[tuple[Path, str]], *, patterns: list[str]) -> list[ConfigIssue]:
     """Return a problem for each reason; it names the first file and counts the others.
 
     Args:
@@ -74,5 +74,5 @@ def problems(refused: Iterable[tuple[Path, str]], *, patterns: list[str]) -> lis
     found = []
     for reason, (path, *others) in files.items():
         which = f"{path} (and {len(others)} more)" if others else str(path)
-        found.append(Problem("data.files", f"{which} {reason}", patterns))
+        found.append(ConfigIssue("data.files", f"{which} {reason}", patterns))
     return found

@@ -19,7 +19,7 @@ _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _TORCHS = re.compile(_PACKAGES.pattern + r"torch[/\\]")
 
 
-def owner(file: str) -> Owner:
+def frame_owner(file: str) -> Owner:
     """Return whose code a file is; a user's is also that of any other package.
 
     Args:

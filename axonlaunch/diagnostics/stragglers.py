@@ -25,7 +25,7 @@ import torch.distributed as dist
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
 from axonlaunch.diagnostics.wait_detection import waits
-from axonlaunch.events import Slowest
+from axonlaunch.events import Straggler
 from axonlaunch.system.process_state import queued_s, state
 
 _INTERVAL_S = 0.02
@@ -63,7 +63,7 @@ class Shares:
         return cls(data, compute - starved, wait, starved)
 
 
-def slowest_of(ranks: Sequence[Shares], nodes: Sequence[str]) -> Slowest:
+def slowest_of(ranks: Sequence[Shares], nodes: Sequence[str]) -> Straggler:
     """Return the rank that worked most, and what the others pay for that.
 
     Args:
@@ -74,7 +74,7 @@ def slowest_of(ranks: Sequence[Shares], nodes: Sequence[str]) -> Slowest:
     rank = max(range(len(worked)), key=worked.__getitem__)
     cost = worked[rank] - statistics.median(worked[:rank] + worked[rank + 1 :])
     shares = {kind: round(share, 3) for kind, share in asdict(ranks[rank]).items()}
-    return Slowest(rank=rank, machine=nodes[rank], cost=round(cost, 3), **shares)
+    return Straggler(rank=rank, machine=nodes[rank], cost=round(cost, 3), **shares)
 
 
 class _Samples:
@@ -158,7 +158,7 @@ class Stragglers:
         if self._samples is not None:
             self._samples.phase = phase
 
-    def slowest(self) -> Slowest | None:
+    def slowest(self) -> Straggler | None:
         """Return the rank that worked most since the last report; every rank calls this.
 
         What it costs is the share of time by which it works longer than the median of the others.

@@ -29,7 +29,12 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.device_mesh import context_group, run_mesh, sharding_mesh
-from axonlaunch.engines.forward_backward import Loss, Passes, PipelinePasses, WholePasses
+from axonlaunch.engines.forward_backward import (
+    ForwardBackward,
+    LocalForwardBackward,
+    Loss,
+    PipelineForwardBackward,
+)
 from axonlaunch.engines.mesh_engine import MeshEngine
 from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
 from axonlaunch.engines.optimizer.optimizers import learning_rate
@@ -132,7 +137,7 @@ def build(
         counts = stage_blocks(config, shares, whole, sample=sample)
     _parallelize(plan, whole)
     divided_logits = has_divided_logits(whole)
-    passes: Passes
+    passes: ForwardBackward
     wrapped: DDP | FSDP | None
     if shares.pipeline == 1:
         passes, wrapped = _whole(plan, whole)
@@ -223,9 +228,9 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
         )
 
 
-def _whole(plan: _Plan, model: nn.Module) -> tuple[WholePasses, DDP | FSDP | None]:
+def _whole(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, DDP | FSDP | None]:
     wrapped = _wrap(plan, model)
-    passes = WholePasses(
+    passes = LocalForwardBackward(
         model,
         forward=wrapped or model,
         micro_batch_size=plan.shares.micro_batch_size,
@@ -236,7 +241,7 @@ def _whole(plan: _Plan, model: nn.Module) -> tuple[WholePasses, DDP | FSDP | Non
 
 def _pipeline(
     plan: _Plan, whole: nn.Module, counts: list[int], ties: dict[str, str]
-) -> tuple[PipelinePasses, DDP | None]:
+) -> tuple[PipelineForwardBackward, DDP | None]:
     """Cut this rank's stages out of copies of the model."""
     shares, group = plan.shares, plan.mesh.group("pp")
     schedule = PipelineSchedule(
@@ -265,7 +270,7 @@ def _pipeline(
         # Schedules split and reorder backwards, so replicas agree when all of them have run.
         replicas = _replicate(plan, nn.ModuleList(mine.values()), sync=GradSyncStrategy.NO_SYNC)
     pipeline = Pipeline(mine, schedule=schedule, group=group, boundaries=boundaries)
-    return PipelinePasses(pipeline, micro_batch_size=shares.micro_batch_size), replicas
+    return PipelineForwardBackward(pipeline, micro_batch_size=shares.micro_batch_size), replicas
 
 
 def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tensor, Tensor]] | None:

@@ -21,7 +21,7 @@ from axonlaunch.models.spec import not_a_tensor
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class Passes(Protocol):
+class ForwardBackward(Protocol):
     """What the engine needs of a model on this rank.
 
     Attributes:
@@ -42,7 +42,7 @@ class Passes(Protocol):
         """Return the outputs of inputs, on every rank of the pipeline."""
 
 
-class WholePasses:
+class LocalForwardBackward:
     """The whole model on this rank, one micro-batch after another."""
 
     def __init__(
@@ -108,7 +108,7 @@ class WholePasses:
         return nullcontext()
 
 
-class PipelinePasses:
+class PipelineForwardBackward:
     """This rank's stages of a pipeline, round after round of its schedule."""
 
     def __init__(self, pipeline: Pipeline, *, micro_batch_size: int) -> None:

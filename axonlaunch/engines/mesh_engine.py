@@ -15,7 +15,7 @@ from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.mesh import Mesh
-from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import StepResult
@@ -24,7 +24,7 @@ from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
-from axonlaunch.engines.forward_backward import Loss, Passes
+from axonlaunch.engines.forward_backward import ForwardBackward, Loss
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision import LossScale
@@ -36,7 +36,7 @@ class MeshEngine:
 
     def __init__(
         self,
-        passes: Passes,
+        passes: ForwardBackward,
         *,
         update: Update,
         replicas: DDP | None,
@@ -267,10 +267,10 @@ class MeshEngine:
             self._replicas.sync_gradients()
         if self._replicas is not None and not self._has_stepped:
             self._has_stepped = True
-            if names := self._replicas.untouched():
-                told = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-                message = f"{told} got no gradient, for which the others wait; use synchronous"
-                raise ConfigError([Problem("strategy.ddp.sync", message, "overlapped")])
+            if names := self._replicas.parameters_without_grad():
+                listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+                message = f"{listed} got no gradient, for which the others wait; use synchronous"
+                raise ConfigError([ConfigIssue("strategy.ddp.sync", message, "overlapped")])
         if self._tied is not None:
             self._tied.sync()
 

@@ -15,13 +15,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.errors import divisor_of
-from axonlaunch.launch.environment_variables import ADDRESS, OPEN_MPI, OWN, PMI, SLURM, Names
+from axonlaunch.launch.environment_variables import (
+    ADDRESS,
+    OPEN_MPI,
+    OWN,
+    PMI,
+    SLURM,
+    RankVariables,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class ClusterEnvironment:
     """What a launcher said of this process.
 
     Attributes:
@@ -56,7 +63,7 @@ class Surroundings:
         return self.local_world_size == 1 and (self.nnodes or 1) > 1
 
 
-def find(environment: Mapping[str, str]) -> Surroundings | None:
+def detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
     """Return what the environment says of this process; None where it says nothing.
 
     A scheduler's only task is no world: the ranks are then started here.
@@ -65,7 +72,7 @@ def find(environment: Mapping[str, str]) -> Surroundings | None:
         ConfigError: It describes a world by half, or a senseless one; every problem is told.
     """
     reader = _Reader(environment)
-    found: Surroundings | None
+    found: ClusterEnvironment | None
     if any(environment.get(name) for name in OWN):
         found = _variables(reader)
     elif environment.get(OPEN_MPI.rank):
@@ -84,9 +91,9 @@ def find(environment: Mapping[str, str]) -> Surroundings | None:
     return found
 
 
-def settle(
-    tree: dict[str, Any], found: Surroundings, *, accelerators: Callable[[], int]
-) -> list[Problem]:
+def apply_to_config(
+    tree: dict[str, Any], found: ClusterEnvironment, *, accelerators: Callable[[], int]
+) -> list[ConfigIssue]:
     """Write into a composed tree what the surroundings say of ``launch``.
 
     Args:
@@ -108,10 +115,10 @@ def settle(
     if world_size % nproc:
         message = f"{nproc} ranks on each machine; use {divisor_of(world_size)}"
         told = f"WORLD_SIZE={world_size} ranks are not a multiple of "
-        return [Problem("launch.nproc", told + message, launch.get("nproc", "auto"))]
+        return [ConfigIssue("launch.nproc", told + message, launch.get("nproc", "auto"))]
     if found.local_rank is None and first % nproc:
         message = f"RANK={first} is no machine's first rank where each has {nproc}"
-        problems.append(Problem("launch.nproc", message, launch.get("nproc", "auto")))
+        problems.append(ConfigIssue("launch.nproc", message, launch.get("nproc", "auto")))
     said = {
         "nproc": nproc,
         "nnodes": world_size // nproc,
@@ -127,18 +134,18 @@ def settle(
             message = (
                 f"{found.launcher} says {value}; leave it out, or start without {_source(found)}"
             )
-            problems.append(Problem(f"launch.{key}", message, given))
+            problems.append(ConfigIssue(f"launch.{key}", message, given))
         launch[key] = value
     return problems
 
 
-def _source(found: Surroundings) -> str:
+def _source(found: ClusterEnvironment) -> str:
     return "these variables" if found.launcher == "the environment" else f"{found.launcher}'s word"
 
 
 def _ranks_here(
-    launch: dict[str, Any], found: Surroundings, accelerators: Callable[[], int]
-) -> tuple[int | None, list[Problem]]:
+    launch: dict[str, Any], found: ClusterEnvironment, accelerators: Callable[[], int]
+) -> tuple[int | None, list[ConfigIssue]]:
     given, nnodes = launch.get("nproc", "auto"), launch.get("nnodes", 1)
     if found.local_world_size is not None and found.local_rank is not None:
         return found.local_world_size, []
@@ -154,7 +161,7 @@ def _ranks_here(
         f"the run has WORLD_SIZE={found.world_size} ranks, and nothing says how many of them are "
         "this machine's; write the number, or launch.nnodes"
     )
-    return None, [Problem("launch.nproc", message, given)]
+    return None, [ConfigIssue("launch.nproc", message, given)]
 
 
 class _Reader:
@@ -162,7 +169,7 @@ class _Reader:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
-        self.problems: list[Problem] = []
+        self.problems: list[ConfigIssue] = []
 
     def number(self, name: str, *, least: int = 0, below: int | None = None) -> int | None:
         """Return a variable's number; None where it is not set or senseless."""
@@ -170,10 +177,10 @@ class _Reader:
         if not text:
             return None
         if not (text.isascii() and text.isdigit()) or int(text) < least:
-            self.problems.append(Problem(name, f"expected a whole number from {least}", text))
+            self.problems.append(ConfigIssue(name, f"expected a whole number from {least}", text))
             return None
         if below is not None and int(text) >= below:
-            self.problems.append(Problem(name, f"expected a number below {below}", text))
+            self.problems.append(ConfigIssue(name, f"expected a number below {below}", text))
             return None
         return int(text)
 
@@ -183,10 +190,10 @@ class _Reader:
         for name in names:
             if not self.environment.get(name):
                 message = f"is not set, but {', '.join(given)} {'is' if len(given) == 1 else 'are'}"
-                self.problems.append(Problem(name, f"{message}; set it, or write launch=local"))
+                self.problems.append(ConfigIssue(name, f"{message}; set it, or write launch=local"))
 
 
-def _variables(reader: _Reader) -> Surroundings:
+def _variables(reader: _Reader) -> ClusterEnvironment:
     environment = reader.environment
     reader.missing("RANK", "WORLD_SIZE", *ADDRESS)
     world_size = reader.number("WORLD_SIZE", least=1)
@@ -194,10 +201,10 @@ def _variables(reader: _Reader) -> Surroundings:
     here = reader.number("LOCAL_WORLD_SIZE", least=1)
     if here is not None and world_size is not None and here > world_size:
         message = f"is more than WORLD_SIZE={world_size}"
-        reader.problems.append(Problem("LOCAL_WORLD_SIZE", message, here))
+        reader.problems.append(ConfigIssue("LOCAL_WORLD_SIZE", message, here))
     local_rank = reader.number("LOCAL_RANK", below=here or world_size)
     run = environment.get("TORCHELASTIC_RUN_ID")
-    return Surroundings(
+    return ClusterEnvironment(
         launcher="the environment" if run is None else "torchrun",
         rank=rank or 0,
         world_size=world_size or 1,
@@ -210,17 +217,17 @@ def _variables(reader: _Reader) -> Surroundings:
     )
 
 
-def _scheduler(reader: _Reader, names: Names) -> Surroundings | None:
+def _scheduler(reader: _Reader, names: RankVariables) -> ClusterEnvironment | None:
     environment = reader.environment
     world_size = reader.number(names.world_size, least=1)
     if world_size is None:
-        reader.problems.append(Problem(names.world_size, f"is not set, but {names.rank} is"))
+        reader.problems.append(ConfigIssue(names.world_size, f"is not set, but {names.rank} is"))
     if world_size == 1:
         return None
     rank = reader.number(names.rank, below=world_size)
     local_rank = reader.number(names.local_rank, below=world_size)
     if local_rank is None:
-        reader.problems.append(Problem(names.local_rank, f"is not set, but {names.rank} is"))
+        reader.problems.append(ConfigIssue(names.local_rank, f"is not set, but {names.rank} is"))
     run_id = environment.get(names.run_id, "")
     address, here, nnodes = environment.get("MASTER_ADDR"), None, None
     if names is SLURM:
@@ -238,9 +245,9 @@ def _scheduler(reader: _Reader, names: Names) -> Surroundings | None:
             "is not set, and mpirun does not say where rank 0 is; "
             "pass it, as in mpirun -x MASTER_ADDR=10.0.0.1"
         )
-        reader.problems.append(Problem("MASTER_ADDR", message))
+        reader.problems.append(ConfigIssue("MASTER_ADDR", message))
     port = reader.number("MASTER_PORT", least=1, below=65536)
-    return Surroundings(
+    return ClusterEnvironment(
         launcher=names.launcher,
         rank=rank or 0,
         world_size=world_size or 1,
@@ -286,7 +293,7 @@ def _address(node: str) -> str:
         if match := re.search(r"\bNodeAddr=(\S+)", told):
             return match[1]
     message = f"srun's first node {node} is no host's name; set the variable to its address"
-    raise ConfigError([Problem("MASTER_ADDR", message)])
+    raise ConfigError([ConfigIssue("MASTER_ADDR", message)])
 
 
 def port_of(run_id: str) -> int:

@@ -13,13 +13,13 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch import config as configuration
-from axonlaunch.config import Composed, ConfigError, Problem, RunConfig
+from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.launch import slurm
 from axonlaunch.launch.launcher import loaded
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, prepared
 from axonlaunch.planning.records import Forecast
-from axonlaunch.planning.tracing.shape_only_data import naming_files, without_files
+from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
 from axonlaunch.system import forked_call
 
 
@@ -35,7 +35,7 @@ class DryRun:
 
     config: RunConfig
     forecast: Forecast
-    obstacles: list[Problem]
+    obstacles: list[ConfigIssue]
 
 
 def dry_runs(
@@ -64,10 +64,12 @@ def dry_runs(
     return [_dry_run(context, config, missing=_missing(compose(words))) for words, config in runs]
 
 
-def _dry_run(context: ForkServerContext, config: RunConfig, *, missing: list[Problem]) -> DryRun:
+def _dry_run(
+    context: ForkServerContext, config: RunConfig, *, missing: list[ConfigIssue]
+) -> DryRun:
     ready = prepared(context, config)
     # Files that are not named can't be checked; those that are, are read as a start reads them.
-    data = without_files(ready).data if missing else config.data
+    data = replace_with_synthetic(ready).data if missing else config.data
     here = _here(context, config, dataclasses.replace(ready, data=data))
     return DryRun(ready, _estimated(context, ready), [*missing, *here])
 
@@ -82,7 +84,7 @@ def _estimated(context: ForkServerContext, config: RunConfig) -> Forecast:
         return dataclasses.replace(found, notes=[*reasons, *found.notes])
 
 
-def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> list[Problem]:
+def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> list[ConfigIssue]:
     """Return what would stop a start on this machine.
 
     Args:
@@ -92,11 +94,13 @@ def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> li
     """
     if config.launch.name == "slurm":
         return slurm.problems(config)  # a job's nodes are not this machine
-    found: list[Problem] = forked_call.call(context, "axonlaunch.preflight.checks:obstacles", ready)
+    found: list[ConfigIssue] = forked_call.call(
+        context, "axonlaunch.preflight.checks:obstacles", ready
+    )
     return found
 
 
-def _missing(composed: Composed) -> list[Problem]:
+def _missing(composed: Composed) -> list[ConfigIssue]:
     """Return what data lacks that an estimate does without: files."""
     if naming_files(composed.tree) == composed.tree:
         return []

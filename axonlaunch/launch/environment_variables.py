@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Names:
+class RankVariables:
     """A launcher's variables; an empty name has none."""
 
     launcher: str
@@ -25,7 +25,7 @@ class Names:
 
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
-OPEN_MPI = Names(
+OPEN_MPI = RankVariables(
     "mpirun",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
@@ -33,8 +33,10 @@ OPEN_MPI = Names(
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "PMIX_NAMESPACE",
 )
-PMI = Names("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_PORT")
-SLURM = Names(
+PMI = RankVariables(
+    "mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_PORT"
+)
+SLURM = RankVariables(
     "srun",
     "SLURM_PROCID",
     "SLURM_STEP_NUM_TASKS",

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from axonlaunch import config as configuration
-from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
+from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.config.schema import LaunchConfig
 from axonlaunch.launch import cluster_environment, run_dir, sweep
-from axonlaunch.launch.cluster_environment import Surroundings
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.local import launcher as local_launcher
-from axonlaunch.launch.output.spinner import telling
+from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.auto_strategy import Compose
 from axonlaunch.system import forked_call, forkserver
@@ -68,7 +68,7 @@ def start(
     compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
     if multirun and where.found is not None:
         message = f"{where.found.launcher} started this process as a part of one run"
-        raise ConfigError([Problem("", f"-m: {message}; start a sweep from one machine")])
+        raise ConfigError([ConfigIssue("", f"-m: {message}; start a sweep from one machine")])
     with ExitStack() as stack:
 
         def server() -> ForkServerContext:
@@ -116,9 +116,9 @@ def _run(
 
         if len(loaded) > 1:
             message = "a sweep runs on one machine; use 1, or start its runs one by one"
-            raise ConfigError([Problem("launch.nnodes", message, loaded[0][1].launch.nnodes)])
+            raise ConfigError([ConfigIssue("launch.nnodes", message, loaded[0][1].launch.nnodes)])
         [(_, config)] = loaded
-        problems: list[Problem] = []
+        problems: list[ConfigIssue] = []
         try:
             config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
         except ConfigError as error:  # the other machines are told
@@ -131,12 +131,12 @@ def _run(
         return _sweep(context, loaded, started=started, as_json=as_json)
     [(_, given)] = loaded
     if (summary := run_dir.finished(given)) is not None:
-        name = run_dir.named(given).name
+        name = run_dir.with_run_dir(given).name
         text = f"{name} is finished: it has done all of its {summary['steps']} steps; to train on, "
         text += "use more train.steps, to train anew another name"
         print(text, file=sys.stderr if as_json else sys.stdout)
         return 0, [summary]
-    with telling("checking"):
+    with spinner("checking"):
         [config] = resolved(context, loaded)
     status, told = local_launcher.train(config, context, started=started, as_json=as_json)
     return status, [told]
@@ -151,7 +151,7 @@ def _sweep(
 ) -> tuple[int, list[dict[str, Any]]]:
     """Run a sweep's configurations in turn, but for those that were done before."""
     before = [run_dir.finished(config) for _, config in loaded]
-    with telling("checking"):
+    with spinner("checking"):
         pairs = zip(loaded, before, strict=True)
         left = iter(resolved(context, [one for one, summary in pairs if summary is None]))
     stream = sys.stderr if as_json else sys.stdout
@@ -192,7 +192,7 @@ def _submit(
     for config in configs:
         if config.launch.name != "slurm":
             message = "the script of a SLURM job is asked for; use slurm"
-            raise ConfigError([Problem("launch.name", message, config.launch.name)])
+            raise ConfigError([ConfigIssue("launch.name", message, config.launch.name)])
         if problems := slurm.problems(config):
             raise ConfigError(problems)
     resolve = partial(forked_call.call, context, "axonlaunch.preflight.checks:resolve_anywhere")
@@ -200,7 +200,7 @@ def _submit(
     status = 0
     for config in configs:
         if render:
-            print(slurm.render(run_dir.named(config)), end="")
+            print(slurm.render(run_dir.with_run_dir(config)), end="")
             continue
         status, summary = slurm.submit(config, announce=lambda text: print(text, file=output))
         told.append(summary)
@@ -223,7 +223,7 @@ def _as_rank(
 
     assert where.found is not None
 
-    def make(found: Surroundings) -> RunConfig:
+    def make(found: ClusterEnvironment) -> RunConfig:
         from axonlaunch.preflight import checks
 
         here = dataclasses.replace(where, found=found)
@@ -252,13 +252,13 @@ def _of_token(composed: Composed) -> LaunchConfig:
 class _Where:
     """What the surroundings say, and what is wrong with what they say."""
 
-    found: Surroundings | None
-    problems: tuple[Problem, ...] = ()
+    found: ClusterEnvironment | None
+    problems: tuple[ConfigIssue, ...] = ()
 
     @classmethod
     def read(cls) -> Self:
         try:
-            return cls(cluster_environment.find(os.environ))
+            return cls(cluster_environment.detect(os.environ))
         except ConfigError as error:
             return cls(None, tuple(error.problems))
 
@@ -278,16 +278,18 @@ class _Where:
         name, problems = tree["launch"].get("name", "auto"), list(self.problems)
         if self.found is not None and self.found.local_rank is not None and name == "local":
             message = f"each of the processes of {self.found.launcher} would start a run; use auto"
-            problems = [Problem("launch.name", message, name)]
+            problems = [ConfigIssue("launch.name", message, name)]
         elif name == "local":
             problems = []
         elif self.found is not None:
-            problems += cluster_environment.settle(tree, self.found, accelerators=accelerators)
+            problems += cluster_environment.apply_to_config(
+                tree, self.found, accelerators=accelerators
+            )
         elif name == "env" and not problems and tree["launch"].get("nnodes", 1) == 1:
             message = (
                 "the environment names no world; set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT"
             )
-            problems.append(Problem("launch.name", message, name))
+            problems.append(ConfigIssue("launch.name", message, name))
         return dataclasses.replace(composed, tree=tree, problems=[*composed.problems, *problems])
 
     def composing(self, compose: Compose, *, accelerators: Callable[[], int]) -> Compose:
@@ -347,7 +349,7 @@ def _each(runs: Sequence[tuple[list[str], Callable[[], RunConfig]]]) -> list[Run
         ConfigError: All that is wrong with any.
     """
     made: list[RunConfig] = []
-    problems: list[Problem] = []
+    problems: list[ConfigIssue] = []
     for overrides, make in runs:
         try:
             made.append(make())
@@ -355,7 +357,7 @@ def _each(runs: Sequence[tuple[list[str], Callable[[], RunConfig]]]) -> list[Run
             if len(runs) == 1:
                 raise
             where = sweep.written(overrides)
-            problems += [Problem("", f"{where}: {problem}") for problem in error.problems]
+            problems += [ConfigIssue("", f"{where}: {problem}") for problem in error.problems]
     if problems:
         raise ConfigError(problems)
     return made
@@ -373,7 +375,7 @@ def _numbered(configs: list[RunConfig]) -> list[RunConfig]:
     first = configs[0]
     if len(named) > 1:
         message = "some runs of the sweep share it; name all alike, or each for itself"
-        raise ConfigError([Problem("name", message, first.name)])
+        raise ConfigError([ConfigIssue("name", message, first.name)])
     name, parent = first.name, first.run_dir
     if name == parent == "auto":
         name = run_dir.free_name(f"{first.model.name}-sweep")
@@ -384,5 +386,5 @@ def _numbered(configs: list[RunConfig]) -> list[RunConfig]:
         told: dict[str, Any] = {"name": f"{name}/{index}", "run_dir": str(Path(parent, str(index)))}
         if config.checkpoint.path is not None:
             told["checkpoint.path"] = f"{config.checkpoint.path.rstrip('/')}/{index}"
-        numbered.append(configuration.replaced(config, told))
+        numbered.append(configuration.with_values(config, told))
     return numbered

@@ -21,12 +21,12 @@ from axonlaunch.checkpoint import storage
 from axonlaunch.config import (
     CONFIG,
     ConfigError,
-    Problem,
+    ConfigIssue,
     RunConfig,
-    leaves,
-    replaced,
+    flatten,
     to_tree,
     to_yaml,
+    with_values,
 )
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import layout, world_size
@@ -69,7 +69,7 @@ def create(
         (folder / "logs").mkdir(exist_ok=True)
         lock = os.open(folder / "logs", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise _unmade(error) from None
+        raise _cannot_create(error) from None
     try:
         # The kernel lets go of it however the process ends.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,11 +81,11 @@ def create(
             replace_text(folder / CONFIG, to_yaml(config))
             (folder / CRASH).unlink(missing_ok=True)  # of a run before
         except OSError as error:
-            raise _unmade(error) from None
+            raise _cannot_create(error) from None
         yield config
     except BlockingIOError:
         message = f"another process is training in {folder}; wait for it, or choose another name"
-        raise ConfigError([Problem("run_dir", message)]) from None
+        raise ConfigError([ConfigIssue("run_dir", message)]) from None
     finally:
         os.close(lock)
 
@@ -96,13 +96,13 @@ def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
         return config
     assert config.launch.nproc != "auto"
     ranks = 1 if config.launch.backend == "mock" else sharing or config.launch.nproc
-    return replaced(config, {"launch.threads": host.threads(ranks=ranks)})
+    return with_values(config, {"launch.threads": host.threads(ranks=ranks)})
 
 
 def _other_threads(config: RunConfig) -> str:
     """Say that a run which resumes on another number of threads is not the same to the bit."""
     try:
-        before = leaves(read_yaml((Path(config.run_dir) / CONFIG).read_text()))
+        before = flatten(read_yaml((Path(config.run_dir) / CONFIG).read_text()))
     except (OSError, ValueError):
         return ""
     was, now = before.get("launch.threads"), config.launch.threads
@@ -135,7 +135,7 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     """
     if config.name == config.run_dir == "auto" or config.checkpoint.resume != "auto":
         return None
-    folder = Path(named(config).run_dir)
+    folder = Path(with_run_dir(config).run_dir)
     try:
         summary: dict[str, Any] = json.loads(read_text(folder / SUMMARY, at_most=LARGEST_YAML))
         is_done = summary["status"] == "done" and summary["steps"] == config.train.steps
@@ -146,7 +146,7 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     if changed := _other_settings(config, folder / CONFIG):
         message = f"{folder} has done as many, with other settings than {', '.join(changed)}; use "
         message += "more to train on with these, or another name"
-        raise ConfigError([Problem("train.steps", message, config.train.steps)])
+        raise ConfigError([ConfigIssue("train.steps", message, config.train.steps)])
     return summary
 
 
@@ -161,7 +161,7 @@ def _other_settings(config: RunConfig, file: Path) -> list[str]:
     """Return what of a frozen configuration decides what is learned, and is another here."""
     try:
         frozen = read_yaml(read_text(file, at_most=LARGEST_YAML))
-        before, now = leaves(frozen), leaves(to_tree(config))
+        before, now = flatten(frozen), flatten(to_tree(config))
     except (OSError, ValueError):
         return []
     keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
@@ -173,7 +173,7 @@ def _other_settings(config: RunConfig, file: Path) -> list[str]:
     ]
 
 
-def keep(config: RunConfig) -> None:
+def adopt(config: RunConfig) -> None:
     """Make the folder of a run that another process began, with its frozen configuration.
 
     Raises:
@@ -185,28 +185,28 @@ def keep(config: RunConfig) -> None:
         if not (folder / CONFIG).exists():  # no disk is shared with that process
             replace_text(folder / CONFIG, to_yaml(config))
     except OSError as error:
-        raise _unmade(error) from None
+        raise _cannot_create(error) from None
 
 
-def _unmade(error: OSError) -> ConfigError:
+def _cannot_create(error: OSError) -> ConfigError:
     where = f": {error.filename}" if error.filename else ""
     what_to_do = "; free some space, or use another" if error.errno in FULL else ""
     message = f"can't make the run folder: {error.strerror}{where}{what_to_do}"
-    return ConfigError([Problem("run_dir", message)])
+    return ConfigError([ConfigIssue("run_dir", message)])
 
 
 def _named(config: RunConfig) -> RunConfig:
     """Resolve ``name`` and ``run_dir``, and make the folder."""
     if config.name == config.run_dir == "auto":
-        folder = claim(default_name(config))
+        folder = create_unique(default_name(config))
         return dataclasses.replace(config, name=folder.name, run_dir=str(folder))
-    config = named(config)
+    config = with_run_dir(config)
     _refuse_overwriting(config)
     Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     return config
 
 
-def named(config: RunConfig) -> RunConfig:
+def with_run_dir(config: RunConfig) -> RunConfig:
     """Return a run with its name and its folder, which is not made."""
     name, folder = config.name, Path(config.run_dir)
     if name == config.run_dir == "auto":
@@ -217,7 +217,7 @@ def named(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, name=name, run_dir=str(folder.absolute()))
 
 
-def claim(name: str) -> Path:
+def create_unique(name: str) -> Path:
     """Make a new folder below ``runs``: of that name, or numbered where the name is taken."""
     for number in itertools.count(1):
         folder = Path("runs", name if number == 1 else f"{name}-{number}").absolute()
@@ -250,7 +250,7 @@ def _refuse_overwriting(config: RunConfig) -> None:
             f"{config.run_dir} holds a run already; choose another name, "
             "or continue it with checkpoint.resume=auto"
         )
-        raise ConfigError([Problem("checkpoint.resume", message, "never")])
+        raise ConfigError([ConfigIssue("checkpoint.resume", message, "never")])
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch import config as configuration
-from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
+from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import nodes, resolved, world_size
 from axonlaunch.planning.plan import searched
@@ -59,15 +59,15 @@ def load(
         composed, config = typed([*overrides, f"hardware={option}"])
     assert config.hardware is not None
     if config.hardware.devices_per_node is None and nodes(config)[1] == 1:
-        config = configuration.replaced(config, {"hardware.devices_per_node": nproc})
-    ranks = world_size(configuration.replaced(config, {"launch.nproc": nproc}))
+        config = configuration.with_values(config, {"hardware.devices_per_node": nproc})
+    ranks = world_size(configuration.with_values(config, {"launch.nproc": nproc}))
     print(f"planning the layout of {ranks} ranks", file=sys.stderr)
     found = searched(context, composed, config, devices=ranks, config_dirs=config_dirs, wanted=1)
     best = found.candidates[0]
     print(f"planned {best.layout}: the fastest of {found.searched} layouts", file=sys.stderr)
     layout = [word for word in best.overrides if not word.startswith("launch.")]
     _, config = typed([*overrides, *layout])
-    return configuration.replaced(config, {"strategy.planned": False, "launch.nproc": nproc})
+    return configuration.with_values(config, {"strategy.planned": False, "launch.nproc": nproc})
 
 
 def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
@@ -95,4 +95,4 @@ def _option(devices: Sequence[str], config: RunConfig, config_dirs: Sequence[Pat
                 return name
         reason = f"{devices[0]} is none of ours"
     message = f"strategy=auto needs figures of the devices, and {reason}; use {one_of([*options])}"
-    raise ConfigError([Problem("hardware", message)])
+    raise ConfigError([ConfigIssue("hardware", message)])

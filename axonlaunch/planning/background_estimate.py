@@ -12,14 +12,14 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.records import Estimate
-from axonlaunch.planning.tracing.shape_only_data import without_files
+from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver
 
 PATIENCE_S = 60.0
 """Seconds after the run's end in which it is waited for."""
 
 
-class Prediction:
+class BackgroundEstimate:
     """What a run's highest rank is foretold to hold.
 
     Attributes:
@@ -37,7 +37,7 @@ class Prediction:
             config: Checked, with ``launch.nproc`` resolved.
         """
         self._context = context
-        self._config = named = without_files(config)
+        self._config = named = replace_with_synthetic(config)
         if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to foretell
             self._config = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
         self._call: forked_call.Call | None = None

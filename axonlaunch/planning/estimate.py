@@ -14,14 +14,14 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from axonlaunch import config as configuration
-from axonlaunch.config import Composed, ConfigError, Problem, RunConfig, replaced
+from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.planning import auto_strategy, estimate_cache
 from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched
 from axonlaunch.planning.search.workload import host_memory, workload
-from axonlaunch.planning.tracing.shape_only_data import naming_files, without_files
+from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver, host
 
 STATES_ALONE = (
@@ -71,7 +71,7 @@ def prepared(context: ForkServerContext, config: RunConfig) -> RunConfig:
     """
     if config.launch.nproc == "auto":
         config = forked_call.call(
-            context, "axonlaunch.preflight.checks:resolve_anywhere", without_files(config)
+            context, "axonlaunch.preflight.checks:resolve_anywhere", replace_with_synthetic(config)
         )
     return _on_named_hardware(resolved(config, accelerators=0))
 
@@ -92,7 +92,7 @@ def forecast(
     """
     if formula:
         found = forked_call.call(
-            context, "axonlaunch.planning.estimate:without_tracing", without_files(config)
+            context, "axonlaunch.planning.estimate:without_tracing", replace_with_synthetic(config)
         )
     else:
         found = foretold(context, config, exact=exact)
@@ -127,7 +127,10 @@ def remedies(
         return Searched(0, 0.0)
     try:
         ended: Searched = yield from forked_call.stream(
-            context, "axonlaunch.planning.estimate:remedied", without_files(config), found.estimate
+            context,
+            "axonlaunch.planning.estimate:remedied",
+            replace_with_synthetic(config),
+            found.estimate,
         )
     except ConfigError as error:
         return Searched(0, 0.0, error.problems[0].message)
@@ -145,7 +148,7 @@ def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
     Raises:
         ConfigError: It can't be run on any machine, or can't be traced.
     """
-    config = without_files(config)
+    config = replace_with_synthetic(config)
     kept = estimate_cache.read(config, exact=exact)
     if kept is None:
         kept = forked_call.call(context, "axonlaunch.planning.estimate:trace", config, exact)
@@ -261,7 +264,7 @@ def _on_named_hardware(config: RunConfig) -> RunConfig:
             f"the memory of {hardware.name} is not told, so whether a run fits it can't be; write "
             "one device's, in GiB, or leave hardware out"
         )
-        raise ConfigError([Problem("hardware.memory_gib", message, None)])
+        raise ConfigError([ConfigIssue("hardware.memory_gib", message, None)])
     assert nproc != "auto"
     share = host.memory_bytes() / nproc / GIB
-    return replaced(config, {"hardware.memory_gib": share})
+    return with_values(config, {"hardware.memory_gib": share})

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch import config as configuration
-from axonlaunch.config import Composed, Composer, ConfigError, Problem, RunConfig
+from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import nodes
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schema import GROUPS
 from axonlaunch.doctor import measured_hardware
 from axonlaunch.planning.records import Plan
-from axonlaunch.planning.tracing.shape_only_data import naming_files, without_files
+from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver
 
 
@@ -75,17 +75,22 @@ def searched(
     if config.hardware is None:
         known = [*Composer(config_dirs=config_dirs).options("hardware")]
         message = f"is needed: speed and room depend on the devices; use {one_of(known)}"
-        raise ConfigError([Problem("hardware", message)])
+        raise ConfigError([ConfigIssue("hardware", message)])
     hardware = config.hardware
     if hardware.is_cpu:
         if nodes(config)[1] > 1:
             message = "is measured on one machine; use the hardware of all of them, with a network"
-            raise ConfigError([Problem("hardware", message, hardware.name)])
+            raise ConfigError([ConfigIssue("hardware", message, hardware.name)])
         hardware = measured_hardware.of_this_machine(context, hardware, ranks=devices)
-        config = configuration.replaced(config, {"hardware": hardware})
+        config = configuration.with_values(config, {"hardware": hardware})
     given = [key for key, text in composed.given.items() if _sets(text, key)]
     found: Plan = forked_call.call(
-        context, "axonlaunch.planning.plan:search", without_files(config), devices, given, wanted
+        context,
+        "axonlaunch.planning.plan:search",
+        replace_with_synthetic(config),
+        devices,
+        given,
+        wanted,
     )
     return found
 
@@ -101,7 +106,7 @@ def search(config: RunConfig, devices: int, given: Sequence[str], wanted: int) -
 
     forkserver.lead_group()  # it forks a process for each trace
     import_plugins(config.plugins)
-    values = configuration.leaves(config)
+    values = configuration.flatten(config)
     kept = {key: values[key] for key in candidates.SEARCHED if key in given}
     return search.plan(config, devices=devices, kept=kept, check=resolve_anywhere, wanted=wanted)
 

@@ -14,13 +14,13 @@ from torch import nn
 
 from axonlaunch import data
 from axonlaunch.comm import nccl
-from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig
 from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.config.rules import broken_rules
+from axonlaunch.config.rules import find_rule_violations
 from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.models.build import on_meta, spec_for
@@ -60,7 +60,7 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
     return _resolved(config, here=False)
 
 
-def obstacles(config: RunConfig) -> list[Problem]:
+def obstacles(config: RunConfig) -> list[ConfigIssue]:
     """Return what would stop a run here whose ``launch.nproc`` is resolved."""
     import_plugins(config.plugins)
     return check(config)
@@ -75,7 +75,7 @@ def _resolved(config: RunConfig, *, here: bool) -> RunConfig:
     return config
 
 
-def check(config: RunConfig, *, here: bool = True) -> list[Problem]:
+def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
     """Return what is wrong with a configuration whose ``launch.nproc`` is known.
 
     Args:
@@ -86,7 +86,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[Problem]:
     ranks = world_size(config)
     shares = layout(config, world_size=ranks)
     # Again, now that all is resolved: each rank holds what it reads of the run against them.
-    problems = broken_rules(config)
+    problems = find_rule_violations(config)
     if here:
         problems += _backend(config)
     dataset, found = _dataset(config)
@@ -120,33 +120,33 @@ def accelerators() -> int:
     return torch.accelerator.device_count()
 
 
-def _backend(config: RunConfig) -> Iterator[Problem]:
+def _backend(config: RunConfig) -> Iterator[ConfigIssue]:
     backend, found, nproc = config.launch.backend, accelerators(), config.launch.nproc
     assert nproc != "auto"
     if backend == "nccl" and found < nproc:
         have = f"this machine has {found} for it" if found else "this machine has none for it"
-        yield Problem(
+        yield ConfigIssue(
             "launch.backend",
             f"{nproc} ranks need an accelerator each; {have}; use gloo",
             backend,
         )
     if backend == "mock" and config.train.compile:
         message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
-        yield Problem("launch.backend", message, backend)
+        yield ConfigIssue("launch.backend", message, backend)
 
 
-def _dataset(config: RunConfig) -> tuple[Dataset | None, list[Problem]]:
+def _dataset(config: RunConfig) -> tuple[Dataset | None, list[ConfigIssue]]:
     try:
         return data.build(config.data), []
     except ConfigError as error:
         return None, error.problems
     except (ValueError, OSError, ImportError) as error:
-        return None, [Problem("data", str(error), config.data.name)]
+        return None, [ConfigIssue("data", str(error), config.data.name)]
 
 
 def _model(
     config: RunConfig,
-) -> tuple[ModelSpec | None, nn.Module | None, list[Problem]]:
+) -> tuple[ModelSpec | None, nn.Module | None, list[ConfigIssue]]:
     """Build the model without storage."""
     spec = None
     try:
@@ -157,58 +157,58 @@ def _model(
         return spec, None, error.problems
     except (Exception, SystemExit) as error:  # a user's own builder may fail in any way
         message = f"building it failed with {type(error).__name__}: {error}"
-        return spec, None, [Problem("model", message, config.model.name)]
+        return spec, None, [ConfigIssue("model", message, config.model.name)]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         message = "it has no parameter that can be trained"
-        return spec, None, [Problem("model", message, config.model.name)]
+        return spec, None, [ConfigIssue("model", message, config.model.name)]
     if spec.initializers is not None:
         started = spec.initializers(model)
         if unstarted := [name for name, _ in model.named_parameters() if name not in started]:
             message = f"initializers= gives nothing for {listed(unstarted)}; add it by that name"
-            return spec, None, [Problem("model", message, config.model.name)]
+            return spec, None, [ConfigIssue("model", message, config.model.name)]
     return spec, model, []
 
 
-def _samples(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+def _samples(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
     if dataset.num_samples < config.train.global_batch_size:
         message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
-        yield Problem("train.global_batch_size", message, config.train.global_batch_size)
+        yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if config.train.eval_batches and not dataset.num_eval_samples:
         message = "the data holds no samples out; use 0, or hold some out"
-        yield Problem("train.eval_batches", message, config.train.eval_batches)
+        yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
 
 
-def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Iterator[Problem]:
+def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
     model, name = config.model, config.data.name
     if spec.inputs not in ("any", dataset.kind):
         message = f"is fed {spec.inputs}, but data={name} gives {dataset.kind}"
-        yield Problem("model.name", message, model.name)
+        yield ConfigIssue("model.name", message, model.name)
         return
     size = getattr(model, "vocab_size", None)
     if dataset.kind == "tokens" and size is not None and size < dataset.num_classes:
         message = f"data={name} has {dataset.num_classes} tokens; use {dataset.num_classes} or more"
-        yield Problem("model.vocab_size", message, size)
+        yield ConfigIssue("model.vocab_size", message, size)
     longest, length = getattr(model, "max_position_embeddings", None), _length(config)
     if longest is not None and length is not None and length > longest:
         message = f"longer than model.max_position_embeddings={longest}; shorten it or raise that"
-        yield Problem("data.sequence_length", message, length)
+        yield ConfigIssue("data.sequence_length", message, length)
     classes = getattr(model, "num_classes", None)
     if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:
         message = f"data={name} has {dataset.num_classes} classes; use {dataset.num_classes}"
-        yield Problem("model.num_classes", message, classes)
+        yield ConfigIssue("model.num_classes", message, classes)
     yield from _image_shape(config, dataset)
 
 
-def _named(config: RunConfig, problems: Iterable[Problem]) -> Iterator[Problem]:
+def _named(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[ConfigIssue]:
     """Say of which model the problems are: by what the user chose it."""
     for one in problems:
         if isinstance(config.model, CustomConfig):
-            yield Problem("model.target", one.message, config.model.target)
+            yield ConfigIssue("model.target", one.message, config.model.target)
         else:
-            yield Problem("model.name", one.message, config.model.name)
+            yield ConfigIssue("model.name", one.message, config.model.name)
 
 
-def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
+def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
     """Compare the figures of a model of images with those of the images."""
     if dataset.kind != "images":
         return
@@ -216,11 +216,11 @@ def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
     numel = torch.Size(shape).numel()
     given = getattr(config.model, "input_size", None)
     if given is not None and given != numel:
-        yield Problem("model.input_size", f"the images are {_by(shape)}; use {numel}", given)
+        yield ConfigIssue("model.input_size", f"the images are {_by(shape)}; use {numel}", given)
     for field, seen in (("num_channels", shape[0]), ("image_size", shape[-1])):
         given = getattr(config.model, field, None)
         if given is not None and given != seen:
-            yield Problem(f"model.{field}", f"the images are {_by(shape)}; use {seen}", given)
+            yield ConfigIssue(f"model.{field}", f"the images are {_by(shape)}; use {seen}", given)
 
 
 def _by(shape: tuple[int, ...]) -> str:
@@ -232,7 +232,7 @@ def _length(config: RunConfig) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Problem]:
+def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[ConfigIssue]:
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
     held = count // (shares.tensor * shares.pipeline)
@@ -248,7 +248,7 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Pro
             f"{per_rank / GIB:.1f} GiB per rank; {where} has {memory / GIB:.1f} GiB: "
             "use a smaller model, more ranks with strategy=fsdp, or larger devices"
         )
-        yield Problem("model", message, config.model.name)
+        yield ConfigIssue("model", message, config.model.name)
 
 
 def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
@@ -263,7 +263,7 @@ def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
         yield host.memory_bytes() // nproc, "a rank's share of this machine"
 
 
-def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
+def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     """Refuse a run whose checkpoints can't fit the disk."""
     if not config.checkpoint.every:
         return
@@ -276,10 +276,10 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
     folder, free = free_bytes(Path(where if where != "auto" else "runs"))
     if not os.access(folder, os.W_OK):
         key = "checkpoint.path" if config.checkpoint.path else "run_dir"
-        yield Problem(key, f"{folder} can't be written to; use another", where)
+        yield ConfigIssue(key, f"{folder} can't be written to; use another", where)
     elif needed > free:
         message = (
             f"checkpoints take up to {size(needed)}, {folder} has {size(free)} free; keep fewer, "
             "use another run_dir, or checkpoint.every=0"
         )
-        yield Problem("checkpoint.keep", message, config.checkpoint.keep)
+        yield ConfigIssue("checkpoint.keep", message, config.checkpoint.keep)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.config import Problem
+from axonlaunch.config import ConfigIssue
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
 from axonlaunch.models.initialization import materialize
@@ -41,7 +41,7 @@ class _Forward:
     embeddings: dict[str, int]
 
 
-def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iterator[Problem]:
+def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
     """Yield why a model can't be trained on a dataset: what it returns, or knows too little of.
 
     Args:
@@ -61,7 +61,7 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
     needed, what = dataset.num_classes, "tokens" if dataset.kind == "tokens" else "classes"
     if small := [f"{has} {size}" for has, size in sizes.items() if size < needed]:
         message = f"{', '.join(small)}, and the data {needed} {what}; make it {needed} or more"
-        yield Problem("model", message)
+        yield ConfigIssue("model", message)
 
 
 def _forward(model: nn.Module, sample: Tensor) -> _Forward | None:

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from axonlaunch.events import Evaluated, Event, Finished, Stepped, finite
+from axonlaunch.events import Evaluated, Event, Finished, StepLogged, finite
 from axonlaunch.system.files import append_text, is_there, opened, replace
 
 
@@ -55,7 +55,7 @@ class MetricsFile:
 
     def __call__(self, event: Event) -> None:
         """Append an event that has numbers."""
-        if isinstance(event, Stepped):
+        if isinstance(event, StepLogged):
             line = asdict(event)
             if event.slowest is None:
                 del line["slowest"]  # only where ranks were seen to wait for each other
@@ -117,7 +117,7 @@ class TensorBoard:
 
     def __call__(self, event: Event) -> None:
         """Write an event's numbers, and close with the last one."""
-        if isinstance(event, Stepped | Evaluated):
+        if isinstance(event, StepLogged | Evaluated):
             for name, value in asdict(event).items():
                 if name != "step" and isinstance(value, int | float):
                     self._writer.add_scalar(name, value, event.step)

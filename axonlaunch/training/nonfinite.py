@@ -21,7 +21,7 @@ class NotFiniteError(ArithmeticError):
     """The loss is infinite or no number."""
 
 
-def require_finite(engine: Engine, loss: Tensor, *, world: World) -> None:
+def raise_if_nonfinite(engine: Engine, loss: Tensor, *, world: World) -> None:
     """Refuse to go on from a loss that is not finite; every rank calls this after ``backward``.
 
     Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch import checkpoint, config
-from axonlaunch.config import CONFIG, ConfigError, Problem
+from axonlaunch.config import CONFIG, ConfigError, ConfigIssue
 from axonlaunch.config.data import NUM_BYTES, PythonSourceConfig, TextConfig
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def continue_prompt(
             configuration names code and is not trusted.
     """
     if not prompt:
-        raise ConfigError([Problem("", "--prompt: it is empty; give at least one character")])
+        raise ConfigError([ConfigIssue("", "--prompt: it is empty; give at least one character")])
     is_exported = (folder / _EXPORTED).is_file() and not (folder / CONFIG).is_file()
     model, context_length = _exported(folder) if is_exported else _of_run(folder, trusted=trusted)
     from axonlaunch.data.text import decode, encode
@@ -73,7 +73,7 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int]:
     found = checkpoint.latest(folder)
     if found is None:
         message = f"{folder}: the run has no checkpoint; train with checkpoint.every=N"
-        raise ConfigError([Problem("", message)])
+        raise ConfigError([ConfigIssue("", message)])
     length = _length(saved.data, where=f"{folder}: the run")
     from axonlaunch.engines.mesh_engine import model_state
     from axonlaunch.models.build import build
@@ -93,7 +93,7 @@ def _exported(folder: Path) -> tuple[nn.Module, int]:
     model = build(described).eval()
     if wrong := weights.differences(folder, described, model):
         message = f"{folder}: its weights are not those of its {_EXPORTED}: {weights.first(wrong)}"
-        raise ConfigError([Problem("", message)])
+        raise ConfigError([ConfigIssue("", message)])
     model.load_state_dict(weights.read_folder(folder, described), strict=False)
     return model, length
 
@@ -112,4 +112,4 @@ def _length(data: Any, *, where: str) -> int:
         f"{where} is of data={data.name}{tokens}; only a model of text as bytes can be sampled, of "
         "data=text or data=python_source"
     )
-    raise ConfigError([Problem("", message)])
+    raise ConfigError([ConfigIssue("", message)])

@@ -21,17 +21,17 @@ from axonlaunch.data.loader import Loader
 from axonlaunch.diagnostics.stragglers import Stragglers
 from axonlaunch.engines.base import Engine, StepResult
 from axonlaunch.events import (
-    Advanced,
     Beat,
     Evaluated,
     Event,
     Finished,
     Saved,
-    Slowest,
-    Stepped,
-    unheard,
+    StepDone,
+    StepLogged,
+    Straggler,
+    ignore_heartbeat,
 )
-from axonlaunch.training.nonfinite import require_finite
+from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import Watch, peak_memory_bytes
 from axonlaunch.training.unknown_tokens import naming_unknown_tokens
 
@@ -62,7 +62,7 @@ def fit(
     save_every: int = 0,
     stop: Callable[[], bool] = lambda: False,
     watch: Watch,
-    beat: Beat = unheard,
+    beat: Beat = ignore_heartbeat,
     loss: float | None = None,
 ) -> Finished:
     """Train until ``config.steps`` or until a rank asks to stop; every rank calls this.
@@ -104,14 +104,14 @@ def fit(
                 with naming_unknown_tokens(batch, data, step=engine.step):
                     step_loss, tokens = engine.backward(batch)
                 if (is_logged or is_saved) and not leaves_out:
-                    require_finite(engine, step_loss, world=world)
+                    raise_if_nonfinite(engine, step_loss, world=world)
                 result = StepResult(step_loss, tokens, *engine.update())
             progress.steps_since += 1
             if is_logged:
                 slowest = stragglers.slowest()
                 report(_measured(progress, result, step, rate, world, slowest))
             else:
-                report(Advanced(step))
+                report(StepDone(step))
             interrupted = vote.anyone()
             if _due(step, config.eval_every, last=last) and config.eval_batches:
                 doing("evaluating")
@@ -120,7 +120,7 @@ def fit(
                 started = time.perf_counter()
                 doing("saving")
                 if interrupted and not leaves_out:
-                    require_finite(engine, step_loss, world=world)
+                    raise_if_nonfinite(engine, step_loss, world=world)
                 if interrupted or is_saved:
                     _save(saver, engine, config, progress, report)
                 _tell(saver.close() if interrupted or last else saver.finished(), report)
@@ -149,8 +149,8 @@ def _measured(
     step: int,
     rate: float,
     world: World,
-    slowest: Slowest | None,
-) -> Stepped:
+    slowest: Straggler | None,
+) -> StepLogged:
     """Read the step's numbers; this waits for the device, which unlogged steps never do."""
     loss, tokens = float(result.loss), int(result.tokens)
     norm = None if result.grad_norm is None else float(result.grad_norm)
@@ -161,7 +161,7 @@ def _measured(
         progress.seconds += seconds * progress.steps_since
     progress.started = True
     progress.loss, progress.since, progress.steps_since = loss, now, 0
-    return Stepped(
+    return StepLogged(
         step=step,
         loss=loss,
         lr=rate,

@@ -16,7 +16,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch
 from axonlaunch.data.loader import Loader
 
@@ -50,7 +50,7 @@ def naming_unknown_tokens(batch: Batch, data: Loader, *, step: int) -> Iterator[
             f"{what} {token} of sample {data.indices(step)[row]} is out of range: the model's "
             f"{knows} {size}; the data has {data.dataset.num_classes}, make it as many"
         )
-        raise ConfigError([Problem("model", message)]) from error
+        raise ConfigError([ConfigIssue("model", message)]) from error
 
 
 def _classes(error: IndexError) -> int | None:

@@ -22,7 +22,7 @@ from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
-from axonlaunch.events import Beat, Event, Finished, Sampled, Started, unheard
+from axonlaunch.events import Beat, Event, Finished, SampleGenerated, Started, ignore_heartbeat
 from axonlaunch.models.generation import generate
 from axonlaunch.training.metrics import MetricsFile, TensorBoard
 from axonlaunch.training.peak_memory import DevicePeak, Watch
@@ -38,7 +38,7 @@ def run(
     report: Report = lambda event: None,
     stop: Callable[[], bool] = lambda: False,
     watch: Watch | None = None,
-    beat: Beat = unheard,
+    beat: Beat = ignore_heartbeat,
 ) -> Finished:
     """Train as a frozen configuration says; every rank of the world calls this.
 
@@ -135,7 +135,9 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
     elif (found := checkpoint.resolve(storage.place(resume))) is not None:
         resumed = Resumed(found, checkpoint.load(found, engine.state_dict(), world=world))
     else:
-        raise checkpoint.DamagedError(f"{resume}: there is no complete checkpoint in it any more")
+        raise checkpoint.CorruptCheckpointError(
+            f"{resume}: there is no complete checkpoint in it any more"
+        )
     if resumed.checkpoint is not None:
         engine.load_state_dict(resumed.state)
     return resumed
@@ -175,7 +177,7 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report)
         context_length=dataset.sample_shape[0],
         seed=config.seed,
     )
-    report(Sampled(prompt, dataset.decode(tokens)))
+    report(SampleGenerated(prompt, dataset.decode(tokens)))
 
 
 def _swept(kept: Path, world: World) -> list[str]:

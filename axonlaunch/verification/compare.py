@@ -23,7 +23,7 @@ from axonlaunch.checkpoint.weights import start
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.comm.rendezvous import local_place
-from axonlaunch.config import RunConfig, replaced
+from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.optimizer import AdamWConfig
 from axonlaunch.config.plugins import import_plugins
@@ -35,7 +35,13 @@ from axonlaunch.engines.build import build
 from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.system import host
 from axonlaunch.training.unknown_tokens import naming_unknown_tokens
-from axonlaunch.verification.result import Verdict, failed, layout_of, norm_tolerance, tolerance_of
+from axonlaunch.verification.result import (
+    ParityResult,
+    failed,
+    layout_of,
+    norm_tolerance,
+    tolerance_of,
+)
 
 # AdamW divides by a gradient's size. Where that is nothing but rounding, as for the bias of keys,
 # which softmax ignores, the usual eps of 1e-8 would make whole steps in random directions of it.
@@ -177,7 +183,7 @@ def compare(
     return found
 
 
-def on_mock(config: RunConfig, steps: int) -> Verdict:
+def on_mock(config: RunConfig, steps: int) -> ParityResult:
     """Verify a layout whose ranks are threads of this process."""
     import_plugins(config.plugins)
     config = _with_smooth_updates(config)
@@ -193,7 +199,7 @@ def on_mock(config: RunConfig, steps: int) -> Verdict:
     return judge(config, reference, [one for differences in told for one in differences])
 
 
-def save_reference(config: RunConfig, steps: int, folder: str) -> Verdict | None:
+def save_reference(config: RunConfig, steps: int, folder: str) -> ParityResult | None:
     """Run the one process for ``on_rank`` to compare with; return a verdict if it fails."""
     import_plugins(config.plugins)
     try:
@@ -204,7 +210,7 @@ def save_reference(config: RunConfig, steps: int, folder: str) -> Verdict | None
     return None
 
 
-def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> Verdict | None:
+def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> ParityResult | None:
     """Verify a layout as one of its real ranks; rank 0 judges.
 
     Args:
@@ -236,7 +242,7 @@ def judge(
     config: RunConfig,
     reference: Reference,
     found: list[Difference],
-) -> Verdict:
+) -> ParityResult:
     """Decide whether rounding explains what all ranks found.
 
     Args:
@@ -254,7 +260,7 @@ def judge(
         for kind in _ORDER
     }
     names = [one for one in (worst["gradient"], worst["parameter"]) if one is not None]
-    return Verdict(
+    return ParityResult(
         passed=not wrong,
         layout=layout_of(config),
         steps=len(reference.losses),
@@ -294,7 +300,7 @@ def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
 
 def _in_one_process(config: RunConfig, *, micro_batch_size: int | Literal["auto"]) -> RunConfig:
     alone = StrategyConfig(data_parallel="none")
-    return replaced(config, {"strategy": alone, "train.micro_batch_size": micro_batch_size})
+    return with_values(config, {"strategy": alone, "train.micro_batch_size": micro_batch_size})
 
 
 def _mixes_samples(modules: Iterable[nn.Module]) -> bool:
@@ -321,7 +327,7 @@ def _with_smooth_updates(config: RunConfig) -> RunConfig:
     if not isinstance(config.optimizer, AdamWConfig):
         return config
     eps = max(config.optimizer.eps, _LEAST_EPS)
-    return replaced(config, {"optimizer.eps": eps})
+    return with_values(config, {"optimizer.eps": eps})
 
 
 def _of_number(step: int, kind: str, seen: float, expected: float) -> Difference:

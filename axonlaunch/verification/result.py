@@ -30,7 +30,7 @@ def norm_tolerance(tolerance: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class ParityResult:
     """Whether a layout computes what one process does.
 
     Attributes:
@@ -62,9 +62,9 @@ class Verdict:
     failure: str | None = None
 
 
-def failed(config: RunConfig, steps: int, why: str) -> Verdict:
+def failed(config: RunConfig, steps: int, why: str) -> ParityResult:
     """Return the verdict on a layout that could not run to its end."""
-    return Verdict(
+    return ParityResult(
         passed=False,
         layout=layout_of(config),
         steps=steps,

@@ -15,7 +15,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import world_size
 from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
-from axonlaunch.verification.result import Verdict, failed
+from axonlaunch.verification.result import ParityResult, failed
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def verify(
     config_name: str,
     config_dirs: Sequence[Path],
     steps: int,
-) -> Verdict:
+) -> ParityResult:
     """Check a configuration, run its layout and one process, compare.
 
     ``launch.backend=auto`` means the mock world here, which needs neither ports nor devices; what
@@ -42,22 +42,22 @@ def verify(
     )
     if config.launch.backend == "auto":
         backend = "gloo" if config.train.compile else "mock"
-        config = configuration.replaced(config, {"launch.backend": backend})
+        config = configuration.with_values(config, {"launch.backend": backend})
     config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
     if config.launch.backend == "mock":
-        verdict: Verdict = forked_call.call(
+        verdict: ParityResult = forked_call.call(
             context, "axonlaunch.verification.compare:on_mock", config, steps
         )
         return verdict
     return _on_processes(context, config, steps)
 
 
-def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> Verdict:
+def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> ParityResult:
     with tempfile.TemporaryDirectory() as folder:
         run = "axonlaunch.verification.compare:"
         given = (config, steps, folder)
         if (no_reference := forked_call.call(context, f"{run}save_reference", *given)) is not None:
-            return cast("Verdict", no_reference)
+            return cast("ParityResult", no_reference)
         ranks = [(*given, rank) for rank in range(world_size(config))]
         try:
             verdict, *_ = forked_call.call_together(context, f"{run}on_rank", ranks)
@@ -65,7 +65,7 @@ def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> 
             for rank, one in error.errors.items():
                 _log.debug("rank %d failed", rank, exc_info=one)
             return failed(config, steps, _who(error.errors))
-        return cast("Verdict", verdict)
+        return cast("ParityResult", verdict)
 
 
 def _who(errors: Mapping[int, Exception]) -> str:

@@ -24,7 +24,7 @@ from axonlaunch.config import load
 from axonlaunch.config.layout import resolved
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory import estimate as memory_estimate
-from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.system import forked_map
 
 GIB = 1024**3
@@ -40,7 +40,7 @@ def foretell(run: published.Run, capacity: int | None) -> Foretold:
     one = {"first": ranks[0], "last": ranks[-1]}.get(run.scope) or max(
         ranks, key=lambda rank: rank.peak_bytes
     )
-    blueprint = Blueprint.of(config)
+    blueprint = ReducedRun.of(config)
     stages = blueprint.stages_of(one.coords["pp"])
     on_host = memory_estimate.host_categories(config)
     (changes,) = forked_map.run(

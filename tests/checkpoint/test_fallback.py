@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import DamagedError, Retention, fallback, reader, step_folders, storage
+from axonlaunch.checkpoint import (
+    CorruptCheckpointError,
+    Retention,
+    fallback,
+    reader,
+    step_folders,
+    storage,
+)
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.system import files
@@ -187,5 +194,5 @@ def test_a_disk_that_can_not_read_a_file_any_more_is_damage(
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(step_folders, "opened", fail)
-    with pytest.raises(DamagedError, match=r"__0_0\.distcp"):
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
         reader.refuse_damage(found)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Checkpoint, DamagedError, Retention, step_folders
+from axonlaunch.checkpoint import Checkpoint, CorruptCheckpointError, Retention, step_folders
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import RankFailedError, World
 
@@ -205,7 +205,7 @@ def test_a_changed_file_is_refused_when_it_is_loaded_and_the_one_before_is_offer
     file.write_bytes(content)
 
     def on_rank(world: World) -> None:
-        with pytest.raises(DamagedError) as caught:
+        with pytest.raises(CorruptCheckpointError) as caught:
             checkpoint.load(found, STATE, world=world)
         assert str(caught.value) == (
             f"{found.path}: __0_0.distcp is not what was written (its CRC-32 differs); go on from "

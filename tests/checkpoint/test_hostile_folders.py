@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from axonlaunch import checkpoint, config
-from axonlaunch.checkpoint import Checkpoint, DamagedError, reader, step_folders
+from axonlaunch.checkpoint import Checkpoint, CorruptCheckpointError, reader, step_folders
 from axonlaunch.checkpoint.dcp_writer import Writer
 from axonlaunch.checkpoint.safetensors import Reader
 from axonlaunch.config import ConfigError
@@ -27,7 +27,7 @@ STATE = {
     "optimizer": {"w.exp_avg": torch.ones(64)},
 }
 DATA = "__0_0.distcp"
-DAMAGED = (DamagedError, dcp.api.CheckpointException)
+DAMAGED = (CorruptCheckpointError, dcp.api.CheckpointException)
 
 
 def saved(run_dir: Path, *, step: int = 1) -> Checkpoint:
@@ -157,7 +157,7 @@ def test_an_old_index_that_names_a_function_does_not_call_it(tmp_path: Path) -> 
     found, victim = old_checkpoint.save(tmp_path, STATE), tmp_path / "victim"
     (found.path / ".metadata").write_bytes(pickle.dumps(Malicious(victim)))
     resum(found.path)
-    with pytest.raises(DamagedError, match=r"names posix.system, which no index needs"):
+    with pytest.raises(CorruptCheckpointError, match=r"names posix.system, which no index needs"):
         reader.contents(found)
     assert not victim.exists()
 
@@ -166,7 +166,9 @@ def test_a_new_checkpoint_with_a_pickle_for_an_index_is_refused(tmp_path: Path) 
     found, victim = saved(tmp_path), tmp_path / "victim"
     (found.path / "index.json").write_bytes(pickle.dumps(Malicious(victim)))
     resum(found.path)
-    with pytest.raises(DamagedError, match=r"has an index\.json that can't be understood"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"has an index\.json that can't be understood"
+    ):
         reader.contents(found)
     assert not victim.exists()
 
@@ -224,7 +226,9 @@ def test_an_index_that_says_what_can_not_be_is_refused(name: str, tmp_path: Path
     (tmp_path / "checkpoints" / "secret").write_bytes((found.path / DATA).read_bytes())
     edit(found.path / "index.json", change)
     resum(found.path)
-    with pytest.raises(DamagedError, match=told or r"has an index\.json that can't be understood"):
+    with pytest.raises(
+        CorruptCheckpointError, match=told or r"has an index\.json that can't be understood"
+    ):
         reader.contents(found)
     assert not is_loaded(found.path)
 
@@ -236,7 +240,9 @@ def test_json_that_is_something_else_is_refused(file: str, text: str, tmp_path: 
     (found.path / file).write_text(text)
     if file == "index.json":
         resum(found.path)
-        with pytest.raises(DamagedError, match=r"has an index\.json that can't be understood"):
+        with pytest.raises(
+            CorruptCheckpointError, match=r"has an index\.json that can't be understood"
+        ):
             reader.contents(found)
     else:
         assert checkpoint.damaged(tmp_path) == {
@@ -290,7 +296,7 @@ def test_what_is_no_regular_file_is_refused(swap: str, name: str, tmp_path: Path
 def test_what_was_swapped_since_it_was_looked_at_is_refused(swap: str, tmp_path: Path) -> None:
     found = saved(tmp_path)
     SWAPS[swap](found.path / DATA)
-    with pytest.raises(DamagedError, match="no regular file"):
+    with pytest.raises(CorruptCheckpointError, match="no regular file"):
         reader.read(found, {"model": {"w": torch.zeros(64)}})
 
 

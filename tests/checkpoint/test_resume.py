@@ -13,7 +13,7 @@ from torch import Tensor
 from axonlaunch import checkpoint, engines
 from axonlaunch.checkpoint import reader
 from axonlaunch.comm import World
-from axonlaunch.config import replaced
+from axonlaunch.config import with_values
 from axonlaunch.engines.precision import LossScale
 from axonlaunch.training import worker
 
@@ -38,7 +38,7 @@ def train(folder: Path, strategy: str, *, steps: int) -> dict[str, Tensor]:
     folder.mkdir(exist_ok=True)
     chosen = run_config([*WORDS, f"strategy={strategy}", f"checkpoint.every={steps}"])
     there = {"run_dir": str(folder), "train.steps": steps}
-    config = replaced(chosen, there)
+    config = with_values(chosen, there)
     World.mock(2).run(lambda world: worker.run(config, world))
     found = checkpoint.latest(folder)
     assert found is not None

@@ -12,7 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from axonlaunch.checkpoint import Checkpoint, DamagedError, dcp_reader, index, reader, step_folders
+from axonlaunch.checkpoint import (
+    Checkpoint,
+    CorruptCheckpointError,
+    dcp_reader,
+    index,
+    reader,
+    step_folders,
+)
 from axonlaunch.checkpoint.dcp_writer import Writer
 
 
@@ -41,7 +48,7 @@ def test_a_value_of_an_old_one_that_is_no_tensor_is_not_unpickled(tmp_path: Path
     victim = tmp_path / "victim"
     found = old_checkpoint.save(tmp_path, {"model": {"w": Malicious(f"touch {victim}")}})
     victim.unlink(missing_ok=True)
-    with pytest.raises(DamagedError, match=r"model\.w is no tensor, and not unpickled"):
+    with pytest.raises(CorruptCheckpointError, match=r"model\.w is no tensor, and not unpickled"):
         reader.read(found, {"model": {"w": torch.zeros(2)}})
     assert not victim.exists()
 

@@ -16,7 +16,7 @@ from axonlaunch import checkpoint, config, data
 from axonlaunch.checkpoint import Checkpoint, Retention, step_folders, weights
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError, RunConfig, replaced, to_yaml
+from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
@@ -209,7 +209,9 @@ def test_damage_is_not_exported(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[200] ^= 1
     file.write_bytes(content)
-    with pytest.raises(checkpoint.DamagedError, match=r"__0_0\.distcp is not what was written"):
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError, match=r"__0_0\.distcp is not what was written"
+    ):
         export(found, chosen, tmp_path / "out")
 
 
@@ -217,7 +219,7 @@ def test_running_statistics_are_exported_and_taken_in(tmp_path: Path) -> None:
     chosen, _, found = saved(tmp_path / "run", "normed")
     export(found, chosen, tmp_path / "out")
     assert weights.differences(tmp_path / "out", chosen.model, build_model(chosen.model)) == []
-    again = replaced(chosen, {"model.weights": str(tmp_path / "out")})
+    again = with_values(chosen, {"model.weights": str(tmp_path / "out")})
 
     def run(world: World) -> dict[str, torch.Tensor]:
         inputs = sample_inputs(data.build(again.data))

@@ -15,7 +15,7 @@ from command import TINY, Command, Served
 from rich.console import Console
 from served import Server
 
-from axonlaunch.cli.estimate import as_object, show
+from axonlaunch.cli.estimate import show, to_json_dict
 from axonlaunch.cli.plotting import save
 from axonlaunch.planning.records import (
     Estimate,
@@ -277,7 +277,7 @@ def test_sizes_have_three_figures() -> None:
 
 
 def test_json_has_what_would_make_it_fit() -> None:
-    told = as_object(forecast(memory=40 * GIB), [REMEDY], Searched(2, 30.0))
+    told = to_json_dict(forecast(memory=40 * GIB), [REMEDY], Searched(2, 30.0))
     assert (told["fits"], told["verdict"], told["margin"]) == (False, "too_large", 0.1)
     assert told["workload"]["sequence_length"] == 8192
     assert told["untried"] == 2

@@ -28,7 +28,7 @@ def described(chosen: RunConfig) -> dict[str, Key]:
 
 def test_every_key_of_a_configuration_is_there() -> None:
     chosen = config.load(["hardware=h200"])
-    assert described(chosen).keys() == config.leaves(chosen).keys()
+    assert described(chosen).keys() == config.flatten(chosen).keys()
 
 
 @pytest.mark.parametrize(("group", "kind"), VARIANTS)

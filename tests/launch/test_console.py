@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from axonlaunch.events import Started, Stepped
+from axonlaunch.events import Started, StepLogged
 from axonlaunch.launch.output.console import RunConsole
 
 STEP: dict[str, Any] = {
@@ -50,5 +50,5 @@ def test_a_step_says_what_is_counted_and_whose_memory_it_is(
             notes=(),
         )
     )
-    show(Stepped(**STEP))
+    show(StepLogged(**STEP))
     assert stream.getvalue().splitlines()[-1] == line

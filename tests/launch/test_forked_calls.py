@@ -9,7 +9,7 @@ import pytest
 from command import Command
 
 from axonlaunch import config
-from axonlaunch.planning.background_estimate import Prediction
+from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system import forked_call
 
 
@@ -45,7 +45,9 @@ def test_a_call_that_ends_its_process_says_where() -> None:
 
 def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log() -> None:
     context = get_context("forkserver")
-    prediction = Prediction(context, config.load(["launch.nproc=1", "model.hidden_size=24"]))
+    prediction = BackgroundEstimate(
+        context, config.load(["launch.nproc=1", "model.hidden_size=24"])
+    )
     prediction._call = forked_call.Call(context, "failing:raises", ())
     prediction.wait()
     prediction.close()

@@ -13,7 +13,7 @@ from command import Command
 
 from axonlaunch.diagnostics.stragglers import Shares, slowest_of
 from axonlaunch.diagnostics.wait_detection import waits
-from axonlaunch.events import Slowest, Stepped
+from axonlaunch.events import StepLogged, Straggler
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.system.process_state import queued_s
 
@@ -107,11 +107,11 @@ def shown(costs: list[float], *, ranks: list[int] | None = None) -> str:
     step: dict[str, Any] = dict.fromkeys(("loss", "lr", "tokens_per_s", "step_s"), 1.0)
     for number, cost in enumerate(costs):
         rank = ranks[number] if ranks else 1
-        slowest = Slowest(
+        slowest = Straggler(
             rank=rank, machine="node7", data=0.05, compute=0.9, wait=0.05, starved=0.0, cost=cost
         )
         show(
-            Stepped(
+            StepLogged(
                 **step, step=number, grad_norm=None, tokens=1, peak_memory_bytes=0, slowest=slowest
             )
         )

@@ -26,8 +26,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
 from axonlaunch.launch.multinode import run_identity
-from axonlaunch.launch.multinode.coordination import Peers, meet, member_name
-from axonlaunch.launch.multinode.rendezvous import Round, Rounds
+from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
+from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend, as_plain, from_plain
 
 TOKEN = b"a secret of sixteen bytes or more"
@@ -44,9 +44,9 @@ def joined(master: Any) -> Any:
     return dist.TCPStore("127.0.0.1", master.port, is_master=False, timeout=timeout)
 
 
-def rounds(master: Any, order: int) -> Rounds:
+def rounds(master: Any, order: int) -> ElasticRendezvous:
     credentials = Credentials(key=derive_key(TOKEN), run="run", sender="")
-    return Rounds(
+    return ElasticRendezvous(
         joined(master),
         credentials,
         first=not order,
@@ -69,8 +69,8 @@ def test_a_pickle_that_a_stranger_puts_into_the_rendezvous_is_replaced_and_never
         first = threads.submit(nodes[1].next)
         wait_for(lambda: master.get(key) != payload)
         master.set(key, payload)
-        assert nodes[0].next() == Round(0, 1, 2)
-        assert first.result() == Round(0, 0, 2)
+        assert nodes[0].next() == Attempt(0, 1, 2)
+        assert first.result() == Attempt(0, 0, 2)
     assert not (tmp_path / "executed").exists()
 
 
@@ -129,8 +129,8 @@ def met(channel: Channel, member: int) -> list[str]:
     return nonces
 
 
-def peers(channel: Channel, member: int, nonces: list[str]) -> Peers:
-    return Peers(
+def peers(channel: Channel, member: int, nonces: list[str]) -> Coordinator:
+    return Coordinator(
         channel,
         nonces=nonces,
         member=member,

@@ -88,7 +88,7 @@ def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
 
 
 def test_a_jobs_token_lies_in_its_folder_and_its_owner_alone_reads_it(tmp_path: Path) -> None:
-    config = configuration.replaced(RunConfig(), {"run_dir": str(tmp_path), "name": "job"})
+    config = configuration.with_values(RunConfig(), {"run_dir": str(tmp_path), "name": "job"})
     for _ in range(2):  # queued again, or submitted again, it is kept
         (tmp_path / "config.yaml").touch()
         slurm._write(config, tmp_path)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parity import Trained, assert_same, train
 from parity_table import MODELS, SCHEDULES
 
-from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config import ConfigError, ConfigIssue
 
 MOST_RANKS = 8
 KINDS = {
@@ -69,7 +69,7 @@ def runs(draw: st.DrawFn) -> tuple[int, str, list[str], list[str]]:
     return ranks, model, common, chosen
 
 
-def problems_of(overrides: list[str], ranks: int) -> list[Problem]:
+def problems_of(overrides: list[str], ranks: int) -> list[ConfigIssue]:
     """Return what ``axonlaunch train`` would refuse, before any rank starts."""
     try:
         run_config([f"launch.nproc={ranks}", "launch.backend=mock", *overrides])

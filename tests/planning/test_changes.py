@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from configured import estimate_config
 
-from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import layout
 from axonlaunch.planning.records import Estimate, RankEstimate
-from axonlaunch.planning.search.remedies import TRACED, levers, remedies
+from axonlaunch.planning.search.remedies import TRACED, candidate_changes, remedies
 
 HEADS = ["model.num_attention_heads=8", "data.sequence_length=64"]
 STATES = 1000
@@ -97,18 +97,18 @@ def test_where_no_one_change_is_enough_several_are_told() -> None:
 
 
 def test_replicas_are_sharded_before_anything_of_them_goes_to_the_host() -> None:
-    offloading = levers(run("strategy=ddp"))[-1]
+    offloading = candidate_changes(run("strategy=ddp"))[-1]
     assert [option.settings["strategy.fsdp.cpu_offload"] for option in offloading] == [
         "params",
         "optimizer_states",
         "full",
     ]
     assert all(option.settings["strategy.data_parallel"] == "fsdp" for option in offloading)
-    assert levers(run("strategy=tensor", "strategy.tensor.degree=8", *HEADS))[-1] == []
+    assert candidate_changes(run("strategy=tensor", "strategy.tensor.degree=8", *HEADS))[-1] == []
 
 
 def test_what_tensor_parallelism_leaves_whole_is_divided_by_the_sequence() -> None:
-    [*_, tensor, _, _] = levers(run("strategy=fsdp", *HEADS))
+    [*_, tensor, _, _] = candidate_changes(run("strategy=fsdp", *HEADS))
     assert tensor[0].settings == {
         "strategy.tensor.degree": 2,
         "strategy.tensor.sequence_parallel": True,
@@ -125,7 +125,7 @@ def test_what_can_not_be_run_is_passed_over() -> None:
 
     def picky(one: RunConfig) -> Estimate:
         if one.train.activation_checkpointing != "none" or one.strategy.tensor.degree > 1:
-            raise ConfigError([Problem("model", "no")])
+            raise ConfigError([ConfigIssue("model", "no")])
         return estimate(one)
 
     found = [*remedies(chosen, estimate(chosen), memory=600, formula=formula, estimate=picky)]
@@ -136,7 +136,10 @@ def test_traffic_is_told_as_the_engine_causes_it() -> None:
     """Shards are summed in every micro-batch, replicas once a step."""
     chosen = run("strategy=ddp", "train.micro_batch_size=2")
     costs = [
-        cost for lever in levers(chosen) for option in lever if "replicas" in (cost := option.cost)
+        cost
+        for lever in candidate_changes(chosen)
+        for option in lever
+        if "replicas" in (cost := option.cost)
     ]
     assert [cost.partition(": ")[2] for cost in costs] == [
         f"{times} times replicas' traffic" for times in ("1.5", "4", "6")
@@ -154,7 +157,7 @@ def test_traffic_is_told_as_the_engine_causes_it() -> None:
 def test_sharding_goes_on_from_where_it_is(words: list[str], first: str | None) -> None:
     kinds = [
         option.settings["strategy.fsdp.sharding"]
-        for lever in levers(run(*words))
+        for lever in candidate_changes(run(*words))
         for option in lever
         if "strategy.fsdp.sharding" in option.settings
     ]
@@ -234,4 +237,4 @@ def test_what_is_offloaded_is_told_per_rank_and_node_and_needs_the_host(
 
 
 def test_a_cpu_has_no_other_memory_to_offload_to() -> None:
-    assert levers(run("strategy=fsdp", "hardware=cpu"))[-1] == []
+    assert candidate_changes(run("strategy=fsdp", "hardware=cpu"))[-1] == []

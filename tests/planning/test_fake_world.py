@@ -28,7 +28,7 @@ from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing import fake_world
-from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import traced
 from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
 from axonlaunch.planning.tracing.untraceable import UNTRACEABLE
@@ -92,7 +92,7 @@ def test_a_value_that_is_asked_for_is_an_error_of_a_known_kind() -> None:
         value = torch.ones(2).sum()
         with pytest.raises(UNTRACEABLE):
             bool(value > 0)
-        with fake_world.answering_yes():
+        with fake_world.assume_true():
             assert bool(value > 0)
     assert issubclass(fake_tensor.DataDependentOutputException, UNTRACEABLE)
 
@@ -182,7 +182,7 @@ def test_an_update_is_planned_as_torch_plans_it(monkeypatch: pytest.MonkeyPatch)
             return alike(schema)
 
         monkeypatch.setattr(fake_world, "_are_divided_alike", look)
-        traced(Blueprint.of(chosen), 0)
+        traced(ReducedRun.of(chosen), 0)
         propagator = DTensor._op_dispatcher.sharding_propagator
         assert all(alike(schema) for schema in seen)
         return [torchs(propagator, schema) == OutputSharding(None) for schema in seen]

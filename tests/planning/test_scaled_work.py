@@ -14,7 +14,7 @@ from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.throughput.analytic_work import scaled
 from axonlaunch.planning.throughput.operations import Attention, Exchange, Product, Work
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
-from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import traced
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 from axonlaunch.system import forked_map
@@ -113,7 +113,7 @@ def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
 ) -> None:
     def most(layers: int) -> int:
         words = ["strategy=fsdp", "launch.nproc=2", f"model.num_hidden_layers={layers}"]
-        events = traced(Blueprint.of(estimate_config([*MODEL, *words])), 0).events
+        events = traced(ReducedRun.of(estimate_config([*MODEL, *words])), 0).events
         saved = CATEGORIES.index("activations")
         return max(point[saved] for event in events for point in event.points)
 

@@ -7,7 +7,7 @@ from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory.allocation_trace import Recording
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
 from axonlaunch.planning.memory.extend_trace import stretched
-from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.system import forked_map
 
 MODEL = (
@@ -49,7 +49,7 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
     """What rank 0 of a model of 8 blocks a stage asks of its allocator."""
     layers = 32 if layout == "interleaved" else 8
     overrides = [*MODEL, *LAYOUTS[layout], f"model.num_hidden_layers={layers}"]
-    blueprint = Blueprint.of(estimate_config(overrides))
+    blueprint = ReducedRun.of(estimate_config(overrides))
     if whole:
         return cuda_process._run(blueprint, 0, ())[0].changes
     return cuda_process.record(blueprint, rank=0, stages=blueprint.stages_of(0))

@@ -12,7 +12,7 @@ from pathlib import Path
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.planning import auto_strategy
-from axonlaunch.planning.tracing.shape_only_data import without_files
+from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight import checks
 
 
@@ -31,7 +31,7 @@ def estimate_config(overrides: Sequence[str], *, config_dirs: Sequence[Path] = (
     Raises:
         ConfigError: The command refuses it.
     """
-    return checks.resolve_anywhere(without_files(_loaded(overrides, config_dirs)))
+    return checks.resolve_anywhere(replace_with_synthetic(_loaded(overrides, config_dirs)))
 
 
 def _loaded(overrides: Sequence[str], config_dirs: Sequence[Path]) -> RunConfig:

@@ -25,7 +25,7 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import spec_for
-from axonlaunch.planning.memory.live_peak import WATCHED, LivePeak
+from axonlaunch.planning.memory.live_peak import WATCHED, CpuPeakMemory
 from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule
 from axonlaunch.planning.tracing.stage_trace import host_categories, measure, step
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
@@ -127,7 +127,7 @@ def _together(result: Any) -> Any:
 
 
 def _measured(overrides: tuple[str, ...], world: World) -> int | None:
-    live = LivePeak(chosen(overrides, ranks=world.world_size))
+    live = CpuPeakMemory(chosen(overrides, ranks=world.world_size))
     engine, batch = _engine(overrides, world, storing=live.storing)
     for _ in range(WATCHED):
         with live.step(engine):

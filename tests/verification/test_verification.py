@@ -27,7 +27,7 @@ from axonlaunch.engines.tensor import layers
 from axonlaunch.models import attention
 from axonlaunch.models import build as models_build
 from axonlaunch.verification import compare
-from axonlaunch.verification.compare import Verdict
+from axonlaunch.verification.compare import ParityResult
 
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
 PIPELINE = ["strategy=pipeline", "launch.nproc=2"]
@@ -35,7 +35,7 @@ SEQUENCE = [*TENSOR, "strategy.tensor.sequence_parallel=true"]
 ONE_BY_ONE = ["strategy=ddp", "strategy.ddp.sync=no_sync", "launch.nproc=2"]
 
 
-def verify(overrides: list[str], *, model: str = "gpt", steps: int = 2) -> Verdict:
+def verify(overrides: list[str], *, model: str = "gpt", steps: int = 2) -> ParityResult:
     chosen = run_config(
         [*MODELS[model], "train.global_batch_size=8", "scheduler.warmup_steps=0", *overrides]
     )
@@ -89,12 +89,14 @@ def a_row_parallel_result_is_not_summed(patch: Patch) -> None:
 
 
 def a_micro_batch_is_dropped(patch: Patch) -> None:
-    every = forward_backward.WholePasses._micro_batches
+    every = forward_backward.LocalForwardBackward._micro_batches
 
     def but_one(self: Any, batch: Batch) -> Any:
         yield from [*every(self, batch)][1:]
 
-    patch.setattr(forward_backward.WholePasses, "_micro_batches", in_layout(but_one, every))
+    patch.setattr(
+        forward_backward.LocalForwardBackward, "_micro_batches", in_layout(but_one, every)
+    )
 
 
 def a_pipeline_round_sees_another_s_targets(patch: Patch) -> None:
@@ -263,7 +265,7 @@ def test_a_layout_that_fails_to_run_is_no_pass(monkeypatch: Patch) -> None:
     def broken(self: Any, batch: Batch, *, loss: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(forward_backward.PipelinePasses, "train", broken)
+    monkeypatch.setattr(forward_backward.PipelineForwardBackward, "train", broken)
     verdict = verify(PIPELINE)
     assert not verdict.passed
     assert "out of luck" in str(verdict.failure)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from axonlaunch.comm.errors import CommError, MismatchError, say_mismatch, say_ranks, say_tensor
-from axonlaunch.comm.mock.turn_scheduler import Baton
+from axonlaunch.comm.mock.turn_scheduler import TurnScheduler
 
 here = threading.local()
 """``board`` and ``rank`` of the mock world whose rank this thread is."""
@@ -48,7 +48,7 @@ def call(name: str, tensors: Sequence[Tensor] = (), *, detail: str = "") -> Call
     return Call(name, detail, tuple((tensor.dtype, tensor.shape) for tensor in tensors))
 
 
-class Errand(ABC):
+class PendingOperation(ABC):
     """Something that ranks wait for, and that may fail for all of them at once."""
 
     done = False
@@ -69,7 +69,7 @@ class Errand(ABC):
             raise kind(message)
 
 
-class Meeting(Errand):
+class PendingCollective(PendingOperation):
     """One collective of one group: who has come with what."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -113,7 +113,7 @@ class Meeting(Errand):
         self._payloads.clear()
 
 
-class Letter(Errand):
+class PendingMessage(PendingOperation):
     """One end of a message that has been posted: a send or a receive."""
 
     def __init__(self, verb: str, rank: int, peer: int | None, tensor: Tensor, tag: int) -> None:
@@ -129,14 +129,14 @@ class Letter(Errand):
         return f"{self.verb} {way} {peer}{gone} of {say_tensor(self.tensor)}{tag}"
 
 
-class Board:
+class Exchange:
     """All meetings and messages of one mock world, shared by its ranks."""
 
-    def __init__(self, baton: Baton) -> None:
+    def __init__(self, baton: TurnScheduler) -> None:
         self.baton = baton
-        self._meetings: dict[tuple[Any, int], Meeting] = {}
-        self._sends: defaultdict[Any, list[Letter]] = defaultdict(list)
-        self._receives: defaultdict[Any, list[Letter]] = defaultdict(list)
+        self._meetings: dict[tuple[Any, int], PendingCollective] = {}
+        self._sends: defaultdict[Any, list[PendingMessage]] = defaultdict(list)
+        self._receives: defaultdict[Any, list[PendingMessage]] = defaultdict(list)
         self._generations: Counter[Any] = Counter()
 
     def join_group(self, name: str, ranks: tuple[int, ...], rank: int) -> Any:
@@ -154,12 +154,12 @@ class Board:
         work: Callable[[list[Any]], None],
         *,
         label: str = "",
-    ) -> Meeting:
+    ) -> PendingCollective:
         """Arrive at a collective; the last rank to come does the work and wakes the others."""
         self.baton.progress(rank)
         meeting = self._meetings.get(key)
         if meeting is None:
-            meeting = self._meetings[key] = Meeting(ranks)
+            meeting = self._meetings[key] = PendingCollective(ranks)
         if meeting.arrive(rank, asked, label, payload):
             del self._meetings[key]
             meeting.finish(work)
@@ -167,7 +167,7 @@ class Board:
             self.baton.wake(ranks, meeting)
         return meeting
 
-    def post(self, group: Any, letter: Letter) -> None:
+    def post(self, group: Any, letter: PendingMessage) -> None:
         """Post one end of a message; move the data if the other end is there, first come first."""
         self.baton.progress(letter.rank)
         sending = letter.verb == "send"
@@ -184,7 +184,7 @@ class Board:
         mine[address].append(letter)
 
 
-def deliver(send: Letter, receive: Letter) -> None:
+def deliver(send: PendingMessage, receive: PendingMessage) -> None:
     """Copy a message from one end to the other, or fail both where they don't fit.
 
     As on real backends the number of elements counts, not the shape: torch's own pipelining

@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from axonlaunch.comm.mock.exchange import Board, Call, Errand, Letter, call, here
+from axonlaunch.comm.mock.exchange import (
+    Call,
+    Exchange,
+    PendingMessage,
+    PendingOperation,
+    call,
+    here,
+)
 from axonlaunch.comm.mock.work import MockWork
 
 _COMBINE: dict[Any, Callable[[Tensor, Tensor], Any]] = {
@@ -51,7 +58,7 @@ class MockProcessGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int, *, ranks: Sequence[int], name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._board: Board = here.board
+        self._board: Exchange = here.board
         self._global_rank: int = here.rank
         self._ranks = tuple(ranks)
         self._name = name
@@ -307,12 +314,12 @@ class MockProcessGroup(dist.ProcessGroup):
         return self._collective(asked, payload, work, outputs)
 
     def _post(self, verb: str, tensors: list[Tensor], peer: int | None, tag: int) -> MockWork:
-        letters = [Letter(verb, self._global_rank, peer, t.data, tag) for t in tensors]
+        letters = [PendingMessage(verb, self._global_rank, peer, t.data, tag) for t in tensors]
         for letter in letters:
             self._board.post(self._key, letter)
         return self._work(letters, tensors)
 
-    def _work(self, errands: Sequence[Errand], result: Any) -> MockWork:
+    def _work(self, errands: Sequence[PendingOperation], result: Any) -> MockWork:
         work = MockWork(
             self._board.baton, self._global_rank, errands, result=result, ranks=self._ranks
         )

@@ -42,7 +42,7 @@ class Failure(NamedTuple):
     error: BaseException
 
 
-class Baton:
+class TurnScheduler:
     """The turns of the ranks of one mock world."""
 
     def __init__(self, world_size: int, *, timeout_s: float) -> None:

@@ -132,7 +132,7 @@ class DDP(nn.Module):
         """Copy the group's first rank's buffers to all of its ranks."""
         self._copy_from_first(self.module.buffers())
 
-    def untouched(self) -> list[str]:
+    def parameters_without_grad(self) -> list[str]:
         """Return the parameters that no backward reached, where torch's buckets wait for them all.
 
         Of a bucket that misses one no gradient is averaged; torch tells that in the next step.

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import (
-    copy_to,
+    all_gather_from_group,
+    all_reduce_from_group,
+    copy_to_group,
     finish,
-    gather_from,
-    reduce_from,
     reduce_scatter_to,
     start_reduce_scatter,
     start_sum,
@@ -34,15 +34,23 @@ SEQUENCE_DIM = 1
 
 def enter(x: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
     """Take a region's input into it: every rank's own, or the ranks' parts of the sequence."""
-    return gather_from(x, group, SEQUENCE_DIM) if sequence_parallel else copy_to(x, group)
+    return (
+        all_gather_from_group(x, group, SEQUENCE_DIM)
+        if sequence_parallel
+        else copy_to_group(x, group)
+    )
 
 
 def leave(x: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
     """Sum a region's partial results: all of them, or this rank's part of the sequence."""
-    return reduce_scatter_to(x, group, SEQUENCE_DIM) if sequence_parallel else reduce_from(x, group)
+    return (
+        reduce_scatter_to(x, group, SEQUENCE_DIM)
+        if sequence_parallel
+        else all_reduce_from_group(x, group)
+    )
 
 
-class Region:
+class ColumnParallelGroup:
     """What column-parallel layers that read one input share while a forward runs.
 
     Attributes:
@@ -86,7 +94,7 @@ class Region:
 
 
 def linears(
-    source: Tensor, entered: Tensor, columns: Sequence[nn.Linear], *, region: Region
+    source: Tensor, entered: Tensor, columns: Sequence[nn.Linear], *, region: ColumnParallelGroup
 ) -> tuple[Tensor, ...]:
     """Apply column-parallel layers to one input.
 
@@ -113,7 +121,12 @@ def linears(
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, x: Tensor, region: Region, count: int, *parameters: Any
+        ctx: Any,
+        source: Tensor,
+        x: Tensor,
+        region: ColumnParallelGroup,
+        count: int,
+        *parameters: Any,
     ) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         ctx.set_materialize_grads(False)

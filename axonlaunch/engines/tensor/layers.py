@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.comm.autograd import collect_from, split_to
-from axonlaunch.engines.tensor.fused_region import Region, leave
+from axonlaunch.comm.autograd import collect_from, scatter_to_group
+from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup, leave
 from axonlaunch.engines.tensor.local_parameters import (
     TensorAxis,
-    become,
+    convert_module,
     local_part,
     own_entries,
     refuse_indivisible,
@@ -41,7 +41,7 @@ class ColumnParallelLinear(nn.Linear):
 
     cuts: ClassVar = {"weight": 0, "bias": 0}
     axis: TensorAxis
-    region: Region
+    region: ColumnParallelGroup
     enters: bool = True
     gather_output: bool = False
 
@@ -74,7 +74,7 @@ class ColumnParallelLinear(nn.Linear):
         refuse_indivisible("out_features", out_features, axis.group)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.gather_output = gather_output
-        self.axis, self.region = axis, Region(axis, [self])
+        self.axis, self.region = axis, ColumnParallelGroup(axis, [self])
         axis.distribute(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class RowParallelLinear(nn.Linear):
         group = self.axis.group
         weight = local_part(self.weight)
         if not self.input_is_parallel:
-            x = split_to(x, group, -1)
+            x = scatter_to_group(x, group, -1)
         elif x.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"a row-parallel layer of {self.in_features} inputs on {group.size} ranks takes "
@@ -265,11 +265,11 @@ class TensorParallelAttention(Attention):
             causal=causal,
         )
         self.axis = axis
-        self.region = Region(axis, [self.q_proj, self.k_proj, self.v_proj])
+        self.region = ColumnParallelGroup(axis, [self.q_proj, self.k_proj, self.v_proj])
         for projection in (self.q_proj, self.k_proj, self.v_proj):
-            column = become(projection, ColumnParallelLinear)
+            column = convert_module(projection, ColumnParallelLinear)
             column.axis, column.region, column.enters = axis, self.region, False
-        become(self.o_proj, RowParallelLinear).axis = axis
+        convert_module(self.o_proj, RowParallelLinear).axis = axis
         axis.distribute(self)
 
     def forward(self, x: Tensor, rotary: RotaryTable | None = None) -> Tensor:

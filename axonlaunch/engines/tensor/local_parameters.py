@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.argument_checks import device_of
-from axonlaunch.comm.autograd import copy_to, sum_over
+from axonlaunch.comm.autograd import copy_to_group, sum_over
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.config.errors import divisor_of
 
@@ -106,7 +106,7 @@ def local_part(parameter: Tensor, *, summed_over: ProcessGroup | None = None) ->
         return parameter
     if torch.compiler.is_compiling():
         local: Tensor = parameter.to_local()
-        return local if summed_over is None else copy_to(local, summed_over)
+        return local if summed_over is None else copy_to_group(local, summed_over)
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter._local_tensor
     part: Tensor = _to_local(parameter, summed_over)
@@ -163,7 +163,7 @@ class ReadsLocally(nn.Module):
             axis.computes = False
 
 
-def become(module: nn.Module, kind: type[Kind]) -> Kind:
+def convert_module(module: nn.Module, kind: type[Kind]) -> Kind:
     """Turn a module into another kind in place: it keeps its name, parameters and attributes.
 
     A module of a subclass stays one of it too.

@@ -16,15 +16,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from axonlaunch.comm.autograd import split_to
-from axonlaunch.engines.tensor.fused_region import Region
+from axonlaunch.comm.autograd import scatter_to_group
+from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup
 from axonlaunch.engines.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from axonlaunch.engines.tensor.local_parameters import ReadsLocally, TensorAxis, become
+from axonlaunch.engines.tensor.local_parameters import ReadsLocally, TensorAxis, convert_module
 from axonlaunch.engines.tensor.plan_checks import (
     STYLES,
     Styled,
@@ -89,7 +89,7 @@ def has_divided_logits(module: nn.Module) -> bool:
 class _EntersRegion(ReadsLocally):
     """Takes its first argument into the parallel region."""
 
-    region: Region
+    region: ColumnParallelGroup
     _input: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ class _SequenceOfPositions(ReadsLocally):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vectors: Tensor = super().forward(*args, **kwargs)
-        return split_to(vectors, self._axis.group, -2)
+        return scatter_to_group(vectors, self._axis.group, -2)
 
 
 def _apply(one: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
@@ -116,14 +116,14 @@ def _apply(one: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
     is_embedding = isinstance(module, nn.Embedding)
     if one.style in ("column", "vocabulary") and not is_embedding:
         is_head = one.style == "vocabulary"
-        column = become(module, VocabParallelHead if is_head else ColumnParallelLinear)
+        column = convert_module(module, VocabParallelHead if is_head else ColumnParallelLinear)
         column.axis, column.enters = axis, not one.in_region
-        column.region = Region(axis, [column], sequence_parallel=sequence_parallel)
+        column.region = ColumnParallelGroup(axis, [column], sequence_parallel=sequence_parallel)
     elif one.style == "row":
-        row = become(module, RowParallelLinear)
+        row = convert_module(module, RowParallelLinear)
         row.axis, row.sequence_parallel = axis, sequence_parallel
     elif one.style == "vocabulary":
-        embedding = become(module, VocabParallelEmbedding)
+        embedding = convert_module(module, VocabParallelEmbedding)
         embedding.axis, embedding.sequence_parallel = axis, sequence_parallel
     elif _computes(module):
         positions = sequence_parallel and one.style == "sequence" and is_embedding
@@ -133,7 +133,7 @@ def _apply(one: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
             kind = _EntersRegion
             module.__dict__["_input"] = next(iter(inspect.signature(module.forward).parameters))
         module.__dict__.update(_axis=axis, _sums_gradients=summed)
-        become(module, kind)
+        convert_module(module, kind)
 
 
 def _share_regions(module: nn.Module, axis: TensorAxis, *, sequence_parallel: bool) -> None:
@@ -141,7 +141,7 @@ def _share_regions(module: nn.Module, axis: TensorAxis, *, sequence_parallel: bo
     for container in module.modules():
         if isinstance(container, _EntersRegion):
             columns = [one for one in container.modules() if isinstance(one, ColumnParallelLinear)]
-            region = Region(axis, columns, sequence_parallel=sequence_parallel)
+            region = ColumnParallelGroup(axis, columns, sequence_parallel=sequence_parallel)
             container.region = region
             for column in columns:
                 column.region = region

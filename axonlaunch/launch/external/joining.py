@@ -17,13 +17,13 @@ from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.authentication import ForgedMessageError, derive_key
 from axonlaunch.comm.rendezvous import is_loopback, meet_at
-from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
 from axonlaunch.config.schema import LaunchConfig
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.cluster_environment import Surroundings
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token
-from axonlaunch.launch.multinode.coordination import Peers, meet, member_name
+from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
 
 JOIN_S = 300.0
 """Seconds in which all ranks have to have been started."""
@@ -33,7 +33,7 @@ _FORGED = (
 )
 
 
-def message_key(found: Surroundings, launch: LaunchConfig) -> bytes:
+def message_key(found: ClusterEnvironment, launch: LaunchConfig) -> bytes:
     """Return the key of the run's messages; rank 0 says where there is no secret.
 
     Ranks of one node find the same token in this user's own folder.
@@ -54,7 +54,9 @@ def message_key(found: Surroundings, launch: LaunchConfig) -> bytes:
     return derive_key(secret or b"")
 
 
-def join(found: Surroundings, key: bytes) -> tuple[Channel, list[dict[str, Any]] | None, list[str]]:
+def join(
+    found: ClusterEnvironment, key: bytes
+) -> tuple[Channel, list[dict[str, Any]] | None, list[str]]:
     """Meet the other ranks; rank 0 learns what each said of itself.
 
     Returns:
@@ -74,10 +76,10 @@ def join(found: Surroundings, key: bytes) -> tuple[Channel, list[dict[str, Any]]
             timeout=timedelta(seconds=JOIN_S),
         )
     except ValueError as error:
-        raise ConfigError([Problem("", str(error))]) from None
+        raise ConfigError([ConfigIssue("", str(error))]) from None
     except (dist.DistNetworkError, dist.DistStoreError):
         message = f"rank {found.rank} waited {JOIN_S:g} s, and rank 0 does not listen there"
-        raise ConfigError([Problem("MASTER_ADDR", message, where)]) from None
+        raise ConfigError([ConfigIssue("MASTER_ADDR", message, where)]) from None
     job = dist.PrefixStore(f"axonlaunch/{found.run_id}", store)
     try:
         if found.rank == 0:
@@ -86,9 +88,9 @@ def join(found: Surroundings, key: bytes) -> tuple[Channel, list[dict[str, Any]]
             named = run_identity.learn(job, key, timeout_s=JOIN_S)
     except TimeoutError:
         message = f"rank {found.rank} waited {JOIN_S:g} s, and rank 0 began no run there"
-        raise ConfigError([Problem("MASTER_ADDR", message, where)]) from None
+        raise ConfigError([ConfigIssue("MASTER_ADDR", message, where)]) from None
     except ForgedMessageError:
-        raise ConfigError([Problem("MASTER_ADDR", _FORGED, where)]) from None
+        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
     credentials = named.of(member_name(found.rank))
     channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
@@ -103,13 +105,13 @@ def join(found: Surroundings, key: bytes) -> tuple[Channel, list[dict[str, Any]]
         )
     except TimeoutError as missing:
         message = f"ranks {missing} did not come within {JOIN_S:g} s"
-        raise ConfigError([Problem("WORLD_SIZE", message, found.world_size)]) from None
+        raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)]) from None
     except ForgedMessageError:
-        raise ConfigError([Problem("MASTER_ADDR", _FORGED, where)]) from None
+        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
     return channel, machines, nonces
 
 
-def counted(found: Surroundings, members: list[dict[str, Any]] | None) -> Surroundings:
+def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> ClusterEnvironment:
     """Complete the surroundings by how many ranks each machine has.
 
     Raises:
@@ -123,23 +125,23 @@ def counted(found: Surroundings, members: list[dict[str, Any]] | None) -> Surrou
             f"ranks 0 to {found.world_size - 1} have the local ranks {plain(given)}; start as many "
             "on each machine, those of one machine in a row (srun --distribution=block)"
         )
-        raise ConfigError([Problem("WORLD_SIZE", message, found.world_size)])
+        raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)])
     return dataclasses.replace(found, local_world_size=nproc)
 
 
-def frozen_by_rank_0(peers: Peers) -> RunConfig | None:
+def frozen_by_rank_0(peers: Coordinator) -> RunConfig | None:
     """Take the configuration that rank 0 froze; None where it refused."""
     try:
         told = peers.ask("frozen", timeout_s=JOIN_S)
     except TimeoutError:
         message = f"rank 0 told no configuration within {JOIN_S:g} s"
-        raise ConfigError([Problem("", message)]) from None
+        raise ConfigError([ConfigIssue("", message)]) from None
     except ForgedMessageError:
-        raise ConfigError([Problem("MASTER_ADDR", _FORGED)]) from None
+        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED)]) from None
     if "refused" in told:
         peers.watch()
         peers.farewell()
         return None
     config = configuration.parsed(told["config"])
-    run_dir.keep(config)
+    run_dir.adopt(config)
     return config

@@ -23,19 +23,19 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.layout import frozen_threads, nodes
 from axonlaunch.config.schema import LaunchConfig
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.cluster_environment import Surroundings
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.joining import counted, frozen_by_rank_0, join, message_key
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.external.watch import Watch
 from axonlaunch.launch.failures.report import Crash
 from axonlaunch.launch.local import rank_process as ranks
-from axonlaunch.launch.local.heartbeat import Pulse
-from axonlaunch.launch.local.messages import Place
+from axonlaunch.launch.local.heartbeat import HeartbeatTable
+from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.launch.local.supervisor import Outcome
-from axonlaunch.launch.multinode.coordination import Peers
+from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.launch.output.summary import Record, conclude, log_of
-from axonlaunch.planning.background_estimate import Prediction
+from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_of
+from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.streams import tolerant
 
 LOST_S = 20.0
@@ -44,8 +44,8 @@ training, so a short silence says nothing; a launcher notices a process that end
 
 
 def train(
-    found: Surroundings,
-    compose: Callable[[Surroundings], RunConfig],
+    found: ClusterEnvironment,
+    compose: Callable[[ClusterEnvironment], RunConfig],
     *,
     launch: LaunchConfig,
     launcher: LauncherProcess,
@@ -72,7 +72,7 @@ def train(
     """
     assert found.local_rank is not None
     channel, machines, nonces = join(found, message_key(found, launch))
-    peers = Peers(
+    peers = Coordinator(
         channel,
         nonces=nonces,
         member=found.rank,
@@ -105,8 +105,8 @@ def train(
 
 def _run(
     config: RunConfig,
-    found: Surroundings,
-    peers: Peers,
+    found: ClusterEnvironment,
+    peers: Coordinator,
     launcher: LauncherProcess,
     *,
     started: float,
@@ -121,10 +121,10 @@ def _run(
     ranks.redirect(log)
     stream = tolerant(os.fdopen(errors if as_json else output, "w", buffering=1))
     console = RunConsole(stream=stream, is_plain=True)
-    record = Record(started, console)
+    record = RunRecorder(started, console)
     # Not forked from this process, which has threads and a device.
-    record.prediction = Prediction(multiprocessing.get_context("spawn"), config)
-    place = Place(
+    record.prediction = BackgroundEstimate(multiprocessing.get_context("spawn"), config)
+    place = RankSpec(
         rank=found.rank,
         world_size=found.world_size,
         local_rank=found.local_rank,
@@ -135,7 +135,7 @@ def _run(
         credentials=peers.channel.credentials.of(f"rank {found.rank}"),
         listener=None,
         log=log,
-        pulse=Pulse.of(config.launch.nproc),
+        pulse=HeartbeatTable.of(config.launch.nproc),
         threads=frozen_threads(config),
         cores=None,  # who started this process placed it
     )
@@ -164,10 +164,10 @@ def _run(
     if found.rank:
         return status, None
     assert not isinstance(everyone, Crash)
-    from axonlaunch.events import of_all_ranks
+    from axonlaunch.events import merge_finished
 
     with closing(record.prediction):
-        return conclude(config, Outcome(finished=of_all_ranks(everyone)), record, console)
+        return finish_run(config, Outcome(finished=merge_finished(everyone)), record, console)
 
 
 def _sharing(config: RunConfig) -> int:

@@ -17,12 +17,12 @@ from axonlaunch.config import RunConfig
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.report import Crash, Kind, Report
-from axonlaunch.launch.failures.root_cause import judge
-from axonlaunch.launch.local.messages import Place
+from axonlaunch.launch.failures.root_cause import find_root_cause
+from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.launch.local.supervisor import Outcome
-from axonlaunch.launch.multinode.coordination import Peers
+from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.launch.output.summary import Record, Tail, conclude, tell_crash
+from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, report_crash
 
 _TICK_S = 0.1
 
@@ -33,10 +33,10 @@ class Watch(threading.Thread):
     def __init__(
         self,
         config: RunConfig,
-        place: Place,
-        peers: Peers,
+        place: RankSpec,
+        peers: Coordinator,
         launcher: LauncherProcess,
-        record: Record,
+        record: RunRecorder,
         console: RunConsole,
         errors: TextIO,
     ) -> None:
@@ -49,7 +49,7 @@ class Watch(threading.Thread):
         self._console = console
         self._errors = errors
         self._over = threading.Event()
-        self._tail = Tail(place.log, console) if place.rank == 0 else None
+        self._tail = LogTail(place.log, console) if place.rank == 0 else None
 
     def end(self) -> None:
         """Watch no more: every rank has ended well."""
@@ -108,7 +108,7 @@ class Watch(threading.Thread):
         report = self._report("lost", reason)
         self._peers.post(report)  # the ranks of other nodes may learn of it
         time.sleep(_TICK_S)
-        self._end(judge([report]), tells=self._place.rank == 0)
+        self._end(find_root_cause([report]), tells=self._place.rank == 0)
 
     def _fail(self, reports: list[Report]) -> NoReturn:
         """Agree on who was first, tell it on rank 0, and end this process."""
@@ -120,10 +120,10 @@ class Watch(threading.Thread):
         if self._place.rank == 0:
             self._console.stop()
             sys.stderr = self._errors
-            conclude(self._config, Outcome(crash=crash), self._record, self._console)
+            finish_run(self._config, Outcome(crash=crash), self._record, self._console)
         elif tells:
             sys.stderr = self._errors  # rank 0 is gone and tells nothing
-            tell_crash(self._config, crash)
+            report_crash(self._config, crash)
         sys.stderr.flush()
         self._record.prediction.close()
         os._exit(1)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from axonlaunch.diagnostics import flight_recorder
 from axonlaunch.diagnostics.flight_recorder import Record
-from axonlaunch.diagnostics.frame_origin import owner
+from axonlaunch.diagnostics.frame_origin import frame_owner
 from axonlaunch.diagnostics.wait_detection import is_passed_through, waits
 from axonlaunch.launch.failures.report import Kind, Report
 from axonlaunch.system import files
@@ -117,13 +117,13 @@ def write(log: Path) -> None:
 def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:
     """Say from a rank's frames, the innermost first, whether it waits for others, and in what."""
     frames = [*dropwhile(lambda frame: is_passed_through(frame.file), frames)] or frames
-    own = [frames[0], *(frame for frame in frames[1:] if owner(frame.file) != "torch")]
+    own = [frames[0], *(frame for frame in frames[1:] if frame_owner(frame.file) != "torch")]
     told = "\n".join(f"  {frame}" for frame in reversed(own[:_SHOWN]))
     if not waits((frame.file for frame in frames), is_asleep=is_asleep):
         return Whereabouts(False, f"is in {frames[0]}", told)
     if _BACKWARD.search(frames[0].file):
         return Whereabouts(True, "waiting in a collective of backward", told)
-    inside = [*takewhile(lambda frame: owner(frame.file) == "torch", frames)]
+    inside = [*takewhile(lambda frame: frame_owner(frame.file) == "torch", frames)]
     named = [frame.name for frame in inside if frame.name not in _WRAPPERS]
     if not named or len(inside) == len(frames):
         return Whereabouts(True, f"waiting in {frames[0]}", told)

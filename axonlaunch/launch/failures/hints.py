@@ -8,7 +8,7 @@ import sys
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from axonlaunch.config import ConfigError, RunConfig, replaced
+from axonlaunch.config import ConfigError, RunConfig, with_values
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.launch import run_dir
@@ -84,7 +84,7 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
         fits = had is not None and found.process_bytes < had
         # Where the estimate says that it fits, less is still what is asked for.
         memory = int(0.9 * found.process_bytes) if fits or had is None else had
-        asked = replaced(hardware, {"memory_gib": memory / GIB})
+        asked = with_values(hardware, {"memory_gib": memory / GIB})
         smaller = prepared(context, dataclasses.replace(config, hardware=asked))
         told = [*remedies(context, smaller, forecast(context, smaller))]
     except (ConfigError, RuntimeError, OSError) as error:

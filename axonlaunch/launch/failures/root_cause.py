@@ -27,7 +27,7 @@ that waits for another, is never the first where there is any other.
 """
 
 
-def judge(reports: Sequence[Report]) -> Crash:
+def find_root_cause(reports: Sequence[Report]) -> Crash:
     """Blame signals first, then errors that are not about connections, then the earliest.
 
     Where all wait, it is the one that others wait for and that waits for none of them.
@@ -50,7 +50,7 @@ def judge(reports: Sequence[Report]) -> Crash:
 
 
 @dataclass(frozen=True)
-class _Missing:
+class MissingPeers:
     """What a collective that a rank has begun still waits for.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Missing:
     words: str
 
 
-def _missing(reports: Sequence[Report]) -> dict[int, list[_Missing]]:
+def _missing(reports: Sequence[Report]) -> dict[int, list[MissingPeers]]:
     """Return for each rank that told of its collectives what those that are open wait for."""
     records = {report.rank: report.record for report in reports if report.record is not None}
     mute = {report.rank for report in reports if report.record is None}
@@ -73,7 +73,7 @@ def _missing(reports: Sequence[Report]) -> dict[int, list[_Missing]]:
     }
 
 
-def _waited_for(call: Call, records: Mapping[int, Record], mute: set[int]) -> _Missing:
+def _waited_for(call: Call, records: Mapping[int, Record], mute: set[int]) -> MissingPeers:
     there = {rank: records[rank] for rank in call.ranks if rank in records}
     absent = [r for r, record in there.items() if record.begun.get(call.group, 0) < call.number]
     silent = [rank for rank in call.ranks if rank in mute]
@@ -84,10 +84,10 @@ def _waited_for(call: Call, records: Mapping[int, Record], mute: set[int]) -> _M
             same = (other.group, other.number) == (call.group, call.number)
             if same and not other.is_like(call):
                 words += f", where rank {rank} is in {other.op} of {other.num_bytes:,} bytes"
-    return _Missing(call, (*absent, *silent), words)
+    return MissingPeers(call, (*absent, *silent), words)
 
 
-def _with_collective(report: Report, missing: Sequence[_Missing]) -> Report:
+def _with_collective(report: Report, missing: Sequence[MissingPeers]) -> Report:
     """Add to what a hanging rank told the collective that it is in, and who never came there.
 
     A rank whose own code hangs, with a collective open that another has not come to, waits for that

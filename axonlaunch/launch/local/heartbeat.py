@@ -15,7 +15,7 @@ _FIELDS = 3
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a rank was last seen to do.
 
     Attributes:
@@ -29,14 +29,14 @@ class Beat:
     phase: str
 
 
-class Pulse:
+class HeartbeatTable:
     """The beats of a machine's ranks, each at its own index."""
 
     def __init__(self, shared: Any) -> None:
         self._shared = shared
 
     @classmethod
-    def of(cls, ranks: int, context: ForkServerContext | None = None) -> Pulse:
+    def of(cls, ranks: int, context: ForkServerContext | None = None) -> HeartbeatTable:
         """Make room for some ranks; without a context for the threads of this process alone."""
         size = _FIELDS * ranks
         pulse = cls([0.0] * size if context is None else context.RawArray("d", size))
@@ -51,7 +51,7 @@ class Pulse:
         self._shared[start + 2] = float(PHASES.index(phase))
         self._shared[start] = time.monotonic()
 
-    def read(self, index: int) -> Beat:
+    def read(self, index: int) -> Heartbeat:
         """Return what a rank said last."""
         at, step, phase = self._shared[_FIELDS * index : _FIELDS * (index + 1)]
-        return Beat(at, None if step < 0 else int(step), PHASES[int(phase)])
+        return Heartbeat(at, None if step < 0 else int(step), PHASES[int(phase)])

@@ -17,23 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.comm.authentication import Credentials
-from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import frozen_threads, nodes, world_size
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import report_of_system
-from axonlaunch.launch.local.heartbeat import Pulse
-from axonlaunch.launch.local.messages import Place
-from axonlaunch.launch.local.supervisor import Others, Outcome, Rank, Supervisor
+from axonlaunch.launch.local.heartbeat import HeartbeatTable
+from axonlaunch.launch.local.messages import RankSpec
+from axonlaunch.launch.local.supervisor import Outcome, Rank, RemoteNodes, Supervisor
 from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.launch.output.summary import Record, Tail, conclude, log_of, tell_crash
-from axonlaunch.planning.background_estimate import Prediction
+from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, log_of, report_crash
+from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system import forkserver
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of one attempt at a run meet.
 
     Attributes:
@@ -50,7 +50,7 @@ class Meeting:
     credentials: Credentials
     listener: socket.socket | None = None
     node_rank: int = 0
-    others: Others | None = None
+    others: RemoteNodes | None = None
 
 
 def train(
@@ -80,28 +80,28 @@ def train(
     with ExitStack() as stack:
         meeting = stack.enter_context(_meeting(config))
         config = stack.enter_context(run_dir.create(config, tell=console.line))
-        record = Record(started, console)
-        record.prediction = stack.enter_context(closing(Prediction(context, config)))
+        record = RunRecorder(started, console)
+        record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))
         restarts = 0
         try:
             outcome = attempt(config, context, meeting, record, console)
             while outcome.crash is not None and restarts < config.launch.max_restarts:
                 restarts += 1
                 console.stop()
-                tell_crash(config, outcome.crash, context)
+                report_crash(config, outcome.crash, context)
                 console.line(f"restart {restarts} of {config.launch.max_restarts}")
                 with _meeting(config) as anew:
                     outcome = attempt(config, context, anew, record, console, restarted=True)
         finally:
             console.stop()
-        return conclude(config, outcome, record, console, context=context, again=again)
+        return finish_run(config, outcome, record, console, context=context, again=again)
 
 
 def attempt(
     config: RunConfig,
     context: ForkServerContext,
-    meeting: Meeting,
-    record: Record,
+    meeting: Rendezvous,
+    record: RunRecorder,
     console: RunConsole,
     *,
     restarted: bool = False,
@@ -109,7 +109,7 @@ def attempt(
     """Start this machine's ranks and follow them to their end."""
     count = world_size(config)
     console.wait("starting 1 rank" if count == 1 else f"starting {count} ranks")
-    pulse = Pulse.of(_processes(config), context)
+    pulse = HeartbeatTable.of(_processes(config), context)
     ranks: list[Rank] = []
     first = meeting.node_rank * _processes(config)
     supervisor = Supervisor(
@@ -117,7 +117,7 @@ def attempt(
         pulse=pulse,
         timeout_s=config.launch.timeout_s,
         report=record,
-        tick=Tail(log_of(config, first), console) if first == 0 else lambda: None,
+        tick=LogTail(log_of(config, first), console) if first == 0 else lambda: None,
         announce=console.line,
         others=meeting.others,
     )
@@ -140,8 +140,8 @@ def _processes(config: RunConfig) -> int:
 def _spawn(
     config: RunConfig,
     context: ForkServerContext,
-    meeting: Meeting,
-    pulse: Pulse,
+    meeting: Rendezvous,
+    pulse: HeartbeatTable,
     restarted: bool,
 ) -> Iterator[Rank]:
     processes = _processes(config)
@@ -149,7 +149,7 @@ def _spawn(
         ours, theirs = context.Pipe(duplex=False)
         number = meeting.node_rank * processes + index
         log = log_of(config, number)
-        place = Place(
+        place = RankSpec(
             rank=number,
             world_size=world_size(config),
             local_rank=index,
@@ -186,7 +186,7 @@ def _cores(index: int, processes: int) -> tuple[int, ...] | None:
 
 
 @contextmanager
-def _meeting(config: RunConfig) -> Iterator[Meeting]:
+def _meeting(config: RunConfig) -> Iterator[Rendezvous]:
     """Hold the rendezvous' port, on loopback, until rank 0 has taken it over.
 
     Raises:
@@ -194,7 +194,7 @@ def _meeting(config: RunConfig) -> Iterator[Meeting]:
     """
     credentials = Credentials.random(sender="launcher")
     if config.launch.backend == "mock":
-        yield Meeting(address=LOOPBACK, port=0, credentials=credentials)
+        yield Rendezvous(address=LOOPBACK, port=0, credentials=credentials)
         return
     port = config.launch.master_port
     with socket.socket() as bound:
@@ -204,7 +204,7 @@ def _meeting(config: RunConfig) -> Iterator[Meeting]:
             bound.bind((LOOPBACK, 0 if port == "auto" else port))
         except OSError as error:
             message = f"can't listen on it ({error.strerror}); use another, or auto"
-            raise ConfigError([Problem("launch.master_port", message, port)]) from None
+            raise ConfigError([ConfigIssue("launch.master_port", message, port)]) from None
         bound.listen(1024)
         number = bound.getsockname()[1]
-        yield Meeting(address=LOOPBACK, port=number, credentials=credentials, listener=bound)
+        yield Rendezvous(address=LOOPBACK, port=number, credentials=credentials, listener=bound)

@@ -11,11 +11,11 @@ from typing import Any
 
 from axonlaunch.comm.authentication import Credentials
 from axonlaunch.events import Finished
-from axonlaunch.launch.local.heartbeat import Pulse
+from axonlaunch.launch.local.heartbeat import HeartbeatTable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankSpec:
     """Where a rank is to be, and how it finds the others.
 
     Attributes:
@@ -46,7 +46,7 @@ class Place:
     credentials: Credentials
     listener: Any
     log: Path
-    pulse: Pulse
+    pulse: HeartbeatTable
     threads: int
     cores: tuple[int, ...] | None
     restarted: bool = False

@@ -33,11 +33,11 @@ from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.comm.rendezvous import environment_of
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.layout import world_size
-from axonlaunch.events import Event, Finished, of_all_ranks
+from axonlaunch.events import Event, Finished, merge_finished
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.report import Report, cause_of, plain_error
-from axonlaunch.launch.local.messages import Done, Place
-from axonlaunch.planning.memory.live_peak import LivePeak
+from axonlaunch.launch.local.messages import Done, RankSpec
+from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.system import files, forkserver, streams
 from axonlaunch.training import worker
 from axonlaunch.training.nonfinite import NotFiniteError
@@ -50,7 +50,7 @@ first, for torch blames whoever noticed it."""
 
 # Their messages say it all, without a traceback.
 _PLAIN = (
-    checkpoint.DamagedError,
+    checkpoint.CorruptCheckpointError,
     SaveError,
     NotFiniteError,
     ConfigError,
@@ -59,7 +59,7 @@ _PLAIN = (
 )
 
 
-def main(run_dir: Path, place: Place, connection: Connection) -> None:
+def main(run_dir: Path, place: RankSpec, connection: Connection) -> None:
     """Be a rank, or under the mock backend all of them; never returns."""
     forkserver.lead_group()  # Ctrl-C reaches the parent alone, which tells us to stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -70,9 +70,9 @@ def main(run_dir: Path, place: Place, connection: Connection) -> None:
     try:
         redirect(place.log)
         config = configuration.read(run_dir, trusted=True)  # the parent wrote it
-        config = configuration.replaced(config, {"launch.nnodes": place.nnodes})
+        config = configuration.with_values(config, {"launch.nnodes": place.nnodes})
         if place.restarted and checkpoint.resolve(storage.root(config)) is not None:
-            config = configuration.replaced(config, {"checkpoint.resume": "auto"})
+            config = configuration.with_values(config, {"checkpoint.resume": "auto"})
         claim_cores(place)
         finished = work(config, place, report=connection.send, stop=asked.is_set)
         connection.send(Done(place.rank, finished))
@@ -90,7 +90,7 @@ def main(run_dir: Path, place: Place, connection: Connection) -> None:
 
 def work(
     config: RunConfig,
-    place: Place,
+    place: RankSpec,
     *,
     report: Callable[[Event], None],
     stop: Callable[[], bool],
@@ -105,7 +105,7 @@ def work(
     timeout_s = config.launch.timeout_s
     if config.launch.backend == "mock":
         mock = World.mock(world_size(config), timeout_s=timeout_s)
-        return of_all_ranks(mock.run(in_world))
+        return merge_finished(mock.run(in_world))
     os.environ.update(
         environment_of(
             rank=place.rank,
@@ -123,15 +123,17 @@ def work(
         return in_world(world)
 
 
-def _watch(config: RunConfig, world: World) -> LivePeak | None:
+def _watch(config: RunConfig, world: World) -> CpuPeakMemory | None:
     """Return what counts live tensors, where no allocator does.
 
     On a CPU nothing sees what compiled kernels allocate.
     """
-    return LivePeak(config) if world.device.type == "cpu" and not config.train.compile else None
+    return (
+        CpuPeakMemory(config) if world.device.type == "cpu" and not config.train.compile else None
+    )
 
 
-def _store(place: Place, timeout_s: float) -> dist.Store:
+def _store(place: RankSpec, timeout_s: float) -> dist.Store:
     store = dist.TCPStore(
         place.master_addr,
         place.port,
@@ -181,14 +183,14 @@ def _answer(log: Path) -> None:
     threading.Thread(target=tell, name="flight record", daemon=True).start()
 
 
-def claim_cores(place: Place) -> None:
+def claim_cores(place: RankSpec) -> None:
     """Take this rank's share of the machine's cores."""
     if place.cores is not None:
         os.sched_setaffinity(0, place.cores)
     torch.set_num_threads(place.threads)
 
 
-def report_of(error: BaseException, place: Place) -> Report:
+def report_of(error: BaseException, place: RankSpec) -> Report:
     """Describe an exception that ends this rank."""
     text: str | None = "".join(traceback.format_exception(error))
     rank, beat = place.rank, place.pulse.read(place.local_rank)

@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol
 
-from axonlaunch.events import Event, Finished, of_all_ranks
+from axonlaunch.events import Event, Finished, merge_finished
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.report import Crash, Kind, Report, exit_reason
-from axonlaunch.launch.failures.root_cause import judge
-from axonlaunch.launch.local.heartbeat import Pulse
+from axonlaunch.launch.failures.root_cause import find_root_cause
+from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import Done
 from axonlaunch.system.forked_process import ForkedProcess
 from axonlaunch.system.streams import silence
@@ -63,7 +63,7 @@ def was_interrupted(outcome: Outcome) -> bool:
     return outcome.killed or (outcome.finished is not None and outcome.finished.interrupted)
 
 
-class Others(Protocol):
+class RemoteNodes(Protocol):
     """The other machines of a run."""
 
     def failure(self) -> bool:
@@ -99,12 +99,12 @@ class Supervisor:
     """
 
     ranks: list[Rank]
-    pulse: Pulse
+    pulse: HeartbeatTable
     timeout_s: float
     report: Callable[[Event], None]
     tick: Callable[[], None]
     announce: Callable[[str], None]
-    others: Others | None = None
+    others: RemoteNodes | None = None
     _signals: list[int] = field(default_factory=list)
     _makes_room: bool = False
 
@@ -124,7 +124,7 @@ class Supervisor:
     def failed(self, report: Report) -> Outcome:
         """End those ranks that there are, for another one could not be started."""
         self.kill()
-        crash = judge([report]) if self.others is None else self.others.verdict([report])
+        crash = find_root_cause([report]) if self.others is None else self.others.verdict([report])
         return Outcome(crash=crash)
 
     def kill(self) -> None:
@@ -168,7 +168,7 @@ class Supervisor:
             reports = []
         else:
             return None
-        return judge(reports) if self.others is None else self.others.verdict(reports)
+        return find_root_cause(reports) if self.others is None else self.others.verdict(reports)
 
     def _stop(self) -> None:
         """Ask the ranks to stop after this step, all machines' alike."""
@@ -184,7 +184,7 @@ class Supervisor:
             if isinstance(everyone, Crash):
                 return Outcome(crash=everyone)
             told = everyone
-        return Outcome(finished=of_all_ranks(told))
+        return Outcome(finished=merge_finished(told))
 
     def _ended_at_once(self) -> Outcome:
         if self.others is not None:

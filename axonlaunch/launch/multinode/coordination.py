@@ -17,7 +17,7 @@ from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.authentication import ForgedMessageError
 from axonlaunch.events import Finished
 from axonlaunch.launch.failures.report import Crash, Report
-from axonlaunch.launch.failures.root_cause import is_conclusive, judge
+from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
 
 _BEAT_S = 0.3
 _FAREWELL_S = 2.0
@@ -26,7 +26,7 @@ _SETTLE_S = 1.5
 """How long member 0 waits for other machines' words after the first failure."""
 
 
-class Peers:
+class Coordinator:
     """This process among the members of a run.
 
     Attributes:
@@ -180,7 +180,7 @@ class Peers:
             if explained or waited > self._lost_s + 1:
                 break
             time.sleep(0.02)
-        crash = judge([*found, *(self._silence(member) for member in lost)])
+        crash = find_root_cause([*found, *(self._silence(member) for member in lost)])
         self._send("verdict", crash.to_json())
         self.farewell()
         return crash
@@ -191,7 +191,7 @@ class Peers:
         while self._verdict is None and time.monotonic() < deadline and not self._lead_is_lost():
             time.sleep(0.02)
         if self._verdict is None:
-            return judge([*reports, self._silence(0)])
+            return find_root_cause([*reports, self._silence(0)])
         self.farewell()
         return self._verdict
 

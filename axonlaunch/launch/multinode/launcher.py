@@ -10,18 +10,18 @@ from contextlib import ExitStack, closing
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.launch.local.launcher import attempt
 from axonlaunch.launch.local.supervisor import was_interrupted
-from axonlaunch.launch.multinode.membership import Membership, unsaid
+from axonlaunch.launch.multinode.membership import NodeMembership, unsaid
 from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.launch.output.summary import Record, conclude, tell_crash
-from axonlaunch.planning.background_estimate import Prediction
+from axonlaunch.launch.output.summary import RunRecorder, finish_run, report_crash
+from axonlaunch.planning.background_estimate import BackgroundEstimate
 
 
 def train(
     config: RunConfig,
-    problems: list[Problem],
+    problems: list[ConfigIssue],
     context: ForkServerContext,
     *,
     started: float,
@@ -45,13 +45,13 @@ def train(
     if missing := unsaid(config):
         raise ConfigError([*problems, *missing])
     console = RunConsole(stream=sys.stderr if as_json else sys.stdout)
-    me = Membership(config, problems, console)
+    me = NodeMembership(config, problems, console)
     with ExitStack() as folder:
-        record = Record(started, console)
+        record = RunRecorder(started, console)
         try:
             while True:
                 config, meeting = me.agree(folder)
-                prediction = Prediction(context, config)
+                prediction = BackgroundEstimate(context, config)
                 record.prediction = folder.enter_context(closing(prediction))
                 outcome = attempt(
                     config, context, meeting, record, console, restarted=me.attempts > 0
@@ -63,7 +63,7 @@ def train(
                     console.line("waiting for machines")
                     continue
                 if meeting.node_rank == 0:
-                    tell_crash(config, outcome.crash)
+                    report_crash(config, outcome.crash)
                 console.line(
                     f"restart {me.restarts} of {config.launch.max_restarts}: waiting for machines"
                 )
@@ -71,9 +71,9 @@ def train(
             console.stop()
         me.leave()
         if meeting.node_rank == 0:
-            return conclude(config, outcome, record, console, context=context)
+            return finish_run(config, outcome, record, console, context=context)
     if outcome.crash is not None:
-        tell_crash(config, outcome.crash)
+        report_crash(config, outcome.crash)
     if was_interrupted(outcome):
         return 130, None
     return (1 if outcome.crash is not None else 0), None

@@ -19,15 +19,15 @@ from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
 from axonlaunch.comm.rendezvous import is_own, meet_at
-from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import nodes, world_size
 from axonlaunch.launch import run_dir
-from axonlaunch.launch.local.launcher import Meeting
+from axonlaunch.launch.local.launcher import Rendezvous
 from axonlaunch.launch.local.supervisor import Outcome, was_interrupted
 from axonlaunch.launch.multinode import run_identity, token
-from axonlaunch.launch.multinode.coordination import Peers, meet, member_name
-from axonlaunch.launch.multinode.rendezvous import Round, Rounds
+from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
+from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.output.console import RunConsole
 
 LOST_S = 5.0
@@ -41,7 +41,7 @@ _FORGED = (
 )
 
 
-class Membership:
+class NodeMembership:
     """This machine, over all attempts at a run.
 
     Attributes:
@@ -52,7 +52,7 @@ class Membership:
     def __init__(
         self,
         config: RunConfig,
-        problems: list[Problem],
+        problems: list[ConfigIssue],
         console: RunConsole,
     ) -> None:
         """Listen on machine 0, or reach it.
@@ -83,9 +83,9 @@ class Membership:
             console.line(f"machine{which}: joining {where}")
         self._held = self._open(listens=self._hosts)
         self._credentials = self._named(derive_key(secret or b""))
-        self._rounds: Rounds | None = None
+        self._rounds: ElasticRendezvous | None = None
         self._frozen: RunConfig | None = None
-        self._peers: Peers | None = None
+        self._peers: Coordinator | None = None
         self.attempts = self.restarts = 0
 
     def _open(self, *, listens: bool) -> dist.Store:
@@ -95,7 +95,7 @@ class Membership:
         try:
             return meet_at(launch.master_addr, port, listens=listens, timeout=timeout)
         except ValueError as error:
-            problem = Problem("launch.master_addr", str(error), launch.master_addr)
+            problem = ConfigIssue("launch.master_addr", str(error), launch.master_addr)
             raise ConfigError([problem]) from None
         except (dist.DistNetworkError, dist.DistStoreError):
             message = (
@@ -103,7 +103,7 @@ class Membership:
                 "and see that no firewall is between"
             )
             raise ConfigError(
-                [Problem("launch.master_addr", message, launch.master_addr)]
+                [ConfigIssue("launch.master_addr", message, launch.master_addr)]
             ) from None
 
     def _named(self, key: bytes) -> Credentials:
@@ -121,9 +121,9 @@ class Membership:
             message = f"who listens at port {_port(self._given)} there began no run of axonlaunch"
         except ForgedMessageError:
             message = _FORGED
-        raise ConfigError([Problem("launch.master_addr", message, launch.master_addr)])
+        raise ConfigError([ConfigIssue("launch.master_addr", message, launch.master_addr)])
 
-    def agree(self, folder: ExitStack) -> tuple[RunConfig, Meeting]:
+    def agree(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous]:
         """Meet the others for an attempt; return what all run, and where the ranks meet.
 
         Raises:
@@ -148,11 +148,11 @@ class Membership:
             message = (
                 f"machines {missing} did not come within launch.timeout_s={launch.timeout_s:g}"
             )
-            raise ConfigError([Problem("launch.nnodes", message, launch.nnodes)]) from None
+            raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)]) from None
         except ForgedMessageError:
-            problem = Problem("launch.master_addr", _FORGED, launch.master_addr)
+            problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
             raise ConfigError([problem]) from None
-        self._peers = peers = Peers(
+        self._peers = peers = Coordinator(
             own,
             nonces=nonces,
             member=now.member,
@@ -167,10 +167,10 @@ class Membership:
         else:
             self._take(peers)
         assert self._frozen is not None
-        config = configuration.replaced(self._frozen, {"launch.nnodes": now.members})
+        config = configuration.with_values(self._frozen, {"launch.nnodes": now.members})
         peers.watch()
         self._say(config, now.member)
-        meeting = Meeting(
+        meeting = Rendezvous(
             address=launch.master_addr,
             port=_port(config),
             credentials=credentials,
@@ -196,7 +196,7 @@ class Membership:
         if self._rounds is not None and self._hosts:
             self._rounds.leave()
 
-    def _round(self) -> Round:
+    def _round(self) -> Attempt:
         """Return the machines of the next attempt.
 
         Raises:
@@ -206,10 +206,10 @@ class Membership:
         least, most = nodes(self._given)
         order = 0 if launch.node_rank == "auto" else launch.node_rank
         if least == most and self.restarts == 0:
-            return Round(-1, order, most)
+            return Attempt(-1, order, most)
         if self._rounds is None:
             store = self._open(listens=False)
-            self._rounds = Rounds(
+            self._rounds = ElasticRendezvous(
                 run_identity.keys_of(store, self._credentials, "rounds"),
                 self._credentials,
                 first=self._hosts,
@@ -222,10 +222,10 @@ class Membership:
             return self._rounds.next()
         except TimeoutError:
             message = f"fewer than {least} machines came within launch.timeout_s="
-            problem = Problem("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
+            problem = ConfigIssue("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
             raise ConfigError([problem]) from None
 
-    def _newcomers(self, now: Round) -> bool:
+    def _newcomers(self, now: Attempt) -> bool:
         """Whether a machine waits that could take part, and nothing is lost by a new start."""
         if self._rounds is None or now.members == nodes(self._given)[1]:
             return False
@@ -234,16 +234,16 @@ class Membership:
     def _about(self) -> dict[str, Any]:
         return {
             "machine": socket.gethostname(),
-            "config": configuration.leaves(configuration.to_tree(self._given)),
+            "config": configuration.flatten(configuration.to_tree(self._given)),
             "problems": [str(problem) for problem in self._problems],
         }
 
-    def _freeze(self, peers: Peers, met: list[dict[str, Any]], folder: ExitStack) -> None:
+    def _freeze(self, peers: Coordinator, met: list[dict[str, Any]], folder: ExitStack) -> None:
         """Fix the configuration for all machines; this one leads."""
         try:
             _agreed(met)
             if self._frozen is None:
-                given = configuration.replaced(self._given, {"launch.node_rank": "auto"})
+                given = configuration.with_values(self._given, {"launch.node_rank": "auto"})
                 self._frozen = folder.enter_context(run_dir.create(given, tell=self._console.line))
         except ConfigError as error:
             peers.tell("frozen", {"problems": [str(one) for one in error.problems]})
@@ -257,7 +257,7 @@ class Membership:
         }
         peers.tell("frozen", told)
 
-    def _take(self, peers: Peers) -> None:
+    def _take(self, peers: Coordinator) -> None:
         """Take the configuration that machine 0 froze, and keep it here too.
 
         Raises:
@@ -269,18 +269,18 @@ class Membership:
         except TimeoutError:
             message = "machine 0 answers, but never began this run"
             raise ConfigError(
-                [Problem("launch.master_addr", message, launch.master_addr)]
+                [ConfigIssue("launch.master_addr", message, launch.master_addr)]
             ) from None
         except ForgedMessageError:
-            problem = Problem("launch.master_addr", _FORGED, launch.master_addr)
+            problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
             raise ConfigError([problem]) from None
         if "problems" in told:
             peers.watch()
             peers.farewell()
-            raise ConfigError([Problem("", problem) for problem in told["problems"]])
+            raise ConfigError([ConfigIssue("", problem) for problem in told["problems"]])
         self.attempts, self.restarts = told["attempts"], told["restarts"]
         self._frozen = configuration.parsed(told["config"])
-        run_dir.keep(self._frozen)
+        run_dir.adopt(self._frozen)
 
     def _say(self, config: RunConfig, member: int) -> None:
         if member == 0:
@@ -293,22 +293,22 @@ class Membership:
         )
 
 
-def unsaid(config: RunConfig) -> list[Problem]:
+def unsaid(config: RunConfig) -> list[ConfigIssue]:
     """Return what a machine must know of the others, and nobody said."""
     launch, found = config.launch, []
     least, most = nodes(config)
     if launch.node_rank == "auto" and least == most:
         message = f"which of the {launch.nnodes} machines is this? write 0 on the first"
-        found.append(Problem("launch.node_rank", message, "auto"))
+        found.append(ConfigIssue("launch.node_rank", message, "auto"))
     elif launch.node_rank != "auto" and launch.node_rank >= most:
         message = f"the machines are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
-        found.append(Problem("launch.node_rank", message, launch.node_rank))
+        found.append(ConfigIssue("launch.node_rank", message, launch.node_rank))
     if launch.master_addr == "auto":
         message = "where is machine 0? write an address by which the others reach it"
-        found.append(Problem("launch.master_addr", message, "auto"))
+        found.append(ConfigIssue("launch.master_addr", message, "auto"))
     if launch.backend == "mock":
         message = "its ranks are threads of one process; use auto, or launch.nnodes=1"
-        found.append(Problem("launch.backend", message, "mock"))
+        found.append(ConfigIssue("launch.backend", message, "mock"))
     return found
 
 
@@ -334,13 +334,13 @@ def _agreed(met: list[dict[str, Any]]) -> None:
     first, problems = met[0]["config"], []
     for machine, about in enumerate(met):
         where = f"machine {machine} ({about['machine']})"
-        problems += [Problem("", f"{where}: {problem}") for problem in about["problems"]]
+        problems += [ConfigIssue("", f"{where}: {problem}") for problem in about["problems"]]
         if about["problems"] or met[0]["problems"]:
             continue
         for key in sorted({*first, *about["config"]} - {*_OWN}):
             here, there = first.get(key), about["config"].get(key)
             if here != there:
                 message = f"{where} has {plain(there)}; start every machine with the same words"
-                problems.append(Problem(key, message, here))
+                problems.append(ConfigIssue(key, message, here))
     if problems:
         raise ConfigError(problems)

@@ -30,7 +30,7 @@ _LAST_CALL_S = 5
 
 
 @dataclass(frozen=True)
-class Round:
+class Attempt:
     """An attempt at a run.
 
     Attributes:
@@ -49,7 +49,7 @@ class Round:
         return f"round{self.number}"
 
 
-class Rounds:
+class ElasticRendezvous:
     """The attempts at one run, for one machine."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Rounds:
         )
         self._number = 0
 
-    def next(self) -> Round:
+    def next(self) -> Attempt:
         """Wait for enough machines, and begin an attempt.
 
         Raises:
@@ -108,7 +108,7 @@ class Rounds:
         except RendezvousTimeoutError as error:
             raise TimeoutError(str(error)) from error
         number = int(self._handler._state_holder.state.round)
-        return Round(number, info.rank, info.world_size)
+        return Attempt(number, info.rank, info.world_size)
 
     def newcomers(self) -> int:
         """Return how many machines came since the attempt began, and wait for the next."""

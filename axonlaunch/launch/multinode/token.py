@@ -11,7 +11,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.schema import LaunchConfig
 from axonlaunch.system.cache import cache_folder
 
@@ -34,7 +34,7 @@ def read(launch: LaunchConfig) -> bytes | None:
         message = f"can't read it ({error.strerror})"
     except ValueError as error:
         message = str(error)
-    raise ConfigError([Problem("launch.token_file", message, launch.token_file)])
+    raise ConfigError([ConfigIssue("launch.token_file", message, launch.token_file)])
 
 
 def of_this_user() -> bytes | None:
@@ -55,7 +55,7 @@ def of_this_user() -> bytes | None:
     except (OSError, RuntimeError):  # the latter: there is no home
         return None
     except ValueError as error:
-        raise ConfigError([Problem(str(path), f"{error}; or delete it")]) from None
+        raise ConfigError([ConfigIssue(str(path), f"{error}; or delete it")]) from None
 
 
 def create(path: Path) -> None:
@@ -79,7 +79,7 @@ def without(launch: LaunchConfig, *, address: str) -> str:
     """
     if launch.require_token:
         message = f"the nodes share no secret; write launch.token_file=FILE, made by {NEW_FILE}"
-        raise ConfigError([Problem("launch.require_token", message, True)])
+        raise ConfigError([ConfigIssue("launch.require_token", message, True)])
     return (
         f"no launch.token_file: whoever can connect to {address} can run code as this user in this "
         f"run; give every node the same secret file, made by {NEW_FILE}"

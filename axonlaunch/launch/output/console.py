@@ -26,17 +26,17 @@ from rich.status import Status
 from rich.text import Text
 
 from axonlaunch.config.url import is_url
-from axonlaunch.diagnostics.frame_origin import owner
+from axonlaunch.diagnostics.frame_origin import frame_owner
 from axonlaunch.events import (
-    Advanced,
     Evaluated,
     Event,
     Finished,
-    Sampled,
+    SampleGenerated,
     Saved,
-    Slowest,
     Started,
-    Stepped,
+    StepDone,
+    StepLogged,
+    Straggler,
 )
 from axonlaunch.launch.failures.report import Crash, Report, plain_ranks
 from axonlaunch.system.formatting import quantity, size
@@ -81,9 +81,9 @@ class RunConsole:
         match event:
             case Started():
                 self._start(event)
-            case Stepped():
+            case StepLogged():
                 self._step(event)
-            case Advanced():
+            case StepDone():
                 self._advance(event.step)
             case Evaluated():
                 self._evaluated(event)
@@ -92,7 +92,7 @@ class RunConsole:
                 beside = event.stalled_s < 0.9 * event.seconds
                 stood = f", of which training waited {event.stalled_s:.1f} s" if beside else ""
                 self.line(f"[dim]saved {escape(where)} in {event.seconds:.1f} s{stood}[/dim]")
-            case Sampled():
+            case SampleGenerated():
                 self.stop()
                 body = Text(event.prompt, style="bold") + Text(event.text)
                 self._console.print(Panel(body, title="sample", title_align="left", style="dim"))
@@ -161,7 +161,7 @@ class RunConsole:
         )
         self._progress.start()
 
-    def _step(self, event: Stepped) -> None:
+    def _step(self, event: StepLogged) -> None:
         speed = f"{quantity(event.tokens_per_s)} {self._counted}/s"
         memory = f"{size(event.peak_memory_bytes)}{self._of_process}"
         if self._progress is not None and self._task is not None:
@@ -171,7 +171,7 @@ class RunConsole:
             self.line(f"step {event.step}  loss {event.loss:.4f}  {speed}  {memory}")
         self._straggler(event.slowest)
 
-    def _straggler(self, slowest: Slowest | None) -> None:
+    def _straggler(self, slowest: Straggler | None) -> None:
         """Report a rank that stays slow, and not again until it is another."""
         if slowest is None:
             return
@@ -249,7 +249,9 @@ def _own_frames(text: str) -> str:
                 frames[-1].append(line)
             else:
                 frames.append([line])
-    calls = [(owner(match["file"]), frame) for frame in frames if (match := _FRAME.match(frame[0]))]
+    calls = [
+        (frame_owner(match["file"]), frame) for frame in frames if (match := _FRAME.match(frame[0]))
+    ]
     is_users = any(one == "user" for one, _ in calls)
     hidden = {
         id(frame)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def telling(doing: str) -> Iterator[None]:
+def spinner(doing: str) -> Iterator[None]:
     """Say on a terminal's standard error what is being done, while it is."""
     from rich.console import Console
 

@@ -17,7 +17,7 @@ from axonlaunch import checkpoint
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.url import is_url
-from axonlaunch.events import Event, Started, Stepped, finite
+from axonlaunch.events import Event, Started, StepLogged, finite
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Crash, plain_error
 from axonlaunch.launch.local.supervisor import Outcome
@@ -27,12 +27,12 @@ from axonlaunch.launch.output.console import (
     show_crash,
     show_hint,
 )
-from axonlaunch.planning.background_estimate import Prediction
+from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.files import append_text
 from axonlaunch.system.formatting import quantity, size
 
 
-class Record:
+class RunRecorder:
     """Passes events on and keeps what the summary of a run that fails can still say.
 
     Attributes:
@@ -43,13 +43,13 @@ class Record:
         damaged: A line for each checkpoint that was damaged, and put aside.
     """
 
-    prediction: Prediction
+    prediction: BackgroundEstimate
 
     def __init__(self, started: float, listener: Callable[[Event], None]) -> None:
         self._started = started
         self._listener = listener
         self.first_step_s: float | None = None
-        self.last: Stepped | None = None
+        self.last: StepLogged | None = None
         self.counted = "tokens"
         self.damaged: tuple[str, ...] = ()
 
@@ -58,7 +58,7 @@ class Record:
         if isinstance(event, Started):
             self.counted = event.counted
             self.damaged += event.damaged
-        if isinstance(event, Stepped):
+        if isinstance(event, StepLogged):
             self.last = event
             if self.first_step_s is None:
                 self.first_step_s = time.time() - self._started
@@ -66,7 +66,7 @@ class Record:
         self._listener(event)
 
 
-class Tail:
+class LogTail:
     """Prints what is added to a log: the main rank's words reach the console."""
 
     def __init__(self, log: Path, console: RunConsole) -> None:
@@ -94,10 +94,10 @@ def log_of(config: RunConfig, rank: int) -> Path:
     return Path(config.run_dir) / "logs" / f"rank_{rank}.log"
 
 
-def conclude(
+def finish_run(
     config: RunConfig,
     outcome: Outcome,
-    record: Record,
+    record: RunRecorder,
     console: RunConsole,
     *,
     context: ForkServerContext | None = None,
@@ -126,7 +126,7 @@ def conclude(
     if outcome.crash is not None:
         first = outcome.crash.first
         summary["failed_rank"], summary["reason"] = first.rank, first.reason
-        tell_crash(config, outcome.crash, context)  # first: what follows may have no disk
+        report_crash(config, outcome.crash, context)  # first: what follows may have no disk
     if not is_url(config.checkpoint.path or ""):  # of a remote one the next run looks after
         try:
             checkpoint.sweep_partial(Path(config.checkpoint.path or config.run_dir))
@@ -164,7 +164,7 @@ def _say_refused(what: str, error: OSError) -> None:
 
 
 def _foretold(
-    config: RunConfig, prediction: Prediction, console: RunConsole, *, is_done: bool
+    config: RunConfig, prediction: BackgroundEstimate, console: RunConsole, *, is_done: bool
 ) -> dict[str, Any]:
     """Return what the summary says of the estimate, which a run that was done waits for."""
     if is_done:
@@ -184,7 +184,7 @@ def _foretold(
     return {"predicted_peak_bytes": prediction.peak_bytes}
 
 
-def tell_crash(config: RunConfig, crash: Crash, context: ForkServerContext | None = None) -> None:
+def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | None = None) -> None:
     """Print the card of a run that failed, and write ``crash.json``."""
     from axonlaunch.launch.failures import hints
 

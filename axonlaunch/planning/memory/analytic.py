@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-from axonlaunch.config import RunConfig, replaced
+from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
 from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.config.schedule_rules import SCHEDULES
@@ -20,7 +20,7 @@ from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, shortened, step_work
-from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import traced
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
 from axonlaunch.system import forked_map
@@ -94,7 +94,7 @@ class Formulas:
 
 def on_one_device(config: RunConfig) -> RunConfig:
     """Return a run of the same model on one device, with ``SAMPLES`` a step."""
-    return replaced(
+    return with_values(
         config,
         {
             "strategy": StrategyConfig(data_parallel="none"),
@@ -119,11 +119,11 @@ def activations(config: RunConfig) -> dict[str, Held]:
         ConfigError: The run can't be traced.
     """
     two = {"train.global_batch_size": 2 * SAMPLES, **of_ranks(2)}
-    config = replaced(config, {"strategy.data_parallel": "fsdp", **two})
+    config = with_values(config, {"strategy.data_parallel": "fsdp", **two})
     depths = (1, 2) if hasattr(config.model, "num_hidden_layers") else (0, 0)
     runs = []
     for mode in _MODES:
-        changed = replaced(config, {"train.activation_checkpointing": mode})
+        changed = with_values(config, {"train.activation_checkpointing": mode})
         for layers in depths:
             short = shortened(changed, world_size=2, layers=layers, micro_batches=1)
             runs.append(partial(_activations, short))
@@ -224,8 +224,8 @@ def _in_flight(shares: Layout) -> float:
 
 def _activations(config: RunConfig) -> float:
     """Return the most that activations take before the update; of a compiled run, less."""
-    config = replaced(config, {"train.compile": False})
-    events = traced(Blueprint.of(config), 0).events
+    config = with_values(config, {"train.compile": False})
+    events = traced(ReducedRun.of(config), 0).events
     before = next(n for n, event in enumerate(events) if event.name[0] == "update")
     saved = CATEGORIES.index("activations")
     return float(max(point[saved] for event in events[:before] for point in event.points))

@@ -15,7 +15,7 @@ from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.extend_trace import FEWEST, stretched
 from axonlaunch.planning.tracing import extrapolate_depth, fake_world
 from axonlaunch.planning.tracing.dry_run import DryRun
-from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 
@@ -100,7 +100,7 @@ def communicators(groups: Iterable[int]) -> int:
 
 
 def record(
-    blueprint: Blueprint, *, rank: int, stages: list[int], on_host: Collection[Category] = ()
+    blueprint: ReducedRun, *, rank: int, stages: list[int], on_host: Collection[Category] = ()
 ) -> list[Change]:
     """Return what a rank asks of its allocator, in a process of its own.
 
@@ -122,7 +122,7 @@ def record(
 
 
 def _run(
-    blueprint: Blueprint, rank: int, on_host: Collection[Category]
+    blueprint: ReducedRun, rank: int, on_host: Collection[Category]
 ) -> tuple[Recording, dict[int, int]]:
     """Record two steps: what the first leaves behind decides where the second's storages go.
 
@@ -135,7 +135,7 @@ def _run(
 
 
 def _steps(
-    blueprint: Blueprint, dry: DryRun, trace: RecordingTrace
+    blueprint: ReducedRun, dry: DryRun, trace: RecordingTrace
 ) -> tuple[Recording, dict[int, int]]:
     spec = spec_for(blueprint.config.model)
     blocks = {n: [*spec.blocks(part).values()] for n, part in enumerate(dry.engine.modules)}
@@ -147,7 +147,7 @@ def _steps(
         for _ in range(1 if blueprint.shares.pipeline > 1 else 2):
             dry.engine.backward(batch)
             trace.begin("update")
-            with trace.during("temporary"), fake_world.answering_yes():
+            with trace.during("temporary"), fake_world.assume_true():
                 dry.engine.update()
             trace.tag(dry.engine.optimizer_states(), "optimizer")
             trace.follow(parameter for _, parameter in dry.engine.named_parameters())

@@ -18,8 +18,8 @@ from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory.caching_allocator import Change
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing import extrapolate_depth
-from axonlaunch.planning.tracing.reduced_run import Blueprint
-from axonlaunch.planning.tracing.stage_trace import Place, host_categories
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.stage_trace import StageTrace, host_categories
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Event, on_device
 from axonlaunch.system import forked_map
 
@@ -44,11 +44,11 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
     Raises:
         ConfigError: The run can't be traced.
     """
-    blueprint = Blueprint.of(config)
+    blueprint = ReducedRun.of(config)
     where: Sequence[int] = range(blueprint.shares.pipeline)
     if ends:
         where = sorted({*where[:2], where[-1]})
-    run = _Run(blueprint, [Place.of(blueprint, one, exact=exact) for one in where])
+    run = _Run(blueprint, [StageTrace.of(blueprint, one, exact=exact) for one in where])
     if len(run.places) > 1:
         run.trace(run.first)
     return run.estimate()
@@ -71,9 +71,9 @@ def estimate_fitting(
         ConfigError: The run can't be traced.
         TimeoutError: It is ``until``.
     """
-    blueprint = Blueprint.of(config)
+    blueprint = ReducedRun.of(config)
     where = range(blueprint.shares.pipeline)
-    places = [Place.of(blueprint, one, exact=False) for one in where]
+    places = [StageTrace.of(blueprint, one, exact=False) for one in where]
     run = _Run(blueprint, places, until=until)
     run.trace(run.first)
     rest = cuda_process.besides(run.groups) if run.on_gpu else 0
@@ -93,15 +93,15 @@ class _Run:
         done: What was traced and recorded.
     """
 
-    blueprint: Blueprint
-    places: list[Place]
+    blueprint: ReducedRun
+    places: list[StageTrace]
     until: float | None = None
     done: dict[Any, Any] = field(default_factory=dict)
     _steps: dict[Any, list[Event]] = field(default_factory=dict)
     _ranks: dict[int, RankEstimate] = field(default_factory=dict)
 
     @property
-    def first(self) -> list[Place]:
+    def first(self) -> list[StageTrace]:
         """The first two places, one of which holds most, but for odd splits."""
         return self.places[:2]
 
@@ -115,7 +115,7 @@ class _Run:
         """Sizes of the groups that a rank talks to."""
         return list(self.blueprint.shares.axes.values())
 
-    def trace(self, places: Iterable[Place], *, recorded: int | None = None) -> None:
+    def trace(self, places: Iterable[StageTrace], *, recorded: int | None = None) -> None:
         """Trace what is not traced yet of some places, and record one beside them."""
         runs: dict[Any, Callable[[], Any]] = {}
         if recorded is not None and ("process", recorded) not in self.done:  # the longest to run
@@ -125,7 +125,7 @@ class _Run:
         found = forked_map.run([*runs.values()], memory=fake_tensor_cache.recipes, until=self.until)
         self.done.update(zip(runs, found, strict=True))
 
-    def rank(self, place: Place) -> RankEstimate:
+    def rank(self, place: StageTrace) -> RankEstimate:
         """Return what the first rank of a traced place holds."""
         if place.kind not in self._steps:
             self._steps[place.kind] = place.short_step(self.done)
@@ -160,14 +160,14 @@ class _Run:
             ranks=[self.rank(place) for place in self.places],
         )
 
-    def highest(self, places: Iterable[Place]) -> RankEstimate:
+    def highest(self, places: Iterable[StageTrace]) -> RankEstimate:
         """Return the rank of traced places that holds most."""
         return max(map(self.rank, places), key=lambda one: one.peak_bytes)
 
 
-def _recorded(blueprint: Blueprint, place: int) -> Callable[[], list[Change]]:
+def _recorded(blueprint: ReducedRun, place: int) -> Callable[[], list[Change]]:
     """Return the run that tells what a rank asks of its allocator, in a shorter step."""
-    found = Place.of(blueprint, place, exact=False)
+    found = StageTrace.of(blueprint, place, exact=False)
     return partial(
         cuda_process.record,
         found.short,
@@ -193,7 +193,7 @@ def _process(
 
 
 def _of_rank(
-    place: Place, rank: int, short_step: list[Event], done: Mapping[Any, Any]
+    place: StageTrace, rank: int, short_step: list[Event], done: Mapping[Any, Any]
 ) -> RankEstimate:
     point, host = extrapolate_depth.peak(place.events(short_step, done))
     return RankEstimate(

@@ -21,7 +21,7 @@ FEWEST = 2 * (_NEAR + 1) + 1
 
 
 @dataclass(frozen=True)
-class _Visit:
+class BlockPass:
     """One block's turn in a pass through a stage."""
 
     block: Place | None
@@ -30,7 +30,7 @@ class _Visit:
 
 
 @dataclass
-class _Spot:
+class Slot:
     """A turn in the deeper model: what comes of which position in the shallow one's turn."""
 
     changes: list[tuple[int, Change]] = field(default_factory=list)
@@ -47,11 +47,20 @@ def stretched(recording: Recording, *, blocks: int, counts: Mapping[int, int]) -
     Raises:
         ValueError: Blocks take turns in an order that can't be continued.
     """
-    stretch = _Stretch(recording, blocks, {stage: count // 2 for stage, count in counts.items()})
+    stretch = TraceExtender(
+        recording, blocks, {stage: count // 2 for stage, count in counts.items()}
+    )
     return list(stretch.changes())
 
 
-class _Stretch:
+class TraceExtender:
+    """Puts further blocks into the middle of a recording of a shallow model's step.
+
+    Each pass over a block (forward or backward) is repeated: what the pass allocates gets storages
+    of its own in every repetition, and what it frees is freed in the pass that mirrors it. A model
+    of blocks 0 1 2 with two more becomes 0 1 1' 1" 2, and its backward 2 1" 1' 1 0.
+    """
+
     def __init__(self, recording: Recording, blocks: int, middle: Mapping[int, int]) -> None:
         self._more = blocks
         self._middle = middle
@@ -70,11 +79,12 @@ class _Stretch:
         self._numbers: dict[tuple[int, int], int] = {}
 
     def changes(self) -> Iterator[Change]:
-        spots: dict[tuple[int, Place], _Spot] = {}
-        order: list[_Spot] = []
+        """Yield every allocation and release of the deeper model's step, in order."""
+        spots: dict[tuple[int, Place], Slot] = {}
+        order: list[Slot] = []
         for at, visit in enumerate(self._visits):
             for place in self._places(at):
-                spot = _Spot()
+                spot = Slot()
                 order.append(spot)
                 if place is not None:
                     spots[visit.passage, place] = spot
@@ -139,7 +149,7 @@ class _Stretch:
         return Change(number, change.num_bytes, change.stream)
 
 
-def _visits(recording: Recording) -> Iterator[_Visit]:
+def _visits(recording: Recording) -> Iterator[BlockPass]:
     """Yield turns, with those of one pass up or down a stage under one number."""
     starts = [start for start, _ in recording.visits]
     passage, before, step = 0, None, 0
@@ -155,4 +165,4 @@ def _visits(recording: Recording) -> Iterator[_Visit]:
             else:
                 step = move
         before = place
-        yield _Visit(place, passage, recording.changes[start:stop])
+        yield BlockPass(place, passage, recording.changes[start:stop])

@@ -19,7 +19,7 @@ from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
 WATCHED = 2
 
 
-class LivePeak:
+class CpuPeakMemory:
     """The most that tensors hold on this rank in the second step that it does.
 
     The first makes the optimizer's states; a run of one step is told by that one.

@@ -14,7 +14,7 @@ from axonlaunch.engines.pipeline.split import cut, parts
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.memory.analytic import states
 from axonlaunch.planning.records import Estimate, RankEstimate
-from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 
 _FP32 = 4
@@ -29,7 +29,7 @@ def estimate(config: RunConfig) -> Estimate:
     Raises:
         ConfigError: The model is to be cut into stages, and can't be traced for that.
     """
-    blueprint = Blueprint.of(config)
+    blueprint = ReducedRun.of(config)
     ranks = [_of_rank(blueprint, place) for place in range(blueprint.shares.pipeline)]
     peak = max(one.peak_bytes for one in ranks)
     return Estimate(
@@ -43,7 +43,7 @@ def estimate(config: RunConfig) -> Estimate:
     )
 
 
-def _of_rank(blueprint: Blueprint, place: int) -> RankEstimate:
+def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
     config, shares = blueprint.config, blueprint.shares
     spec, modules = spec_for(config.model), [blueprint.built()]
     if shares.pipeline > 1:

@@ -14,7 +14,7 @@ from typing import Any
 from axonlaunch.config import RunConfig
 from axonlaunch.config.errors import divisors
 from axonlaunch.config.layout import Layout, layout, of_ranks
-from axonlaunch.config.plain import replaced
+from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
@@ -114,7 +114,7 @@ def candidates(
                 _RECOMPUTE: recompute,
             }
             if all(settings.get(key, value) == value for key, value in kept.items()):
-                made = replaced(config, {**settings, **of_ranks(devices)})
+                made = with_values(config, {**settings, **of_ranks(devices)})
                 yield Candidate(made, layout(made, world_size=devices), settings)
 
 

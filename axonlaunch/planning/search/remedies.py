@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
-from axonlaunch.config import ConfigError, RunConfig, replaced, to_tree, typed
+from axonlaunch.config import ConfigError, RunConfig, to_tree, typed, with_values
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import Layout, layout, world_size
 from axonlaunch.planning.records import Estimate, Remedy
@@ -49,7 +49,7 @@ Lever = Sequence[Option]
 """One thing to change, by more and more."""
 
 
-def levers(config: RunConfig) -> list[Lever]:
+def candidate_changes(config: RunConfig) -> list[Lever]:
     """Return what could be changed, in the order of what it costs.
 
     Args:
@@ -140,9 +140,9 @@ def _likely(
     """
     found: list[tuple[tuple[int, ...], _Change]] = []
     last: list[tuple[tuple[int, ...], _Change]] = []
-    for which, options in _candidates(levers(config)):
+    for which, options in _candidates(candidate_changes(config)):
         settings = {key: value for option in options for key, value in option.settings.items()}
-        num_bytes = formula(replaced(config, settings))
+        num_bytes = formula(with_values(config, settings))
         if num_bytes <= _LIKELY * memory:
             kept = found if num_bytes <= memory else last
             kept.append((which, _Change(settings, [option.cost for option in options])))
@@ -164,7 +164,7 @@ def changed(config: RunConfig, settings: Settings) -> RunConfig:
     Raises:
         ConfigError: They don't go together.
     """
-    return typed(to_tree(replaced(config, settings)))
+    return typed(to_tree(with_values(config, settings)))
 
 
 def _micro_batches(shares: Layout) -> Lever:

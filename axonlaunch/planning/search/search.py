@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from axonlaunch.config import ConfigError, Problem, RunConfig, leaves
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, flatten
 from axonlaunch.config.errors import plain
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import world_size
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.records import Estimate, Plan, Planned, Verdict, verdict
+from axonlaunch.planning.records import Estimate, ParityResult, Plan, Planned, verdict
 from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.throughput.analytic_work import scaled
@@ -239,7 +239,7 @@ def _estimated(
     return sorted(found, key=lambda planned: not planned.fits)
 
 
-def _verdict(found: Estimate, config: RunConfig) -> Verdict:
+def _verdict(found: Estimate, config: RunConfig) -> ParityResult:
     assert config.hardware is not None
     memory = figure(config.hardware, "memory_gib") * GIB
     return verdict(found.process_bytes, memory=memory, margin=config.estimate.margin)
@@ -261,7 +261,7 @@ def _named(candidate: Candidate) -> str:
 
 def _overrides(config: RunConfig, candidate: Candidate, ranks: tuple[int, int]) -> list[str]:
     """Write what differs from the run as it was given, and what is the layout's own choice."""
-    given = leaves(config)
+    given = flatten(config)
     found = [
         f"{key}={plain(value)}" for key, value in candidate.settings.items() if value != given[key]
     ]
@@ -271,19 +271,19 @@ def _overrides(config: RunConfig, candidate: Candidate, ranks: tuple[int, int]) 
     return [*found, f"launch.nproc={of_each}"]
 
 
-def _indivisible(config: RunConfig, devices: int, kept: Mapping[str, Any]) -> Problem:
+def _indivisible(config: RunConfig, devices: int, kept: Mapping[str, Any]) -> ConfigIssue:
     batch = config.train.global_batch_size
     message = f"no layout of {_counted(devices)} divides the model and a batch of {batch} samples"
     if kept:
         message += " with " + " ".join(f"{key}={plain(value)}" for key, value in kept.items())
-    return Problem("train.global_batch_size", f"{message}; use a multiple of {devices}", batch)
+    return ConfigIssue("train.global_batch_size", f"{message}; use a multiple of {devices}", batch)
 
 
 def _counted(devices: int) -> str:
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
-def _too_large(config: RunConfig, devices: int, found: list[Planned]) -> Problem:
+def _too_large(config: RunConfig, devices: int, found: list[Planned]) -> ConfigIssue:
     assert config.hardware is not None
     assert config.hardware.memory_gib is not None
     least = min(planned.process_bytes for planned in found) / GIB
@@ -294,4 +294,4 @@ def _too_large(config: RunConfig, devices: int, found: list[Planned]) -> Problem
         f"{config.hardware.memory_gib / (1 + margin):.1f} (estimate.margin={margin:g}); use more "
         "devices or a smaller batch or sequence"
     )
-    return Problem("hardware", message, config.hardware.name)
+    return ConfigIssue("hardware", message, config.hardware.name)

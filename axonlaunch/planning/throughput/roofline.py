@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.planning.throughput.operations import Amount, Attention, Kernel, Operation, Product
 
@@ -134,9 +134,9 @@ def refuse_missing(hardware: HardwareConfig, names: Iterable[str]) -> None:
         raise ConfigError([_missing(hardware, name) for name in missing])
 
 
-def _missing(hardware: HardwareConfig, name: str) -> Problem:
+def _missing(hardware: HardwareConfig, name: str) -> ConfigIssue:
     message = (
         f"is not published for {hardware.name}, and speed can't be told without it; "
         f"write hardware.{name}=NUMBER, measured or from a datasheet"
     )
-    return Problem(f"hardware.{name}", message, None)
+    return ConfigIssue(f"hardware.{name}", message, None)

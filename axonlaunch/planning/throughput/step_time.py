@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.optimizer_states import states_per_element
@@ -113,7 +113,7 @@ class StepTime:
             return 0.0
         if offload == "full":
             message = "how fast the host's cores update is not foretold; use params"
-            raise ConfigError([Problem("strategy.fsdp.cpu_offload", message, offload)])
+            raise ConfigError([ConfigIssue("strategy.fsdp.cpu_offload", message, offload)])
         shards = shares.tensor * shares.pipeline * shares.dp_shard * shares.context
         held = FP32 * work.parameters / shards
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_sustained") * 1e9

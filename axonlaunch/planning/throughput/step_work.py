@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError, Problem, RunConfig, replaced
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.layout import layout, of_ranks, world_size
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.optimizer.step import local_part
@@ -22,7 +22,7 @@ from axonlaunch.models import fake_tensor_cache
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.dry_run import DryRun
-from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system import forked_map
 
@@ -113,7 +113,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     depth = getattr(config.model, _DEPTH, None)
     if depth is None and shares.pipeline > 1:
         message = f"its depth can't be varied for it has no {_DEPTH}; use 1"
-        raise ConfigError([Problem("strategy.pipeline.degree", message, shares.pipeline)])
+        raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, shares.pipeline)])
     counts = (2, 3) if shares.pipeline > 1 else (1, 2)[: min(2, shares.micro_batches)]
     depths = _LAYERS if depth is not None else (0,)
     stages = min(2, shares.stages_per_rank)
@@ -180,7 +180,7 @@ def shortened(config: RunConfig, *, world_size: int, layers: int, micro_batches:
         world_size = 2 * world_size // shares.pipeline
     if layers:
         settings[f"model.{_DEPTH}"] = layers * stages
-    return replaced(config, {**settings, **of_ranks(world_size)})
+    return with_values(config, {**settings, **of_ranks(world_size)})
 
 
 def _like(schedule: str, *, stages_per_rank: int) -> Any:
@@ -238,7 +238,7 @@ def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
 
 def _trace_one(config: RunConfig, world: World) -> _Traced:
     # What fusing saves is the roofline's: how a compiler cuts a graph into kernels is not traced.
-    blueprint = Blueprint.of(replaced(config, {"train.compile": False}))
+    blueprint = ReducedRun.of(with_values(config, {"train.compile": False}))
     dry = DryRun(blueprint, world)
     trace = OperationTrace(blueprint.shares.axes)
     batch = dry.batch()
@@ -246,7 +246,7 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
         dry.settle()
         with trace:
             dry.engine.backward(batch)
-            with trace.updating(), fake_world.answering_yes():
+            with trace.updating(), fake_world.assume_true():
                 dry.engine.update()
     parameters = dict(dry.engine.named_parameters()).values()
     held = sum(
@@ -259,7 +259,7 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
 
 def _split(config: RunConfig) -> list[int]:
     """Return the layers of each stage: as given, or as the engine balances them."""
-    return Blueprint.of(config).counts
+    return ReducedRun.of(config).counts
 
 
 def _norm_in_one_kernel() -> None:

@@ -21,7 +21,7 @@ from axonlaunch.models import fake_tensor_cache
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.initialization import materialize
 from axonlaunch.planning.tracing import fake_world, stage_boundaries
-from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
 
@@ -35,7 +35,7 @@ class DryRun:
     """
 
     def __init__(
-        self, blueprint: Blueprint, world: World, *, trace: StorageTrace | None = None
+        self, blueprint: ReducedRun, world: World, *, trace: StorageTrace | None = None
     ) -> None:
         """Build a rank's engine.
 
@@ -98,7 +98,7 @@ class DryRun:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
         phase = nullcontext() if self._trace is None else self._trace.during("temporary")
-        with phase, fake_world.answering_yes():
+        with phase, fake_world.assume_true():
             self.engine.update()
 
     def _construct(self, config: Any, *, seed: int) -> nn.Module:

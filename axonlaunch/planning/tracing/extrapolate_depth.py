@@ -41,7 +41,7 @@ def peak(events: Iterable[Event]) -> tuple[Point, int]:
     return max(points, key=on_device), max(point[-1] for point in points)
 
 
-def deepened(shallow: Sequence[Event], deeper: Sequence[Event], *, blocks: int) -> list[Event]:
+def extrapolate(shallow: Sequence[Event], deeper: Sequence[Event], *, blocks: int) -> list[Event]:
     """Return what a deeper model's events hold.
 
     Args:
@@ -60,11 +60,11 @@ def deepened(shallow: Sequence[Event], deeper: Sequence[Event], *, blocks: int) 
         if len(event.points) != len(other.points):
             # An operation for each parameter, say: what they hold most is linear.
             pairs = [pairs[0], (max(event.points, key=on_device), max(other.points, key=on_device))]
-        found.append(Event(name, [further(a, b, blocks) for a, b in pairs]))
+        found.append(Event(name, [linear_extrapolate(a, b, blocks) for a, b in pairs]))
     return found
 
 
-def further(point: Iterable[int], other: Iterable[int], times: int) -> Point:
+def linear_extrapolate(point: Iterable[int], other: Iterable[int], times: int) -> Point:
     """Return a deeper model's numbers from a shallow one's and those with one block more."""
     return tuple([a + times * (b - a) for a, b in zip(point, other, strict=True)])
 

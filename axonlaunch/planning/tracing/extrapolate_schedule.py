@@ -35,7 +35,7 @@ second may turn them into another type, and what that frees is gone one later.
 
 
 @dataclass(frozen=True)
-class _Like:
+class ActionContext:
     """What tells one action from another.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Like:
     before: tuple[tuple[Kind, int], ...]
     after: tuple[tuple[Kind, int], ...]
 
-    def likeness(self, other: _Like) -> tuple[int, ...]:
+    def likeness(self, other: ActionContext) -> tuple[int, ...]:
         """Say how far both agree, what matters most first."""
         return (
             (self.kind, self.stage) == (other.kind, other.stage),
@@ -73,10 +73,10 @@ class _Like:
 
 
 @dataclass(frozen=True)
-class _Did:
+class ActionEffect:
     """What an action of the short step did: the bytes at its start and end, and its highest."""
 
-    like: _Like
+    like: ActionContext
     start: Point
     end: Point
     highest: Point
@@ -128,7 +128,7 @@ def watch(trace: StorageTrace) -> None:
     begin("backward_weight_one_chunk", lambda _: "W")
 
 
-def prolonged(events: Sequence[Event], *, rounds: Sequence[Sequence[Action]]) -> list[Event]:
+def extend_schedule(events: Sequence[Event], *, rounds: Sequence[Sequence[Action]]) -> list[Event]:
     """Return what a step of more actions holds.
 
     Args:
@@ -211,14 +211,14 @@ def _in_rounds(actions: Sequence[Action]) -> list[list[Action]]:
     return rounds
 
 
-def _likes(rounds: Sequence[Sequence[Action]]) -> list[_Like]:
+def _likes(rounds: Sequence[Sequence[Action]]) -> list[ActionContext]:
     found, done = [], Counter[tuple[Kind, int]]()
     stages = sorted({action.stage for action in rounds[0]})
     for actions in rounds:
         what = [(action.kind, stages.index(action.stage)) for action in actions]
         for place, one in enumerate(what):
             found.append(
-                _Like(
+                ActionContext(
                     *one,
                     is_first=not done[one],
                     done=tuple(min(_SETTLED, done[kind, one[1]]) for kind in get_args(Kind)),
@@ -232,10 +232,10 @@ def _likes(rounds: Sequence[Sequence[Action]]) -> list[_Like]:
     return found
 
 
-def _did(like: _Like, events: Sequence[Event], end: Point) -> _Did:
+def _did(like: ActionContext, events: Sequence[Event], end: Point) -> ActionEffect:
     points = [point for event in events for point in event.points]
     highest = max(points, key=on_device)
-    return _Did(like, points[0], end, highest, max(point[-1] for point in points))
+    return ActionEffect(like, points[0], end, highest, max(point[-1] for point in points))
 
 
 def _plus(one: Point, other: Point) -> Point:

@@ -36,10 +36,10 @@ def join(*, rank: int, world_size: int) -> World:
             "estimate in another process"
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    _let_replicas_run_alone()
+    patch_ddp_reducer()
     _let_pipelines_run_alone()
     _let_messages_hold_tensors()
-    _let_plans_be_unseen()
+    hide_sharding_propagation()
     _let_updates_stay_where_they_are()
     return World(
         rank=rank,
@@ -50,7 +50,12 @@ def join(*, rank: int, world_size: int) -> World:
     )
 
 
-class _SaysYes(TorchDispatchMode):
+class BranchTrueMode(TorchDispatchMode):
+    """Answers True wherever code asks a fake tensor, which has no value, for one.
+
+    The code that asks is fp16's: "are all gradients finite?"
+    """
+
     supports_higher_order_operators = True
 
     @classmethod
@@ -59,6 +64,7 @@ class _SaysYes(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """Stay out of what torch.compile does inside; torch asks every mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,13 +74,13 @@ class _SaysYes(TorchDispatchMode):
 
 
 @contextmanager
-def answering_yes() -> Iterator[None]:
+def assume_true() -> Iterator[None]:
     """Let a decision on a tensor that has no value be the usual one: fp16 did not overflow."""
-    with _SaysYes():  # type: ignore[no-untyped-call]
+    with BranchTrueMode():  # type: ignore[no-untyped-call]
         yield
 
 
-def _let_replicas_run_alone() -> None:
+def patch_ddp_reducer() -> None:
     """Let torch's DDP go through its steps without values.
 
     Its reducer looks into gradients to lay its buckets out anew, which moves no byte of their sum,
@@ -136,7 +142,7 @@ def _let_messages_hold_tensors() -> None:
     schedules._batch_p2p = begin_and_hold
 
 
-def _let_plans_be_unseen() -> None:
+def hide_sharding_propagation() -> None:
     """Let DTensor plan an operation, on tensors of global shape, where no mode follows it."""
     propagator: Any = ShardingPropagator
     plan = propagator._propagate_tensor_meta_non_cached

@@ -15,7 +15,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from axonlaunch import data
-from axonlaunch.config import ConfigError, Problem, RunConfig, replaced
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.data.dataset import sample_inputs
@@ -34,7 +34,7 @@ _SETTLED = _SHORT + 2
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ReducedRun:
     """What the dry runs of one configuration have in common.
 
     Attributes:
@@ -66,7 +66,7 @@ class Blueprint:
         model, sample = on_meta(config.model, seed=config.seed), sample_inputs(dataset)
         if shares.pipeline > 1:
             split = _split(config, shares, model, sample)
-            config = replaced(config, {"strategy.pipeline.split": split})
+            config = with_values(config, {"strategy.pipeline.split": split})
         spec = spec_for(config.model)
         return cls(
             config,
@@ -172,14 +172,14 @@ class Blueprint:
                 "strategy.pipeline.degree": degree,
                 "strategy.pipeline.microbatches": microbatches,
             }
-        config = replaced(self.config, settings)
+        config = with_values(self.config, settings)
         shares = layout(config, world_size=world_size)
         return dataclasses.replace(self, config=config, shares=shares, world_size=world_size)
 
     def _of_blocks(self, counts: list[int]) -> Self:
         """Return the same with the model's first blocks alone, so many in each stage."""
         split = {} if self.shares.pipeline == 1 else {"strategy.pipeline.split": counts}
-        config = replaced(self.config, split)
+        config = with_values(self.config, split)
         return dataclasses.replace(self, config=config, num_blocks=sum(counts))
 
 
@@ -214,4 +214,4 @@ def _split(config: RunConfig, shares: Layout, model: nn.Module, sample: Tensor) 
             f"where {type(model).__name__} is to be cut can't be told without running it ({reason})"
             "; write the blocks of each stage"
         )
-        raise ConfigError([Problem("strategy.pipeline.split", message, "auto")]) from error
+        raise ConfigError([ConfigIssue("strategy.pipeline.split", message, "auto")]) from error

@@ -36,7 +36,7 @@ def naming_files(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "data": {**data, **named}}
 
 
-def without_files(config: RunConfig) -> RunConfig:
+def replace_with_synthetic(config: RunConfig) -> RunConfig:
     """Return a configuration whose samples have the same shape and come from no file."""
     data: Any = config.data
     if isinstance(data, PythonSourceConfig | TextConfig):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.engines.pipeline.split import Part
 
 
@@ -36,7 +36,7 @@ def find(
     def note(index: int, output: object) -> None:
         if not isinstance(output, Tensor):
             message = f"{blocks[index]} gives {type(output).__name__}; stages pass on one tensor"
-            raise ConfigError([Problem("strategy.pipeline.degree", message, len(stages))])
+            raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, len(stages))])
         after[index] = output
 
     hooks = [

@@ -23,7 +23,7 @@ from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule, fake_world
 from axonlaunch.planning.tracing.dry_run import DryRun
-from axonlaunch.planning.tracing.reduced_run import Blueprint
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, Event, StorageTrace
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 
@@ -56,7 +56,7 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class Place:
+class StageTrace:
     """A place on the pp axis, and the shorter and shallower runs that tell of it.
 
     Attributes:
@@ -67,14 +67,14 @@ class Place:
         spare: Blocks of each of its stages that need not be traced.
     """
 
-    whole: Blueprint
+    whole: ReducedRun
     place: int
-    short: Blueprint
+    short: ReducedRun
     like: int
     spare: int
 
     @classmethod
-    def of(cls, blueprint: Blueprint, place: int, *, exact: bool) -> Self:
+    def of(cls, blueprint: ReducedRun, place: int, *, exact: bool) -> Self:
         """Choose the runs that tell of a place; with ``exact`` it is the whole run."""
         short, like = (blueprint, place) if exact else blueprint.shorter(place)
         spare = 0 if exact else short.spare_blocks(short.stages_of(like))
@@ -100,7 +100,7 @@ class Place:
     def short_step(self, done: Mapping[Key, Traced]) -> list[Event]:
         """Return the step of the short run, as deep as the place is."""
         told = [done[key].events for key in self._keys()]
-        return extrapolate_depth.deepened(*told, blocks=self.spare) if self.spare else told[0]
+        return extrapolate_depth.extrapolate(*told, blocks=self.spare) if self.spare else told[0]
 
     def events(self, short_step: list[Event], done: Mapping[Key, Traced]) -> list[Event]:
         """Return the place's step."""
@@ -116,7 +116,7 @@ class Place:
         if whole.pipeline == 1 or short == whole:
             return events
         step = self.whole.schedule.actions[self.place]
-        return extrapolate_schedule.prolonged(events, rounds=[step] * min(2, whole.rounds))
+        return extrapolate_schedule.extend_schedule(events, rounds=[step] * min(2, whole.rounds))
 
     def sharded(self, done: Mapping[Key, Traced]) -> dict[str, int] | None:
         """Return bytes of the rank's sharded parameters, by name; None where there are none."""
@@ -127,7 +127,7 @@ class Place:
         return dict(
             zip(
                 few,
-                extrapolate_depth.further(few.values(), more[0].values(), self.spare),
+                extrapolate_depth.linear_extrapolate(few.values(), more[0].values(), self.spare),
                 strict=True,
             )
         )
@@ -142,13 +142,13 @@ class Place:
         depths = (self.spare, self.spare - 1) if self.spare else (0,)
         return {(self.like, tuple(self._without(fewer).counts)): fewer for fewer in depths}
 
-    def _without(self, blocks: int) -> Blueprint:
+    def _without(self, blocks: int) -> ReducedRun:
         if not blocks:
             return self.short
         return self.short.without(blocks, self.short.stages_of(self.like))
 
 
-def traced(blueprint: Blueprint, rank: int) -> Traced:
+def traced(blueprint: ReducedRun, rank: int) -> Traced:
     """Trace one rank's step; this process must be forked for it.
 
     Raises:
@@ -162,7 +162,7 @@ def traced(blueprint: Blueprint, rank: int) -> Traced:
         batch, spec = dry.batch(), spec_for(blueprint.config.model)
         with dry.storing():
             dry.settle()
-            measure(dry.engine, batch, trace, spec=spec, updating=fake_world.answering_yes)
+            measure(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
     shares = blueprint.shares
     fed = (batch.inputs.nbytes + batch.targets.nbytes) // (shares.micro_batches * shares.context)
     if shares.pipeline == 1:

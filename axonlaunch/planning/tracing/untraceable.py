@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 
-from axonlaunch.config import ConfigError, Problem, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import layout, world_size
-from axonlaunch.diagnostics.frame_origin import owner
+from axonlaunch.diagnostics.frame_origin import frame_owner
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors
 
 UNTRACEABLE = (
@@ -45,7 +45,7 @@ def refusing_untraceable(config: RunConfig) -> Iterator[None]:
         raise ConfigError([_failing(config, error, line)]) from error
 
 
-def _untraceable(config: RunConfig, error: BaseException) -> Problem:
+def _untraceable(config: RunConfig, error: BaseException) -> ConfigIssue:
     """Say which operation of which module needs values."""
     module = _module(error)
     where = "" if module is None else f" in {module}"
@@ -54,19 +54,19 @@ def _untraceable(config: RunConfig, error: BaseException) -> Problem:
         "can't be told without running it; axonlaunch estimate --formula tells what parameters, "
         "gradients and optimizer states take, and no more"
     )
-    return Problem("model.name", message, config.model.name)
+    return ConfigIssue("model.name", message, config.model.name)
 
 
-def _failing(config: RunConfig, error: BaseException, line: str | None) -> Problem:
+def _failing(config: RunConfig, error: BaseException, line: str | None) -> ConfigIssue:
     """Say which module of a user's failed, or of a model that a user's plan divides."""
     where = "" if (module := _module(error)) is None else f" in {module}"
     reason = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
     if line is None:
         message = f"the model, divided so, fails{where} with {reason}"
-        return Problem("strategy.tensor.plan", message)
+        return ConfigIssue("strategy.tensor.plan", message)
     samples = layout(config, world_size=world_size(config)).micro_batch_size
     message = f"a micro-batch of {samples} fails{where} with {reason} ({line})"
-    return Problem("model.name", message, config.model.name)
+    return ConfigIssue("model.name", message, config.model.name)
 
 
 def _users_line(error: BaseException) -> str | None:
@@ -74,7 +74,7 @@ def _users_line(error: BaseException) -> str | None:
     line = None
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if owner(file) == "user":
+        if frame_owner(file) == "user":
             line = f"{Path(file).name}:{number}"
     return line
 
