@@ -13,6 +13,7 @@ from axonlaunch.cli import (
     config,
     doctor,
     estimate,
+    help as help_pages,
     ls,
     plan,
     sample,
@@ -45,6 +46,7 @@ for name, module in {
     "verify": verify,
     "ls": ls,
     "doctor": doctor,
+    "help": help_pages,
 }.items():
     app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
 app.add_typer(checkpoint.app, name="checkpoint")
