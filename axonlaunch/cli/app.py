@@ -13,13 +13,15 @@ from axonlaunch.cli import (
     config,
     doctor,
     estimate,
-    help as help_pages,
     ls,
     plan,
     sample,
     schedule,
     train,
     verify,
+)
+from axonlaunch.cli import (
+    help as help_pages,
 )
 from axonlaunch.cli.options import print_problems
 from axonlaunch.system import streams
