@@ -20,7 +20,13 @@ if TYPE_CHECKING:
         DeadlockError as DeadlockError,
     )
     from axonlaunch.comm import (
+        GradientBucket as GradientBucket,
+    )
+    from axonlaunch.comm import (
         MismatchError as MismatchError,
+    )
+    from axonlaunch.comm import (
+        NcclError as NcclError,
     )
     from axonlaunch.comm import (
         PeerFailedError as PeerFailedError,
@@ -74,6 +80,9 @@ if TYPE_CHECKING:
         is_main_process as is_main_process,
     )
     from axonlaunch.comm import (
+        nccl as nccl,
+    )
+    from axonlaunch.comm import (
         rank as rank,
     )
     from axonlaunch.comm import (
@@ -106,49 +115,50 @@ if TYPE_CHECKING:
     from axonlaunch.config import (
         RunConfig as RunConfig,
     )
-    from axonlaunch.engines.ddp import (
-        DDP as DDP,
-    )
-    from axonlaunch.engines.ddp import (
-        GradientBucket as GradientBucket,
-    )
-    from axonlaunch.engines.ddp import (
-        GradientSynchronizer as GradientSynchronizer,
-    )
-    from axonlaunch.engines.ddp import (
-        GradSyncStrategy as GradSyncStrategy,
-    )
-    from axonlaunch.engines.fsdp import (
+    from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
+    from axonlaunch.engines.data_parallel.ddp import DDP as DDP
+    from axonlaunch.engines.data_parallel.fsdp import (
         FSDP as FSDP,
     )
-    from axonlaunch.engines.fsdp import (
+    from axonlaunch.engines.data_parallel.fsdp import (
         CPUOffload as CPUOffload,
     )
-    from axonlaunch.engines.fsdp import (
+    from axonlaunch.engines.data_parallel.fsdp import (
         ShardingStrategy as ShardingStrategy,
     )
-    from axonlaunch.engines.fsdp_memory import FSDPMemoryStats as FSDPMemoryStats
-    from axonlaunch.engines.pipeline import (
+    from axonlaunch.engines.data_parallel.fsdp_memory import (
+        FSDPMemoryEstimate as FSDPMemoryEstimate,
+    )
+    from axonlaunch.engines.data_parallel.fsdp_memory import (
+        FSDPMemoryStats as FSDPMemoryStats,
+    )
+    from axonlaunch.engines.data_parallel.gradient_synchronizer import (
+        GradientSynchronizer as GradientSynchronizer,
+    )
+    from axonlaunch.engines.data_parallel.gradient_synchronizer import (
+        GradSyncStrategy as GradSyncStrategy,
+    )
+    from axonlaunch.engines.pipeline.pipeline import (
         Pipeline as Pipeline,
     )
-    from axonlaunch.engines.pipeline import (
+    from axonlaunch.engines.pipeline.pipeline import (
         PipelineStage as PipelineStage,
     )
-    from axonlaunch.engines.pipeline_schedule import PipelineSchedule as PipelineSchedule
-    from axonlaunch.engines.pipeline_timeline import PipelineMemoryStats as PipelineMemoryStats
-    from axonlaunch.engines.tensor import (
+    from axonlaunch.engines.pipeline.schedule import PipelineSchedule as PipelineSchedule
+    from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats as PipelineMemoryStats
+    from axonlaunch.engines.tensor.layers import (
         ColumnParallelLinear as ColumnParallelLinear,
     )
-    from axonlaunch.engines.tensor import (
+    from axonlaunch.engines.tensor.layers import (
         RowParallelLinear as RowParallelLinear,
     )
-    from axonlaunch.engines.tensor import (
+    from axonlaunch.engines.tensor.layers import (
         TensorParallelAttention as TensorParallelAttention,
     )
-    from axonlaunch.engines.tensor import (
+    from axonlaunch.engines.tensor.layers import (
         VocabParallelEmbedding as VocabParallelEmbedding,
     )
-    from axonlaunch.engines.tensor_loss import (
+    from axonlaunch.engines.tensor.loss import (
         vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
     )
     from axonlaunch.models import (
@@ -166,13 +176,16 @@ __all__ = [
     "ConfigError",
     "DDP",
     "DeadlockError",
+    "DistributedSampler",
     "FSDP",
+    "FSDPMemoryEstimate",
     "FSDPMemoryStats",
     "GradSyncStrategy",
     "GradientBucket",
     "GradientSynchronizer",
     "MismatchError",
     "ModelSpec",
+    "NcclError",
     "PeerFailedError",
     "Pipeline",
     "PipelineMemoryStats",
@@ -199,6 +212,7 @@ __all__ = [
     "broadcast_from",
     "gather_tensor",
     "is_main_process",
+    "nccl",
     "rank",
     "recv",
     "reduce_scatter_mean",
@@ -214,24 +228,24 @@ __all__ = [
 
 _ROOMS = {
     "axonlaunch.config": ("ConfigError", "RunConfig"),
-    "axonlaunch.engines.ddp": (
-        "DDP",
+    "axonlaunch.data.sampler": ("DistributedSampler",),
+    "axonlaunch.engines.data_parallel.ddp": ("DDP",),
+    "axonlaunch.engines.data_parallel.fsdp": ("CPUOffload", "FSDP", "ShardingStrategy"),
+    "axonlaunch.engines.data_parallel.fsdp_memory": ("FSDPMemoryEstimate", "FSDPMemoryStats"),
+    "axonlaunch.engines.data_parallel.gradient_synchronizer": (
         "GradSyncStrategy",
-        "GradientBucket",
         "GradientSynchronizer",
     ),
-    "axonlaunch.engines.fsdp": ("CPUOffload", "FSDP", "ShardingStrategy"),
-    "axonlaunch.engines.fsdp_memory": ("FSDPMemoryStats",),
-    "axonlaunch.engines.pipeline": ("Pipeline", "PipelineStage"),
-    "axonlaunch.engines.pipeline_schedule": ("PipelineSchedule",),
-    "axonlaunch.engines.pipeline_timeline": ("PipelineMemoryStats",),
-    "axonlaunch.engines.tensor": (
+    "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),
+    "axonlaunch.engines.pipeline.schedule": ("PipelineSchedule",),
+    "axonlaunch.engines.pipeline.timeline": ("PipelineMemoryStats",),
+    "axonlaunch.engines.tensor.layers": (
         "ColumnParallelLinear",
         "RowParallelLinear",
         "TensorParallelAttention",
         "VocabParallelEmbedding",
     ),
-    "axonlaunch.engines.tensor_loss": ("vocab_parallel_cross_entropy_sum",),
+    "axonlaunch.engines.tensor.loss": ("vocab_parallel_cross_entropy_sum",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}

@@ -28,11 +28,12 @@ class Started:
     step: int
     steps: int
     resumed_from: str | None
+    damaged: tuple[str, ...]
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Slowest:
+class Straggler:
     """The rank that the others wait for.
 
     Attributes:
@@ -41,6 +42,7 @@ class Slowest:
         data: Share of its time in which it waited for data.
         compute: In which it computed.
         wait: In which it waited for others.
+        starved: In which it was ready to run and its node, which others use too, gave it no core.
         cost: By how much of the time it worked longer than the median of the others.
     """
 
@@ -49,11 +51,12 @@ class Slowest:
     data: float
     compute: float
     wait: float
+    starved: float
     cost: float
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepLogged:
     """A step that was logged; the fields are those of a line of ``metrics.jsonl``."""
 
     step: int
@@ -64,11 +67,11 @@ class Stepped:
     tokens_per_s: float
     step_s: float
     peak_memory_bytes: int
-    slowest: Slowest | None = None
+    slowest: Straggler | None = None
 
 
 @dataclass(frozen=True)
-class Advanced:
+class StepDone:
     """A step that was not logged."""
 
     step: int
@@ -95,7 +98,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampleGenerated:
     """Text that the model wrote."""
 
     prompt: str
@@ -117,7 +120,7 @@ class Finished:
     peak_memory_bytes: int | None
 
 
-def of_all_ranks(finished: Sequence[Finished]) -> Finished:
+def merge_finished(finished: Sequence[Finished]) -> Finished:
     """Return what the main rank, the first, tells, with the peak of the highest."""
     peaks = [one.peak_memory_bytes for one in finished if one.peak_memory_bytes is not None]
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
@@ -130,12 +133,12 @@ class Beat(Protocol):
         """Note it."""
 
 
-def unheard(phase: str, *, step: int | None) -> None:
+def ignore_heartbeat(phase: str, *, step: int | None) -> None:
     """Take a beat to which nobody listens."""
     del phase, step
 
 
-Event = Started | Stepped | Advanced | Evaluated | Saved | Sampled | Finished
+Event = Started | StepLogged | StepDone | Evaluated | Saved | SampleGenerated | Finished
 
 
 def finite(content: dict[str, Any]) -> dict[str, Any]:

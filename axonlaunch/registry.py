@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
+_BEGUN = 3
+"""Letters that are the beginning of a name, rather than any letters."""
 
 
 class UnknownNameError(ValueError):
@@ -88,10 +90,22 @@ def load(target: str) -> Any:
     return getattr(module, attribute)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like ``name``, or None where none is like it."""
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name that is most like ``name``, or None where none is like it.
+
+    A name that was begun is nearer than one of other letters: ``h100`` is ``h100_80gb``, and not
+    ``h200``.
+
+    Args:
+        name: As a user wrote it.
+        known: What it may stand for.
+        cutoff: Similarity, from 0 to 1, below which a name is too far to be what was meant.
+    """
     lowered = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
+    begun = [candidate for candidate in lowered if candidate.startswith(name.lower())]
+    if begun and len(name) >= _BEGUN:
+        return lowered[min(begun, key=len)]
+    close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=cutoff)
     return lowered[close[0]] if close else None
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import axonlaunch
-from axonlaunch.provenance import Owner, owner
+from axonlaunch.diagnostics.frame_origin import Owner, frame_owner
 
 STDLIB = sysconfig.get_path("stdlib")
 
@@ -29,4 +29,4 @@ STDLIB = sysconfig.get_path("stdlib")
     ],
 )
 def test_a_frame_is_told_by_its_file(file: str, whose: Owner) -> None:
-    assert owner(str(Path(file))) == whose
+    assert frame_owner(str(Path(file))) == whose

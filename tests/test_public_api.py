@@ -45,7 +45,7 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 
 def test_the_parent_of_a_run_imports_no_torch() -> None:
-    _run("-c", "import sys, axonlaunch.launch.start; assert 'torch' not in sys.modules")
+    _run("-c", "import sys, axonlaunch.launch.launcher; assert 'torch' not in sys.modules")
 
 
 def test_help_imports_no_torch_and_no_hydra() -> None:

@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from configured import run_config
 
-from axonlaunch import config, worker
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.data.dataset import Batch
-from axonlaunch.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped
-from axonlaunch.metrics import MetricsFile
+from axonlaunch.events import (
+    Evaluated,
+    Event,
+    Finished,
+    SampleGenerated,
+    Saved,
+    Started,
+    StepLogged,
+)
+from axonlaunch.training import worker
+from axonlaunch.training.metrics import MetricsFile
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
@@ -23,7 +32,7 @@ TINY += ["data.num_eval_samples=19", "train.sample_tokens=0", "checkpoint.every=
 
 
 def configured(folder: Path, *words: str, ranks: int = 2) -> RunConfig:
-    chosen = config.load([*TINY, f"launch.nproc={ranks}", "strategy=ddp", *words])
+    chosen = run_config([*TINY, f"launch.nproc={ranks}", "strategy=ddp", *words])
     return dataclasses.replace(chosen, run_dir=str(folder))
 
 
@@ -34,7 +43,7 @@ def train(folder: Path, *words: str, ranks: int = 2, stop_at: int | None = None)
     events: list[Event] = []
 
     def stop() -> bool:
-        steps = [e.step for e in events if isinstance(e, Stepped)]
+        steps = [e.step for e in events if isinstance(e, StepLogged)]
         return stop_at is not None and bool(steps) and steps[-1] >= stop_at
 
     World.mock(ranks).run(lambda world: worker.run(chosen, world, report=events.append, stop=stop))
@@ -47,7 +56,7 @@ def of(kind: type, events: list[Event]) -> list[Any]:
 
 def test_the_first_every_nth_and_the_last_step_are_logged(tmp_path: Path) -> None:
     events = train(tmp_path, "train.steps=7", "train.log_every=3")
-    assert [event.step for event in of(Stepped, events)] == [1, 3, 6, 7]
+    assert [event.step for event in of(StepLogged, events)] == [1, 3, 6, 7]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 3, 6, 7]
     assert all(line["tokens"] == 64 for line in lines if "loss" in line)
@@ -112,7 +121,7 @@ def test_never_resuming_starts_at_the_first_step(tmp_path: Path) -> None:
 def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be " * 40)
     words = ["data=text", f"data.files=[{tmp_path}/text.txt]", "data.sequence_length=8"]
-    chosen = config.load(
+    chosen = run_config(
         [
             *TINY[:3],
             *words,
@@ -128,7 +137,7 @@ def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
     chosen = dataclasses.replace(chosen, run_dir=str(tmp_path))
     events: list[Event] = []
     World.mock(2).run(lambda world: worker.run(chosen, world, report=events.append))
-    sampled = of(Sampled, events)[0]
+    sampled = of(SampleGenerated, events)[0]
     assert sampled.prompt == "to"
     assert sampled.text
 
@@ -149,11 +158,11 @@ def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: P
         words += ["scheduler=constant", "train.eval_batches=0"]
 
         def losses(folder: Path, steps: int) -> list[float]:
-            chosen = config.load([*words, f"train.steps={steps}"])
+            chosen = run_config([*words, f"train.steps={steps}"])
             chosen = dataclasses.replace(chosen, run_dir=str(folder))
             events: list[Event] = []
             World.mock(2).run(lambda world: worker.run(chosen, world, report=events.append))
-            return [event.loss for event in of(Stepped, events)]
+            return [event.loss for event in of(StepLogged, events)]
 
         whole = losses(tmp_path / "whole", 4)
         (tmp_path / "parts").mkdir()
@@ -165,7 +174,7 @@ def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
     from axonlaunch.engines.build import build
 
     def loss_and_norm(*words: str) -> tuple[float, float]:
-        chosen = config.load([*TINY, "launch.nproc=1", "strategy=single", *words])
+        chosen = run_config([*TINY, "launch.nproc=1", "strategy=single", *words])
         tokens = torch.arange(64).view(8, 8) % 256
         targets = tokens.clone()
         targets[0, :7] = -100
@@ -183,7 +192,7 @@ def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
 
 
 def test_metrics_take_no_event_without_numbers(tmp_path: Path) -> None:
-    write = MetricsFile(tmp_path / "metrics.jsonl", after_step=0)
+    write = MetricsFile(tmp_path / "metrics.jsonl", resumed_at=None)
     write(Saved(step=1, path="x", seconds=0.1, stalled_s=0.1))
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
@@ -193,7 +202,7 @@ def test_tensorboard_holds_the_losses(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     words = ["train.steps=3", "train.log_every=1", "train.tensorboard=true"]
-    losses = [event.loss for event in of(Stepped, train(tmp_path, *words))]
+    losses = [event.loss for event in of(StepLogged, train(tmp_path, *words))]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses)

@@ -4,9 +4,9 @@ torch.distributed.checkpoint does the storage; any layout reads what any layout 
 (``checkpoint.saver``) imports torch; what is here does so only when it opens a checkpoint.
 """
 
-from axonlaunch.checkpoint.folders import (
-    Checkpoint,
-    DamagedError,
+from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
+from axonlaunch.checkpoint.reader import differences, load, load_model, saved_states
+from axonlaunch.checkpoint.step_folders import (
     Retention,
     damaged,
     latest,
@@ -14,11 +14,10 @@ from axonlaunch.checkpoint.folders import (
     resolve,
     sweep_partial,
 )
-from axonlaunch.checkpoint.reader import differences, load, load_model, saved_states
 
 __all__ = [
     "Checkpoint",
-    "DamagedError",
+    "CorruptCheckpointError",
     "Retention",
     "damaged",
     "differences",

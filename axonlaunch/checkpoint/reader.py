@@ -5,6 +5,7 @@ Files whose checksum is not what was written are refused.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.checkpoint import folders
-from axonlaunch.checkpoint.folders import Checkpoint, DamagedError
+from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
+from axonlaunch.system.files import NotRegularError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,23 +32,51 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     """Read a checkpoint into a state of this layout, in place; every rank calls this.
 
     Raises:
-        DamagedError: A file is not what was written.
+        DamagedError: A file is not what was written; raised on every rank, whoever found it.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from axonlaunch.checkpoint.source import only_tensors, source
+    from axonlaunch.checkpoint.dcp_reader import only_tensors, source
 
-    share = partial(folders.damage, checkpoint, part=world.rank, parts=world.world_size)
-    with folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
-        summing = beside.submit(share)
+    share = partial(step_folders.damage, checkpoint, part=world.rank, parts=world.world_size)
+    damage: CorruptCheckpointError | None = None
+    try:
+        with step_folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
+            summing = beside.submit(share)
+            try:
+                dcp.load(state, storage_reader=source(checkpoint.path), planner=only_tensors())
+            except (Exception, CheckpointException) as error:  # the latter is none of the former
+                refuse_damage(checkpoint)  # of a damaged file torch says what it stumbled over
+                raise _damage_in(checkpoint, error) or error from None
+            _refuse(checkpoint, summing.result())
+    except CorruptCheckpointError as error:
+        damage = error
+    if not any_rank(damage is not None, world=world):
+        return state
+    if damage is None:  # it is in another rank's share of the checksums
         try:
-            dcp.load(state, storage_reader=source(checkpoint.path), planner=only_tensors())
-        except (Exception, CheckpointException):  # the latter is none of the former
-            refuse_damage(checkpoint)  # of a damaged file torch says what it stumbled over
-            raise
-        _refuse(checkpoint, summing.result())
-    return state
+            refuse_damage(checkpoint)
+        except CorruptCheckpointError as error:
+            damage = error
+    any_rank(True, world=world)  # nobody puts it aside while another still reads it
+    raise damage or CorruptCheckpointError(f"{checkpoint.path} could not be read by another rank")
+
+
+def any_rank(found: bool, *, world: World) -> bool:
+    """Whether any rank found something; every rank calls this, and gets the same answer."""
+    return sum_of_ranks(int(found), world=world) > 0
+
+
+def sum_of_ranks(number: int, *, world: World) -> int:
+    """Add a number of each rank; every rank calls this, and gets the same sum."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(number)
+    if world.world_size > 1:
+        dist.all_reduce(total)
+    return int(total)
 
 
 def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
@@ -60,14 +90,36 @@ def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
 
 
 def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-    """Read whole tensors in one process, in place; ``refuse_damage`` is the caller's."""
+    """Read whole tensors in one process, in place; ``refuse_damage`` is the caller's.
+
+    Raises:
+        DamagedError: The index, or what it names, is not what was written.
+    """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    from axonlaunch.checkpoint.source import only_tensors, source
+    from axonlaunch.checkpoint.dcp_reader import only_tensors, source
 
-    with folders.reading(checkpoint), in_one_process():
+    with step_folders.reading(checkpoint), in_one_process():
         read_from = source(checkpoint.path)
-        dcp.load(state, storage_reader=read_from, planner=only_tensors(), no_dist=True)
+        try:
+            dcp.load(state, storage_reader=read_from, planner=only_tensors(), no_dist=True)
+        except CheckpointException as error:
+            raise _damage_in(checkpoint, error) or error from None
+
+
+def _damage_in(checkpoint: Checkpoint, error: BaseException) -> CorruptCheckpointError | None:
+    """Return what an error of torch's says of damage; None where it is about something else."""
+    failures = getattr(error, "failures", {})
+    causes = [cause for cause, _ in failures.values()]
+    known = (CorruptCheckpointError, NotRegularError, FileNotFoundError, pickle.UnpicklingError)
+    return next((_damaged(checkpoint, c) for c in causes if isinstance(c, known)), None)
+
+
+def _damaged(checkpoint: Checkpoint, cause: BaseException) -> CorruptCheckpointError:
+    if isinstance(cause, OSError):
+        return CorruptCheckpointError(f"{cause.filename}: {(cause.strerror or str(cause)).lower()}")
+    return CorruptCheckpointError(f"{checkpoint.path} {cause}")
 
 
 def tensors(
@@ -105,11 +157,31 @@ def in_one_process() -> Iterator[None]:
 
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a checkpoint holds: name -> shape and dtype, as torch's index has them."""
-    from axonlaunch.checkpoint.source import source
+    """Return what a checkpoint holds: name -> shape and dtype, as torch's index has them.
 
-    found: dict[str, Any] = source(checkpoint.path).read_metadata().state_dict_metadata
+    Raises:
+        DamagedError: Its index, or its manifest, is not what was written, or says what can't be.
+    """
+    from axonlaunch.checkpoint.dcp_reader import read_index
+
+    try:
+        found: dict[str, Any] = read_index(checkpoint.path).state_dict_metadata
+    except (CorruptCheckpointError, NotRegularError, FileNotFoundError) as error:
+        raise _damaged(checkpoint, error) from None
     return found
+
+
+def index_fault(checkpoint: Checkpoint) -> str | None:
+    """Return what is wrong with a checkpoint's index; None if nothing is.
+
+    Raises:
+        OSError: It can't be read, which says nothing of what is in it.
+    """
+    try:
+        contents(checkpoint)
+    except CorruptCheckpointError as error:
+        return str(error).removeprefix(f"{checkpoint.path} ")
+    return None
 
 
 def parameters(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -125,6 +197,11 @@ def saved_states(checkpoint: Checkpoint) -> set[str]:
     """Return the kinds of optimizer states in a checkpoint, ``{"step", "exp_avg", ...}``."""
     keys = contents(checkpoint)
     return {key.rsplit(".", 1)[-1] for key in keys if key.startswith("optimizer.")}
+
+
+def is_of_a_run(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has what a run resumes from; imported weights alone do not."""
+    return any(key.startswith("counters.") for key in contents(checkpoint))
 
 
 def differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
@@ -166,15 +243,15 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
     Raises:
         DamagedError: It names the files and, if there is one, the checkpoint before.
     """
-    _refuse(checkpoint, folders.damage(checkpoint))
+    _refuse(checkpoint, step_folders.damage(checkpoint))
 
 
 def _refuse(checkpoint: Checkpoint, changed: list[str]) -> None:
     if not changed:
         return
     folder = checkpoint.path.parent.parent
-    others = [c.path for c in folders.listed(folder) if c.step < checkpoint.step]
-    message = f"{checkpoint.path}: {', '.join(changed)} {folders.CHANGED}"
+    others = [c.path for c in step_folders.listed(folder) if c.step < checkpoint.step]
+    message = f"{checkpoint.path}: {', '.join(changed)} {step_folders.CHANGED}"
     if others:
         message += f"; go on from the one before with checkpoint.resume={others[-1]}"
-    raise DamagedError(message)
+    raise CorruptCheckpointError(message)

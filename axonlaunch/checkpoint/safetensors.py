@@ -7,8 +7,10 @@ and in ours where not. Nothing here is unpickled.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
+from axonlaunch.checkpoint.manifest import is_name
 from axonlaunch.checkpoint.reader import MODEL
-from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.models import hugging_face
-from axonlaunch.models.hugging_face import Place
+from axonlaunch.models.hugging_face import ParameterMapping
+from axonlaunch.system.files import opened, read_text
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+_LARGEST_JSON = 64 << 20
+_BLOB = r"\.\./\.\./blobs/([0-9a-f]{40,64})"
 
 _DTYPES = {
     "F64": torch.float64,
@@ -68,7 +74,7 @@ class Reader(StorageReader):
         known = hugging_face.places(model)
         if known and not any(place.name in self._shapes for place in known.values()):
             known = None
-        self._places = known or {name: Place(name) for name in self._shapes}
+        self._places = known or {name: ParameterMapping(name) for name in self._shapes}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what is there, by our names, and by theirs what we have no name for.
@@ -135,14 +141,14 @@ class Reader(StorageReader):
         """Say whether torch could make one of a path: it can't."""
         return False
 
-    def _shape(self, place: Place) -> tuple[int, ...]:
+    def _shape(self, place: ParameterMapping) -> tuple[int, ...]:
         shape = self._shapes[place.name][0]
         if place.transposed:
             shape = tuple(reversed(shape))
         return (shape[0] // place.parts, *shape[1:]) if place.parts > 1 else shape
 
     def _part(
-        self, file: Any, place: Place, offsets: Sequence[int], lengths: Sequence[int]
+        self, file: Any, place: ParameterMapping, offsets: Sequence[int], lengths: Sequence[int]
     ) -> Tensor:
         starts = list(offsets)
         if place.parts > 1:
@@ -203,12 +209,12 @@ def write(
 
 
 def _joined(
-    tensors: Iterator[tuple[str, Tensor]], places: Mapping[str, Place] | None
+    tensors: Iterator[tuple[str, Tensor]], places: Mapping[str, ParameterMapping] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors under their names, parts put together and turned."""
     parts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
-        place = places[name] if places else Place(name)
+        place = places[name] if places else ParameterMapping(name)
         held = parts.setdefault(place.name, {})
         held[place.part] = tensor
         if len(held) < place.parts:
@@ -235,25 +241,68 @@ def _files(folder: Path) -> list[Path]:
     """Return the files of a folder of weights; those that its index names, if it has one.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or the index names what is no file of the folder.
     """
     index = folder / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError([Problem("", f"{index}: can't be read: {error}")]) from None
-        if missing := [name for name in names if not (folder / name).is_file()]:
-            raise ConfigError([Problem("", f"{index}: names {', '.join(missing)}, not there")])
-        return [folder / name for name in names]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise ConfigError([Problem("", f"{folder}: holds no *.safetensors and no checkpoint")])
-    return found
+    if not os.path.lexists(index):
+        found = sorted(folder.glob("*.safetensors"))
+        if not found:
+            raise ConfigError(
+                [ConfigIssue("", f"{folder}: holds no *.safetensors and no checkpoint")]
+            )
+        return found
+    names = list(dict.fromkeys(read_json(index, "weight_map").values()))
+    if wrong := [name for name in names if not is_name(name)]:
+        message = f"{index}: names {wrong[0]!r}, which is no file's name"
+        raise ConfigError([ConfigIssue("", message)])
+    if missing := [name for name in names if not os.path.lexists(folder / name)]:
+        raise ConfigError([ConfigIssue("", f"{index}: names {', '.join(missing)}, not there")])
+    return [folder / name for name in sorted(names)]
 
 
-def _opened(file: Path) -> Any:
+def read_json(file: Path, key: str | None = None) -> dict[str, Any]:
+    """Read a file of JSON that holds keys, or those of one of them.
+
+    Raises:
+        ConfigError: It can't be read, or holds something else.
+    """
     try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError([Problem("", f"{file}: can't be read: {error}")]) from None
+        content = json.loads(read_text(_blob(file), at_most=_LARGEST_JSON))
+        content = content if key is None else content[key]
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds {type(content).__name__} where keys belong")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = (
+            error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        )
+        raise ConfigError([ConfigIssue("", f"{file}: can't be read: {reason}")]) from None
+    return content
+
+
+def _blob(file: Path) -> Path:
+    """Return the file that a snapshot in Hugging Face's cache links to; others as they are.
+
+    All files of a snapshot are links to ``../../blobs/<digest>``. They stay in the folder of their
+    repository, so that they lead nowhere that whoever made the folder could not have put a file.
+    """
+    if file.is_symlink() and (found := re.fullmatch(_BLOB, str(file.readlink()))):
+        return file.parent.parent.parent / "blobs" / found[1]
+    return file
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a regular file of safetensors.
+
+    Raises:
+        ConfigError: It is something else, or damaged.
+    """
+    try:
+        with opened(_blob(file)) as stream:
+            # By its descriptor, so that what was looked at is what is read.
+            content = safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else error
+        raise ConfigError([ConfigIssue("", f"{file}: can't be read: {reason}")]) from None
+    with content:
+        yield content

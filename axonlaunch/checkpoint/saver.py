@@ -15,9 +15,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from axonlaunch.checkpoint import folders
-from axonlaunch.checkpoint.folders import Checkpoint, Retention
-from axonlaunch.checkpoint.writer import Writer
+from axonlaunch.checkpoint import step_folders
+from axonlaunch.checkpoint.dcp_writer import Writer
+from axonlaunch.checkpoint.manifest import Checkpoint
+from axonlaunch.checkpoint.step_folders import Retention
 from axonlaunch.comm import World
 
 
@@ -104,7 +105,7 @@ class Saver:
         before = self.close()
         began = time.perf_counter()
         about = Checkpoint(
-            folders.path_of(self._run_dir, step=step),
+            step_folders.path_of(self._run_dir, step=step),
             step=step,
             samples=samples,
             world_size=self._world.world_size,
@@ -131,7 +132,7 @@ class Saver:
 
     def _prune(self) -> None:
         """Delete what is not kept; that takes a while for gigabytes, and nobody waits for it."""
-        self._pruning = self._pruner.submit(folders.prune, self._run_dir, self._retention)
+        self._pruning = self._pruner.submit(step_folders.prune, self._run_dir, self._retention)
 
     def finished(self, *, wait: bool = False) -> list[Completed]:
         """Return the checkpoint that was written since, if one was.

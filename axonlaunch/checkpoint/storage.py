@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig, to_yaml
-from axonlaunch.config.tree import read_yaml
+from axonlaunch.checkpoint.manifest import CorruptCheckpointError
+from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig, to_yaml
+from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import SCHEME, is_url
+from axonlaunch.system import files
 
 CHECKPOINTS = "checkpoints"
 
@@ -39,9 +41,9 @@ def place(text: str | Path) -> Path:
         _ = found.fs
     except ImportError as error:
         message = f"{text}: {error}; pip install 'axonlaunch[remote]', and what fsspec has for it"
-        raise ConfigError([Problem("", message)]) from None
+        raise ConfigError([ConfigIssue("", message)]) from None
     except (ValueError, OSError) as error:
-        raise ConfigError([Problem("", f"{text}: can't be reached: {_short(error)}")]) from None
+        raise ConfigError([ConfigIssue("", f"{text}: can't be reached: {_short(error)}")]) from None
     return cast("Path", found)
 
 
@@ -51,14 +53,22 @@ def root(config: RunConfig) -> Path:
 
 
 def kept_by(run_dir: Path) -> Path:
-    """Return where the run of a folder keeps its ``checkpoints`` folder."""
-    if is_remote(run_dir) or (run_dir / CHECKPOINTS).exists():
+    """Return where the run of a folder keeps its ``checkpoints`` folder.
+
+    Raises:
+        OSError: That can't be found out.
+    """
+    if is_remote(run_dir) or files.is_there(run_dir / CHECKPOINTS):
         return run_dir
     try:
-        told = read_yaml((run_dir / CONFIG).read_text()).get("checkpoint")
-    except (OSError, ValueError):
+        frozen = read_yaml(files.read_text(run_dir / CONFIG, at_most=LARGEST_YAML))
+    except (FileNotFoundError, NotADirectoryError, files.NotRegularError, files.TooLargeError):
         return run_dir
-    return place(told.get("path") or run_dir) if isinstance(told, dict) else run_dir
+    except ValueError:
+        return run_dir
+    kept = frozen.get("checkpoint")
+    where = kept.get("path") if isinstance(kept, dict) else None
+    return place(where) if where and isinstance(where, str) else run_dir
 
 
 def is_remote(path: Path) -> bool:
@@ -76,47 +86,75 @@ def describe(config: RunConfig) -> None:
     if config.checkpoint.path is not None:
         folder = root(config)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(to_yaml(config))
+        if is_remote(folder):
+            (folder / CONFIG).write_text(to_yaml(config))
+        else:
+            files.replace_text(folder / CONFIG, to_yaml(config))
 
 
-def sizes(folder: Path) -> dict[str, int]:
-    """Return the files of a folder and their bytes; {} where there is none."""
+def sizes(folder: Path) -> dict[str, int | None]:
+    """Return the bytes of each file in a folder, None of what is no regular file; {} without one.
+
+    Raises:
+        OSError: It can't be listed.
+    """
     if is_remote(folder):
-        try:
-            entries = filesystem(folder).ls(cast("Any", folder).path, detail=True)
-        except FileNotFoundError:
-            return {}
-        files = (entry for entry in entries if entry["type"] == "file")
-        return {entry["name"].rpartition("/")[2]: entry["size"] for entry in files}
-    if not folder.is_dir():
+        return {
+            name: entry["size"] if entry["type"] == "file" else None
+            for name, entry in _entries(folder).items()
+        }
+    try:
+        with os.scandir(folder) as found:
+            return {
+                entry.name: entry.stat(follow_symlinks=False).st_size
+                if entry.is_file(follow_symlinks=False)
+                else None
+                for entry in found
+            }
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    with os.scandir(folder) as found:
-        return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
+
+
+def _entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what a remote folder holds, by name."""
+    there = cast("Any", folder).path
+    try:
+        found = filesystem(folder).ls(there, detail=True)
+    except FileNotFoundError:
+        return {}
+    return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in found}
 
 
 def delete(folder: Path) -> None:
-    """Delete a folder and what is in it."""
+    """Delete a folder and what is in it; of a link the link alone."""
     if is_remote(folder):
         filesystem(folder).rm(cast("Any", folder).path, recursive=True)
+    elif folder.is_symlink():
+        folder.unlink()
     else:
         shutil.rmtree(folder)
 
 
 @contextmanager
 def reaching(path: Path) -> Iterator[None]:
-    """Say in one line what a remote place can't be reached for.
+    """Say in one line what a place can't be reached, or a folder not be read, for.
 
     Raises:
-        ConfigError: An error of its client; clients have errors of many kinds.
+        ConfigError: Any error of the system's or of a remote place's client; clients have errors of
+            many kinds.
     """
     try:
         yield
-    except ConfigError:
+    except (ConfigError, CorruptCheckpointError):
         raise
     except Exception as error:
-        if not is_remote(path):
+        if is_remote(path):
+            message = f"{path}: can't be reached: {_short(error)}"
+        elif isinstance(error, OSError):
+            message = f"{path}: can't be read: {error.strerror}: {error.filename}"
+        else:
             raise
-        raise ConfigError([Problem("", f"{path}: can't be reached: {_short(error)}")]) from None
+        raise ConfigError([ConfigIssue("", message)]) from None
 
 
 def _short(error: Exception) -> str:

@@ -9,19 +9,24 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.checkpoint import folders, reader
-from axonlaunch.checkpoint.folders import Checkpoint
+from axonlaunch.checkpoint import reader, step_folders
+from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place
 from axonlaunch.config import CONFIG as RUN_CONFIG
-from axonlaunch.config import ConfigError, Problem, RunConfig, replaced, to_tree
-from axonlaunch.config.data import SyntheticTokensConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
+from axonlaunch.config.data import NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
+from axonlaunch.data import TEXT_DATASETS
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from axonlaunch.comm import World
+    from axonlaunch.config.model import GPTConfig, LlamaConfig
     from axonlaunch.engines.base import Engine
+
+TRAINED_ON = "axonlaunch"
+"""Key of an exported ``config.json``: the data that the run was on, by which its text is read."""
 
 
 def start(engine: Engine, model: Any, *, world: World) -> None:
@@ -37,7 +42,7 @@ def start(engine: Engine, model: Any, *, world: World) -> None:
         return
     state = engine.state_dict()
     where = place(path)
-    found = folders.resolve(where)
+    found = step_folders.resolve(where)
     if found is not None:
         reader.load(found, {"model": state["model"]}, world=world)
     else:
@@ -58,7 +63,7 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     Raises:
         ConfigError: The path holds no weights.
     """
-    found = folders.resolve(path)
+    found = step_folders.resolve(path)
     if found is not None:
         return reader.differences(found, model)
     from axonlaunch.checkpoint.safetensors import Reader
@@ -95,22 +100,25 @@ def export(
     from axonlaunch.models import hugging_face
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError([Problem("", f"{folder}: is there already; give a new folder")])
+        raise ConfigError([ConfigIssue("", f"{folder}: is there already; give a new folder")])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError([Problem("", f"{folder}: can't be made: {error.strerror}")]) from None
+        raise ConfigError([ConfigIssue("", f"{folder}: can't be made: {error.strerror}")]) from None
     known = hugging_face.places(config.model)
     entries = reader.parameters(checkpoint)
     names = list(known) if known else sorted(entries)
     if missing := [f"{name} is missing" for name in names if name not in entries]:
-        raise ConfigError([Problem("", f"{checkpoint.path}: {first(missing)}")])
+        raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {first(missing)}")])
     reader.refuse_damage(checkpoint)
     contents = {f"{reader.MODEL}{name}": entry for name, entry in entries.items()}
     read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in names], contents)
     tensors = zip(names, read, strict=True)
     written = safetensors.write(folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes)
     content = hugging_face.figures(config.model) if known else to_tree(config.model)
+    content[TRAINED_ON] = {"data": config.data.name}
+    if length := getattr(config.data, "sequence_length", None):
+        content[TRAINED_ON]["sequence_length"] = length
     content["dtype"] = str(dtype or entries[names[0]].properties.dtype).removeprefix("torch.")
     (folder / safetensors.CONFIG).write_text(json.dumps(content, indent=1) + "\n")
     return [*written, safetensors.CONFIG]
@@ -130,39 +138,77 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     Raises:
         ConfigError: It can't be read, is no model of ours, or the run is there already.
     """
-    import torch
     import torch.distributed.checkpoint as dcp
 
-    from axonlaunch.checkpoint.safetensors import CONFIG, Reader
-    from axonlaunch.checkpoint.writer import Writer
+    from axonlaunch.checkpoint.dcp_writer import Writer
     from axonlaunch.config import to_yaml
+
+    model, data = described(folder)
+    if run_dir.exists():
+        raise ConfigError([ConfigIssue("", f"{run_dir}: is there already; give a new folder")])
+    state = read_folder(folder, model)
+    config = with_values(config, {"model": model, "data": data, "name": run_dir.name})
+    config = with_values(config, {"run_dir": str(run_dir.absolute())})
+    about = Checkpoint(step_folders.path_of(run_dir, step=0), 0, 0, 1, None, layout="imported")
+    with reader.in_one_process():
+        dcp.save({"model": state}, storage_writer=Writer(about), no_dist=True)
+    (run_dir / RUN_CONFIG).write_text(to_yaml(config))
+    return about.path
+
+
+def described(
+    folder: Path,
+) -> tuple[GPTConfig | LlamaConfig, PythonSourceConfig | SyntheticTokensConfig]:
+    """Return the model of a folder of safetensors, and data such as it was trained on.
+
+    What was exported from here says what that was; another model with a vocabulary of 256 is taken
+    to be one of bytes of text.
+
+    Raises:
+        ConfigError: Its ``config.json`` can't be read, or is not of a model of ours.
+    """
+    from axonlaunch.checkpoint.safetensors import CONFIG, read_json
     from axonlaunch.models import hugging_face
 
     file = folder / CONFIG
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError([Problem("", f"{file}: can't be read: {error}")]) from None
-    if run_dir.exists():
-        raise ConfigError([Problem("", f"{run_dir}: is there already; give a new folder")])
+    content = read_json(file)
+    if "model_type" not in content and "name" in content:
+        message = (
+            f"{file}: model={content['name']} is not in Hugging Face's format, as gpt and llama "
+            "are; only model.weights reads it"
+        )
+        raise ConfigError([ConfigIssue("", message)])
     model = hugging_face.typed(content, where=str(file))
+    assumed = {"data": "text" if model.vocab_size == NUM_BYTES else "tokens"}
+    trained_on = content.get(TRAINED_ON, assumed)
+    length = trained_on.get("sequence_length", model.max_position_embeddings)
+    if trained_on["data"] in TEXT_DATASETS:
+        return model, PythonSourceConfig(sequence_length=length)
+    return model, SyntheticTokensConfig(vocab_size=model.vocab_size, sequence_length=length)
+
+
+def read_folder(folder: Path, model: GPTConfig | LlamaConfig) -> dict[str, Tensor]:
+    """Read all weights of a folder of safetensors, by our names.
+
+    Raises:
+        ConfigError: A parameter is missing, or a file can't be read.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from axonlaunch.checkpoint.safetensors import Reader
+    from axonlaunch.models import hugging_face
+
     source = Reader(folder, model)
     known = hugging_face.places(model)
     assert known is not None
     shapes = source.shapes()
     if wrong := [f"{name} is missing" for name in known if name not in shapes]:
-        raise ConfigError([Problem("", f"{folder}: {first(wrong)}")])
-    data = SyntheticTokensConfig(vocab_size=model.vocab_size)
-    config = replaced(config, {"model": model, "data": data, "name": run_dir.name})
-    config = replaced(config, {"run_dir": str(run_dir.absolute())})
+        raise ConfigError([ConfigIssue("", f"{folder}: {first(wrong)}")])
     state = {name: torch.empty(shapes[name]) for name in known}
     with reader.in_one_process():
         dcp.load({"model": state}, storage_reader=source, no_dist=True)
-    about = Checkpoint(folders.path_of(run_dir, step=0), 0, 0, 1, None, layout="imported")
-    with reader.in_one_process():
-        dcp.save({"model": state}, storage_writer=Writer(about), no_dist=True)
-    (run_dir / RUN_CONFIG).write_text(to_yaml(config))
-    return about.path
+    return state
 
 
 def first(problems: list[str]) -> str:

@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 
-from axonlaunch.launch import streams
+from axonlaunch.system import streams
 
 
 def main() -> None:

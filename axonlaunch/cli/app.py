@@ -20,11 +20,14 @@ from axonlaunch.cli import (
     train,
     verify,
 )
+from axonlaunch.cli import (
+    help as help_pages,
+)
 from axonlaunch.cli.options import print_problems
-from axonlaunch.launch import streams
+from axonlaunch.system import streams
 
 if TYPE_CHECKING:
-    from axonlaunch.config import Problem
+    from axonlaunch.config import ConfigIssue
 
 app = typer.Typer(
     name="axonlaunch",
@@ -45,6 +48,7 @@ for name, module in {
     "verify": verify,
     "ls": ls,
     "doctor": doctor,
+    "help": help_pages,
 }.items():
     app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
 app.add_typer(checkpoint.app, name="checkpoint")
@@ -64,8 +68,17 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show tracebacks, also of mistakes."),
+    ] = False,
 ) -> None:
     del version
+    if debug:
+        import logging
+
+        logging.basicConfig(format="debug: %(name)s: %(message)s")
+        logging.getLogger("axonlaunch").setLevel(logging.DEBUG)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -88,15 +101,23 @@ def run() -> None:
             sys.exit(1)
         if problems is None:
             raise
+        _show_traceback(error)
         print_problems(problems, as_json="--json" in sys.argv)
         sys.exit(2)
     sys.exit(status or 0)
 
 
+def _show_traceback(error: Exception) -> None:
+    """Print where a mistake was found, under ``--debug``."""
+    import logging
+
+    logging.getLogger(__name__).debug("what led to the errors below", exc_info=error)
+
+
 def _refusal(error: Exception) -> str:
     """Return what this machine refused, and what to do; empty for a bug of ours."""
-    from axonlaunch.launch.forkserver import ForkServerError
-    from axonlaunch.launch.reports import cause_of, plain_error
+    from axonlaunch.launch.failures.report import cause_of, plain_error
+    from axonlaunch.system.forkserver import ForkServerError
 
     if isinstance(error, ForkServerError):
         return str(error)
@@ -109,15 +130,15 @@ def _refusal(error: Exception) -> str:
     return f"{plain_error(error)}; {remedy}" if remedy else ""
 
 
-def _problems(error: Exception) -> list[Problem] | None:
+def _problems(error: Exception) -> list[ConfigIssue] | None:
     """Return a user's mistakes; None for a bug of ours."""
-    from axonlaunch.checkpoint import DamagedError
-    from axonlaunch.config import ConfigError, Problem
+    from axonlaunch.checkpoint import CorruptCheckpointError
+    from axonlaunch.config import ConfigError, ConfigIssue
 
     if isinstance(error, ConfigError):
         return error.problems
-    if isinstance(error, DamagedError):
-        return [Problem("", str(error))]
+    if isinstance(error, CorruptCheckpointError):
+        return [ConfigIssue("", str(error))]
     # Typer's usage errors: some versions raise click's classes, some a copy of them.
     told = getattr(error, "format_message", None)
     if told is None:
@@ -125,4 +146,4 @@ def _problems(error: Exception) -> list[Problem] | None:
     message = " ".join(told().split())
     if getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
         message += "; options are in --help, and settings are written key=value, without dashes"
-    return [Problem("", message)]
+    return [ConfigIssue("", message)]

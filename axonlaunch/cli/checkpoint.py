@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import Json, print_json
-from axonlaunch.launch.telling import telling
+from axonlaunch.cli.options import Json, Trust, print_json
+from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
     from axonlaunch.checkpoint import Checkpoint
+    from axonlaunch.checkpoint.diff import Difference
     from axonlaunch.config import RunConfig
 
 HELP = "Look at what a run saved, and take weights out and in."
@@ -56,23 +57,28 @@ def _root(context: typer.Context) -> None:
 @app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
 def ls(run_dir: RunDir, as_json: Json = False) -> None:
     """List a run's checkpoints."""
-    from axonlaunch.checkpoint import damaged, folders, listed
+    from axonlaunch.checkpoint import damaged, fallback, step_folders
+    from axonlaunch.checkpoint.storage import reaching
 
     _folder(run_dir)
-    one = folders.read(run_dir)
-    found = [one] if one else listed(run_dir)
-    rows = [{**_about(c), "bytes": sum(f.bytes for f in folders.files(c).values())} for c in found]
-    wrong = {str(path): reason for path, reason in damaged(run_dir).items()}
+    with reaching(run_dir):
+        found = _all(run_dir)
+        sizes = [sum(f.bytes for f in step_folders.files(c).values()) for c in found]
+        wrong = {str(path): reason for path, reason in damaged(run_dir).items()}
+        aside = {str(path): why for path, why in fallback.put_aside_before(run_dir).items()}
+    rows = [{**_about(c), "bytes": size} for c, size in zip(found, sizes, strict=True)]
     if as_json:
-        print_json({"checkpoints": rows, "damaged": wrong})
+        print_json({"checkpoints": rows, "damaged": wrong, "aside": aside})
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    from axonlaunch.planning.report import size
+    from axonlaunch.system.formatting import size
 
     console = Console(highlight=False)
-    if not rows and not wrong:
+    if not rows and not wrong and not aside:
         console.print(f"{run_dir} has no checkpoint", markup=False)
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -83,27 +89,28 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
             str(row["step"]),
             size(row["bytes"]),
             _ago(row["saved_at"]),
-            row["layout"],
+            Text(row["layout"]),
             str(row["world_size"]),
             *("" if row[k] is None else f"{row[k]:.4f}" for k in ("loss", "eval_loss")),
         )
     console.print(table)
     for path, reason in wrong.items():
-        console.print(f"[red]damaged[/red]  {path} {reason}", soft_wrap=True)
+        console.print(f"[red]damaged[/red]  {escape(f'{path} {reason}')}", soft_wrap=True)
+    for path, reason in aside.items():
+        console.print(f"[yellow]put aside[/yellow]  {escape(f'{path} {reason}')}", soft_wrap=True)
 
 
 @app.command("check", help="Read every file again, and look for every parameter.")
-def check(run_dir: RunDir, as_json: Json = False) -> None:
+def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     """Read every file again, and look for every parameter."""
-    from axonlaunch.checkpoint import comparison, damaged, folders, listed
+    from axonlaunch.checkpoint import damaged, diff
+    from axonlaunch.checkpoint.storage import reaching
 
     _folder(run_dir)
-    one = folders.read(run_dir)
-    checked = [one] if one else listed(run_dir)
-    problems = {str(path): [reason] for path, reason in damaged(run_dir).items()}
-    with telling("reading"):
-        for found in checked:
-            problems[str(found.path)] = comparison.faults(found, _config(found))
+    with spinner("reading"), reaching(run_dir):
+        problems = {str(path): [reason] for path, reason in damaged(run_dir).items()}
+        for found in _all(run_dir):
+            problems[str(found.path)] = diff.faults(found, _config(found, trust))
     if not problems:
         _refuse(f"{run_dir}: holds no checkpoint")
     passed = not any(problems.values())
@@ -111,11 +118,12 @@ def check(run_dir: RunDir, as_json: Json = False) -> None:
         print_json({"passed": passed, "checkpoints": problems})
     else:
         from rich.console import Console
+        from rich.markup import escape
 
         console = Console(highlight=False)
         for path, wrong in problems.items():
             told = "[red]damaged[/red]" if wrong else "[green]whole[/green]"
-            console.print(f"{told}  {path}", soft_wrap=True)
+            console.print(f"{told}  {escape(path)}", soft_wrap=True)
             for line in wrong[:SHOWN]:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
             if len(wrong) > SHOWN:
@@ -123,7 +131,7 @@ def check(run_dir: RunDir, as_json: Json = False) -> None:
     raise typer.Exit(0 if passed else 1)
 
 
-@app.command("diff", help="Tell how far two checkpoints are apart, tensor by tensor.")
+@app.command("diff", help="Compare two checkpoints by tensor; exit status 1 if any differ.")
 def diff(
     first: Annotated[
         Path, typer.Argument(metavar="A", parser=_place, help="A run or a checkpoint.")
@@ -131,30 +139,40 @@ def diff(
     second: Annotated[Path, typer.Argument(metavar="B", parser=_place, help="Another.")],
     as_json: Json = False,
 ) -> None:
-    """Tell how far two checkpoints are apart."""
-    from axonlaunch.checkpoint import comparison
+    """Compare two checkpoints.
 
-    with telling("comparing"):
-        found = comparison.compare(_checkpoint(first), _checkpoint(second))
+    Raises:
+        typer.Exit: With 1 where tensors differ, as ``diff`` does, so that a script can ask.
+    """
+    from axonlaunch.checkpoint import diff
+    from axonlaunch.checkpoint.storage import reaching
+
+    with spinner("comparing"), reaching(first), reaching(second):
+        found = diff.compare(_checkpoint(first), _checkpoint(second))
     if as_json:
         print_json({"equal": not found, "differences": [asdict(one) for one in found]})
-        return
+    elif found:
+        _show_differences(found)
+    else:
+        typer.echo("equal, to the bit")
+    raise typer.Exit(1 if found else 0)
+
+
+def _show_differences(found: list[Difference]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
-    if not found:
-        console.print("equal, to the bit")
-        return
     console.print("1 tensor differs" if len(found) == 1 else f"{len(found)} tensors differ")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("tensor", "largest", "relative"):
         table.add_column(name, justify="left" if name == "tensor" else "right", overflow="fold")
     for one in found[: 2 * SHOWN]:
         if one.largest is None or one.relative is None:
-            table.add_row(one.name, one.reason, "")
+            table.add_row(escape(one.name), escape(one.reason), "")
         else:
-            table.add_row(one.name, f"{one.largest:.3g}", f"{one.relative:.3g}")
+            table.add_row(escape(one.name), f"{one.largest:.3g}", f"{one.relative:.3g}")
     console.print(table)
     if len(found) > 2 * SHOWN:
         console.print(f"{len(found) - 2 * SHOWN} more; --json has all")
@@ -172,6 +190,7 @@ def export(
     file_gb: Annotated[
         float, typer.Option("--file-gb", min=0.001, help="Begin another file at so many GB.")
     ] = 5.0,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Write weights as safetensors."""
@@ -181,8 +200,8 @@ def export(
     if dtype is not None and dtype not in dtypes:
         _refuse(f"--dtype={dtype}: is none of ours; use fp32, bf16 or fp16")
     found = _checkpoint(run_dir)
-    config = _config(found)
-    with telling("writing"):
+    config = _config(found, trust)
+    with spinner("writing"):
         import torch
 
         from axonlaunch.checkpoint import weights
@@ -209,7 +228,7 @@ def import_(
     from axonlaunch import config as configuration
 
     _folder(folder)
-    with telling("reading"):
+    with spinner("reading"):
         from axonlaunch.checkpoint import weights
 
         written = weights.take_in(folder, run_dir, configuration.load(["strategy=single"]))
@@ -223,22 +242,32 @@ def _about(found: Checkpoint) -> dict[str, Any]:
     return {**asdict(found), "path": str(found.path)}
 
 
+def _all(path: Path) -> list[Checkpoint]:
+    """Return the checkpoint that a path is, or those of the run that it is."""
+    from axonlaunch.checkpoint import listed, step_folders
+
+    one = step_folders.read(step_folders.named(path))
+    return [one] if one else listed(path)
+
+
 def _checkpoint(path: Path) -> Checkpoint:
     from axonlaunch.checkpoint import damaged, resolve
+    from axonlaunch.checkpoint.storage import reaching
 
     _folder(path)
-    found = resolve(path)
+    with reaching(path):
+        found = resolve(path)
+        wrong = "" if found else "; ".join(f"{p} {why}" for p, why in damaged(path).items())
     if found is None:
-        wrong = "; ".join(f"{p} {reason}" for p, reason in damaged(path).items())
         _refuse(wrong or f"{path}: holds no checkpoint; give a run or a checkpoint")
     assert found is not None
     return found
 
 
-def _config(found: Checkpoint) -> RunConfig:
+def _config(found: Checkpoint, trusted: bool) -> RunConfig:
     from axonlaunch.config import read
 
-    return read(found.path.parent.parent)
+    return read(found.path.parent.parent, trusted=trusted)
 
 
 def _folder(path: Path) -> None:
@@ -252,9 +281,9 @@ def _folder(path: Path) -> None:
 
 
 def _refuse(message: str) -> None:
-    from axonlaunch.config import ConfigError, Problem
+    from axonlaunch.config import ConfigError, ConfigIssue
 
-    raise ConfigError([Problem("", message)])
+    raise ConfigError([ConfigIssue("", message)])
 
 
 def _ago(saved_at: float) -> str:

@@ -15,7 +15,7 @@ from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print
 if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
 
-HELP = "Print the resolved configuration."
+HELP = "Print the configuration as a run here would have it."
 EXAMPLES = """Examples:
 
 \b
@@ -37,8 +37,9 @@ def command(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the resolved configuration."""
+    """Print the configuration as a run on this machine would have it."""
     from axonlaunch import config as configuration
+    from axonlaunch.config.written_out import written_out
 
     if explain and describe:
         raise typer.BadParameter("use one of --explain and --describe")
@@ -46,8 +47,9 @@ def command(
         overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
     config = configuration.typed(composed.tree, composed.problems, origins=composed.origins)
+    before, config = config, written_out(config, accelerators=_accelerators())
     if explain:
-        _explain(config, composed.origins(), as_json)
+        _explain(before, config, composed.origins(), as_json)
     elif describe:
         _describe(config, as_json)
     elif as_json:
@@ -56,12 +58,33 @@ def command(
         sys.stdout.write(configuration.to_yaml(config))
 
 
-def _explain(config: RunConfig, told: dict[str, str], as_json: bool) -> None:
-    from axonlaunch import config as configuration
-    from axonlaunch.config.problem import plain
+def _accelerators() -> int:
+    """Ask a process that has torch, as ``train`` does, which decides by it what is ``auto``."""
+    from axonlaunch.launch.output.spinner import spinner
+    from axonlaunch.system import forked_call, forkserver
 
-    values = configuration.leaves(config)
+    with spinner("looking for accelerators"), forkserver.warm() as context:
+        count: int = forked_call.call(context, "axonlaunch.preflight.checks:accelerators")
+    return count
+
+
+def _explain(before: RunConfig, config: RunConfig, told: dict[str, str], as_json: bool) -> None:
+    """Print where each value comes from.
+
+    Args:
+        before: As the files and overrides say it.
+        config: As a run here would have it.
+        told: Key to its file or override.
+        as_json: Print one object.
+    """
+    from axonlaunch import config as configuration
+    from axonlaunch.config.errors import plain
+
+    values, written = configuration.flatten(config), configuration.flatten(before)
     origins = {key: told.get(key, configuration.DEFAULT_ORIGIN) for key in values}
+    for key, value in values.items():
+        if written[key] != value:
+            origins[key] = f"resolved here; {plain(written[key])}: {origins[key]}"
     if as_json:
         print_json({key: {"value": value, "origin": origins[key]} for key, value in values.items()})
         return
@@ -71,8 +94,8 @@ def _explain(config: RunConfig, told: dict[str, str], as_json: bool) -> None:
 
 
 def _describe(config: RunConfig, as_json: bool) -> None:
-    from axonlaunch.config.problem import plain
-    from axonlaunch.config.reference import reference
+    from axonlaunch.config.errors import plain
+    from axonlaunch.config.key_reference import reference
 
     keys = reference(config)
     if as_json:

@@ -34,12 +34,12 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Tell what this machine has and which backends work."""
-    from axonlaunch.config import ConfigError, Problem
-    from axonlaunch.launch.doctor import diagnose
+    from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.doctor.doctor import diagnose
 
     if ranks < 1:
         raise ConfigError(
-            [Problem("--ranks", "is how many are measured at once; write 1 or more", ranks)]
+            [ConfigIssue("--ranks", "is how many are measured at once; write 1 or more", ranks)]
         )
     report = diagnose(run_dir, ranks=ranks if measure else None)
     if as_json:

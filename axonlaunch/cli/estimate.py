@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,14 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
-from axonlaunch.launch.telling import telling
+from axonlaunch.cli.plotting import check_plot, save
+from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
+
     from rich.console import Console
 
-    from axonlaunch.planning.record import Forecast
+    from axonlaunch.config import RunConfig
+    from axonlaunch.planning.records import Forecast, Remedy, Searched
 
-HELP = "Foretell the memory of every rank. No GPU, no data, a world of any size."
+_LABEL = 14
+"""Columns of the words before a conclusion."""
+_UNSEARCHED = "what would make it fit can't be looked for on one device: "
+
+HELP = "Estimate the memory of every rank. No GPU, no data, a world of any size."
 EXAMPLES = """Examples:
 
 \b
@@ -48,89 +57,147 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Foretell the memory of every rank."""
-    from axonlaunch.launch import forkserver
+    """Estimate the memory of every rank."""
+    from axonlaunch.system import forkserver
 
     if exact and formula:
-        from axonlaunch.config import ConfigError, Problem
+        from axonlaunch.config import ConfigError, ConfigIssue
 
-        raise ConfigError([Problem("", "--formula: --exact traces every layer; use one of both")])
+        raise ConfigError(
+            [ConfigIssue("", "--formula: --exact traces every layer; use one of both")]
+        )
     if plot is not None:
-        from axonlaunch.engines.picture import check_plot
-
         check_plot(plot)
     with forkserver.warm() as context:
         from rich.console import Console
 
-        from axonlaunch.launch.estimate import estimate
+        from axonlaunch.planning.estimate import forecast, load
 
-        with telling("tracing a step"):
-            found = estimate(
+        with spinner("tracing a step"):
+            config = load(
                 context,
                 overrides or [],
                 config_name=config_name,
                 config_dirs=config_dir or [],
-                exact=exact,
-                formula=formula,
             )
+            found = forecast(context, config, exact=exact, formula=formula)
+        if plot is not None:
+            from axonlaunch.planning.reports.memory_plot import draw
+
+            save(draw(found), plot)
+        if as_json:
+            print_json(to_json_dict(found, *searched(context, config, found)))
+            return
+        console = Console(file=sys.stdout, highlight=False)
+        show(found, console)
+        show_remedies(context, config, found, console)
     if plot is not None:
-        from axonlaunch.planning.memory_plot import plot as draw
-
-        draw(found, plot)
-    if as_json:
-        print_json(as_object(found))
-        return
-    console = Console(file=sys.stdout, highlight=False)
-    show(found, console)
-    if plot is not None:
-        console.print(f"picture       {plot}", markup=False, soft_wrap=True)
+        console.print(f"\npicture       {plot}", markup=False, soft_wrap=True)
 
 
-def as_object(found: Forecast) -> dict[str, Any]:
+def searched(
+    context: ForkServerContext, config: RunConfig, found: Forecast
+) -> tuple[list[Remedy], Searched]:
+    """Return every change that makes a run fit, and how the search for them ended."""
+    from axonlaunch.planning.estimate import remedies
+
+    search = remedies(context, config, found)
+    changes: list[Remedy] = []
+    while True:
+        try:
+            changes.append(next(search))
+        except StopIteration as end:
+            return changes, end.value
+
+
+def to_json_dict(found: Forecast, changes: Sequence[Remedy], ended: Searched) -> dict[str, Any]:
     """Return what ``--json`` prints."""
+    notes = [*found.notes, *([_UNSEARCHED + ended.reason] if ended.reason else [])]
     return {
+        "layout": found.layout,
+        "workload": asdict(found.workload),
         **asdict(found.estimate),
-        "changes": [asdict(remedy) for remedy in found.remedies],
-        "notes": found.notes,
+        "fits": found.fits,
+        "verdict": found.verdict,
+        "margin": found.margin,
+        "host_memory": None if found.host_memory is None else asdict(found.host_memory),
+        "changes": [asdict(remedy) for remedy in changes],
+        "untried": ended.untried,
+        "notes": notes,
     }
 
 
 def show(found: Forecast, console: Console) -> None:
-    """Print a forecast: a table, bars, and whether it fits."""
+    """Print an estimate: what it is of, a table, bars, and whether it fits."""
     from rich.text import Text
 
-    from axonlaunch.launch.console import quantity
-    from axonlaunch.planning import report
+    from axonlaunch.planning.reports import memory_table
+    from axonlaunch.system.formatting import quantity
 
-    told = found.estimate
-    ranks = "1 rank" if told.world_size == 1 else f"{told.world_size} ranks"
-    console.print(f"[bold]{found.layout}[/bold]: {ranks}, {quantity(told.parameters)} parameters\n")
+    known = found.estimate
+    ranks = "1 rank" if known.world_size == 1 else f"{known.world_size:,} ranks"
+    of = f"{ranks}, {quantity(known.parameters)} parameters, {found.workload}"
+    console.print(f"[bold]{found.layout}[/bold]: {of}\n")
     for note in found.notes:
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
-    console.print(report.table(told))
+    console.print(memory_table.table(known))
     console.print()
     width = console.width
-    console.print(report.bars(told, memory_bytes=found.memory_bytes, width=width), no_wrap=True)
+    console.print(
+        memory_table.bars(known, memory_bytes=found.memory_bytes, width=width), no_wrap=True
+    )
     console.print()
-    console.print(f"highest peak  {report.size(told.peak_bytes)} a rank")
-    if told.process_bytes > told.peak_bytes:
-        console.print(
-            f"on a GPU      {report.size(told.reserved_bytes)} reserved by torch's allocator, "
-            f"{report.size(told.process_bytes)} by the process"
-        )
-    if found.memory_bytes is not None:
-        room = found.memory_bytes - told.process_bytes
-        device = f"{found.hardware}, {report.size(found.memory_bytes)}"
-        if told.fits is None:
-            console.print(f"may fit       {device}: {report.size(room)} are left for the rest")
-        elif told.fits:
-            console.print(f"[green]fits[/green]          {device}: {report.size(room)} to spare")
-        else:
-            console.print(f"[red]does not fit[/red]  {device}: {report.size(-room)} too little")
-            if not found.remedies and not found.notes:
-                console.print("none of the changes that were tried makes it fit; use more ranks")
-    for remedy in found.remedies:
+    for label, text, style in memory_table.conclusions(found):
+        lines = textwrap.wrap(text, width - _LABEL)
+        for head, line in zip([label, *[""] * len(lines)], lines, strict=False):
+            console.print(Text.assemble((f"{head:<{_LABEL}}", style), line))
+
+
+def show_remedies(
+    context: ForkServerContext, config: RunConfig, found: Forecast, console: Console
+) -> None:
+    """Print each change that makes a run fit as soon as it is found, and how the search ended."""
+    from axonlaunch.planning.estimate import remedies
+
+    search, count = remedies(context, config, found), 0
+    while True:
+        try:
+            with spinner("looking for changes that make it fit"):
+                remedy = next(search)
+        except StopIteration as end:
+            ended: Searched = end.value
+            break
+        count += 1
+        show_remedy(remedy, console)
+    if found.fits is False and (text := _end(ended, count)):
         console.print()
-        console.print(Text(" ".join(remedy.overrides), style="bold"), soft_wrap=True)
-        for line in (f"{report.size(remedy.process_bytes)} a rank", *remedy.costs):
-            console.print(textwrap.indent(textwrap.fill(line, width - 2), "  "), markup=False)
+        console.print(text, markup=False)
+
+
+def show_remedy(remedy: Remedy, console: Console) -> None:
+    """Print a change: what to write, what the highest rank then holds, and what it costs."""
+    from rich.text import Text
+
+    from axonlaunch.planning.reports import memory_table
+    from axonlaunch.system.formatting import size
+
+    console.print()
+    console.print(Text(" ".join(remedy.overrides), style="bold"), soft_wrap=True)
+    lines = [f"{size(remedy.process_bytes)} per rank", *remedy.costs]
+    if remedy.host_memory is not None:
+        lines.append(f"host memory: {memory_table.of_host(remedy.host_memory)}")
+    for line in lines:
+        filled = textwrap.fill(line, console.width - 2)
+        console.print(textwrap.indent(filled, "  "), markup=False)
+
+
+def _end(ended: Searched, count: int) -> str:
+    """Say how a search ended, where that is worth a word."""
+    if ended.reason:
+        return _UNSEARCHED + ended.reason
+    if ended.untried:
+        more = "more " if count else ""
+        changes = f"{more}change" if ended.untried == 1 else f"{more}changes"
+        left = f"{ended.untried} {changes} that may fit: not tried, for the search ended after"
+        return f"{left} {ended.seconds:.0f} s"
+    return "" if count else "none of the changes that were tried makes it fit; use more ranks"

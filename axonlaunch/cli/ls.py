@@ -36,11 +36,11 @@ def command(
     as_json: Json = False,
 ) -> None:
     """List what a configuration can choose from."""
-    from axonlaunch.config import Composer, ConfigError, Problem
+    from axonlaunch.config import Composer, ConfigError, ConfigIssue
     from axonlaunch.registry import unknown
 
     if kind is not None and kind not in KINDS:
-        raise ConfigError([Problem("", unknown("list", kind, KINDS))])
+        raise ConfigError([ConfigIssue("", unknown("list", kind, KINDS))])
     composer = Composer(config_dirs=config_dir or [])
     chosen = [kind] if kind else list(KINDS)
     listed = {name: composer.options(KINDS[name]) for name in chosen}

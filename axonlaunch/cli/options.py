@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from axonlaunch.config import Problem
+    from axonlaunch.config import ConfigIssue
 
 STARTED = time.time()
 """When this command began, near enough: the interpreter has only imported Typer so far."""
@@ -28,6 +28,13 @@ ConfigDir = Annotated[
     ),
 ]
 ConfigName = Annotated[str, typer.Option("--config-name", help="Primary config.")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Import the code that the run's configuration names: it is yours, or you read it.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -36,10 +43,19 @@ def print_json(content: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(content, indent=1) + "\n")
 
 
-def print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
+def print_problems(problems: Sequence[ConfigIssue], *, as_json: bool) -> None:
     """Print what is wrong, a line each on standard error, and for programs on standard output."""
     for problem in problems:
-        sys.stderr.write(f"error: {problem}\n")
+        sys.stderr.write(f"error: {_printable(str(problem))}\n")
     if as_json:
-        told = [{"key": one.key or None, "message": one.message} for one in problems]
-        print_json({"errors": told})
+        print_json({"errors": problems_as_objects(problems)})
+
+
+def problems_as_objects(problems: Sequence[ConfigIssue]) -> list[dict[str, Any]]:
+    """Return problems as ``--json`` prints them."""
+    return [{"key": one.key or None, "message": one.message} for one in problems]
+
+
+def _printable(text: str) -> str:
+    """Write what would move a terminal's cursor or set its title as Python would."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

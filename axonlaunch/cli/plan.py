@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
-from axonlaunch.launch.telling import telling
+from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from axonlaunch.planning.record import Plan
+    from axonlaunch.planning.records import Plan
 
 HELP = "Find the fastest layouts of a number of devices that fit. No GPU, no data."
 EXAMPLES = """Examples:
@@ -49,15 +49,15 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Find the fastest layouts that fit."""
-    from axonlaunch.launch import forkserver
-    from axonlaunch.launch.plan import experiment, plan
+    from axonlaunch.planning.plan import experiment, plan
+    from axonlaunch.system import forkserver
 
     count = _checked(devices, write)
     began = time.monotonic()
     with forkserver.warm() as context:
         from rich.console import Console
 
-        with telling("searching layouts"):
+        with spinner("searching layouts"):
             found = plan(
                 context,
                 overrides or [],
@@ -70,7 +70,7 @@ def command(
         write.parent.mkdir(parents=True, exist_ok=True)
         write.write_text(experiment(overrides or [], found.candidates[0].overrides))
     if as_json:
-        print_json(as_object(found, seconds))
+        print_json(to_json_dict(found, seconds))
         return
     console = Console(file=sys.stdout, highlight=False)
     show(found, console, seconds=seconds)
@@ -81,28 +81,34 @@ def command(
             console.print(f"axonlaunch train {there}", markup=False, soft_wrap=True)
 
 
-def as_object(found: Plan, seconds: float) -> dict[str, Any]:
+def to_json_dict(found: Plan, seconds: float) -> dict[str, Any]:
     """Return what ``--json`` prints."""
-    candidates = [asdict(planned) for planned in found.candidates]
-    return {"searched": found.searched, "seconds": round(seconds, 1), "candidates": candidates}
+    candidates = [{**asdict(planned), "fits": planned.fits} for planned in found.candidates]
+    return {
+        "workload": asdict(found.workload),
+        "searched": found.searched,
+        "seconds": round(seconds, 1),
+        "candidates": candidates,
+    }
 
 
 def show(found: Plan, console: Console, *, seconds: float) -> None:
     """Print a table, the words to paste and why the second is second."""
     from rich.text import Text
 
-    from axonlaunch.planning import plan_report
+    from axonlaunch.planning.reports import plan_table
 
+    console.print(f"[bold]{found.workload}[/bold]")
     console.print(f"{found.searched:,} layouts in {seconds:.0f} s, the fastest that fit first\n")
-    console.print(plan_report.table(found))
+    console.print(plan_table.table(found))
     for number, planned in enumerate(found.candidates, 1):
         console.print()
         console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)
         told = ""
         if number == 1:
-            told = plan_report.spent(planned)
+            told = plan_table.spent(planned)
         elif number == 2:
-            told = plan_report.why_slower(found.candidates[0], planned)
+            told = plan_table.why_slower(found.candidates[0], planned)
         if told:
             lines = textwrap.fill(told, console.width - 3)
             console.print(textwrap.indent(lines, "   "), markup=False)
@@ -114,14 +120,14 @@ def _checked(devices: int | None, write: Path | None) -> int:
     Raises:
         ConfigError: No number of devices, or a file that can't be written.
     """
-    from axonlaunch.config import ConfigError, Problem
+    from axonlaunch.config import ConfigError, ConfigIssue
 
     problems = []
     if devices is None or devices < 1:
         given = ... if devices is None else devices
-        problems.append(Problem("--devices", "is how many to plan for; write 1 or more", given))
+        problems.append(ConfigIssue("--devices", "is how many to plan for; write 1 or more", given))
     if write is not None and write.suffix != ".yaml":
-        problems.append(Problem("--write", "must end in .yaml", str(write)))
+        problems.append(ConfigIssue("--write", "must end in .yaml", str(write)))
     if problems:
         raise ConfigError(problems)
     assert devices is not None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from axonlaunch.cli.options import Json, print_json
+from axonlaunch.cli.options import Json, Trust, print_json
 
 HELP = "Let a trained model of text continue a prompt."
 EXAMPLES = """Examples:
@@ -16,11 +16,15 @@ EXAMPLES = """Examples:
 \b
   axonlaunch sample runs/gpt-fsdp --prompt "def "
   axonlaunch sample runs/gpt-fsdp --prompt "class " --tokens 400 --temperature 0.5 --seed 1
+  axonlaunch sample exported --prompt "import "
 """
 
 
 def command(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a run that saved a checkpoint.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="A run with a checkpoint, or exported weights."),
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
     tokens: Annotated[int, typer.Option(min=1, help="Bytes to add.")] = 300,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.8,
@@ -28,13 +32,20 @@ def command(
         int | None, typer.Option(min=1, help="Draw among so many likeliest bytes.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Starts the draws.")] = 0,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Let a trained model of text continue a prompt."""
-    from axonlaunch.sampling import continue_prompt
+    from axonlaunch.training.sampling import continue_prompt
 
     text = continue_prompt(
-        run_dir, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+        folder,
+        prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        trusted=trust,
     )
     if as_json:
         print_json({"prompt": prompt, "text": text})

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
-from axonlaunch.launch.telling import telling
+from axonlaunch.cli.plotting import check_plot, save
+from axonlaunch.launch.output.spinner import spinner
 
 HELP = "Draw the pipeline's schedule. Who does what when, and who waits."
 EXAMPLES = """Examples:
@@ -38,7 +39,7 @@ def command(
 ) -> None:
     """Draw the pipeline's schedule."""
     from axonlaunch import config as configuration
-    from axonlaunch.config import ConfigError, Problem, replaced
+    from axonlaunch.config import ConfigError, ConfigIssue, with_values
     from axonlaunch.config.layout import layout, resolved, world_size
     from axonlaunch.config.rules import broken_world_rules
 
@@ -47,7 +48,7 @@ def command(
     )
     if config.strategy.pipeline.degree == 1:
         message = "there is no schedule to show; use strategy=pipeline or a degree of 2 or more"
-        raise ConfigError([Problem("strategy.pipeline.degree", message, 1)])
+        raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, 1)])
     # No accelerators: as many ranks as the degrees need, whatever machine this is.
     config = resolved(config, accelerators=0)
     if problems := broken_world_rules(config, world_size=world_size(config)):
@@ -55,12 +56,10 @@ def command(
     shares = layout(config, world_size=world_size(config))
 
     if plot is not None:
-        from axonlaunch.engines.picture import check_plot
-
         check_plot(plot)
-    from axonlaunch.engines import pipeline_plot  # torch, from here on
-    from axonlaunch.engines.pipeline_schedule import PipelineSchedule
-    from axonlaunch.engines.pipeline_timeline import PipelineMemoryStats, timeline
+    from axonlaunch.engines.pipeline import timeline_plot
+    from axonlaunch.engines.pipeline.schedule import PipelineSchedule
+    from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, timeline
 
     schedule = PipelineSchedule(
         shares.schedule,
@@ -74,15 +73,15 @@ def command(
     )
     stats = PipelineMemoryStats.from_schedule(schedule)
     if memory:
-        from axonlaunch.launch import forkserver
-        from axonlaunch.launch.estimate import foretold
-        from axonlaunch.planning.memory_stats import pipeline_stats
+        from axonlaunch.planning.estimate import foretold
+        from axonlaunch.planning.memory.engine_stats import pipeline_stats
+        from axonlaunch.system import forkserver
 
-        with forkserver.warm() as context, telling("tracing a step"):
-            found = foretold(context, replaced(config, {"hardware": None}))
+        with forkserver.warm() as context, spinner("tracing a step"):
+            found = foretold(context, with_values(config, {"hardware": None}))
         stats = pipeline_stats(found, schedule)
     if plot is not None:
-        pipeline_plot.plot(times, plot)
+        save(timeline_plot.draw(times), plot)
     if as_json:
         print_json(
             {
@@ -109,7 +108,7 @@ def command(
         return
     from rich.console import Console
 
-    from axonlaunch.engines.pipeline_text import text_stats, text_timeline
+    from axonlaunch.engines.pipeline.timeline_text import text_stats, text_timeline
 
     console = Console(highlight=False)
     stages = f" of {schedule.stages_per_rank} stages" if schedule.stages_per_rank > 1 else ""
@@ -121,7 +120,7 @@ def command(
     console.print(text_timeline(times, width=console.width), no_wrap=True)
     console.print(text_stats(stats, width=console.width), markup=False)
     if stats.activation_bytes is not None:
-        from axonlaunch.planning.report import size
+        from axonlaunch.system.formatting import size
 
         held = " ".join(f"{n}:{size(held)}" for n, held in enumerate(stats.activation_bytes))
         console.print(f"in bytes     {held}", markup=False)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import textwrap
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.estimate import as_object, show
+from axonlaunch.cli.estimate import searched, show, show_remedies, to_json_dict
 from axonlaunch.cli.options import (
     STARTED,
     ConfigDir,
@@ -18,9 +21,17 @@ from axonlaunch.cli.options import (
     Json,
     Overrides,
     print_json,
-    print_problems,
+    problems_as_objects,
 )
-from axonlaunch.launch.telling import telling
+from axonlaunch.launch.output.spinner import spinner
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
+
+    from rich.console import Console
+
+    from axonlaunch.config import ConfigIssue
+    from axonlaunch.launch.dry_run import DryRun
 
 HELP = "Train a model."
 EXAMPLES = """Examples:
@@ -43,7 +54,10 @@ def command(
         bool, typer.Option("-m", "--multirun", help="Run every combination of a=1,2, in turn.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and estimate alone; start nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Estimate, and say what would stop a start here; start nothing."
+        ),
     ] = False,
     render: Annotated[
         bool, typer.Option("--render", help="Print the script of a SLURM job; start nothing.")
@@ -51,11 +65,11 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Train a model."""
-    from axonlaunch.launch import forkserver, limits, streams
-    from axonlaunch.launch.variables import may_be_rank
+    from axonlaunch.launch.environment_variables import may_be_rank
+    from axonlaunch.system import forkserver, limits, streams
 
     if dry_run:
-        _estimate(overrides or [], config_dir or [], config_name, multirun, as_json)
+        _dry_run(overrides or [], config_dir or [], config_name, multirun, as_json)
         return
     limits.allow_open_files()
     # A run outlives its console.
@@ -65,7 +79,7 @@ def command(
         if not may_be_rank(os.environ):
             context = stack.enter_context(forkserver.warm())
         # Imported only now, while the server imports torch on another core.
-        from axonlaunch.launch.start import start
+        from axonlaunch.launch.launcher import start
 
         status, summaries = start(
             context,
@@ -85,40 +99,70 @@ def command(
     raise typer.Exit(status)
 
 
-def _estimate(
+def _dry_run(
     overrides: list[str], config_dirs: list[Path], config_name: str, multirun: bool, as_json: bool
 ) -> None:
-    """Check what would be run, and tell what it would hold.
+    """Print what each run would hold, and what would stop it here.
 
     Raises:
-        ConfigError: Something can't be run.
+        ConfigError: A configuration can't be run on any machine.
     """
-    from axonlaunch.launch import forkserver
+    from axonlaunch.system import forkserver
 
     with forkserver.warm() as context:
         from rich.console import Console
 
-        from axonlaunch.launch.estimate import forecast, misfit
-        from axonlaunch.launch.start import checked
+        from axonlaunch.launch.dry_run import dry_runs
 
-        with telling("tracing a step"):
-            configs = checked(
+        with spinner("tracing a step"):
+            runs = dry_runs(
                 context,
                 overrides,
                 config_name=config_name,
                 config_dirs=config_dirs,
                 multirun=multirun,
             )
-            found = [forecast(context, config) for config in configs]
-    if as_json:
-        told = [as_object(one) for one in found]
-        print_json({"runs": told} if multirun else told[0])
-    else:
+        if as_json:
+            reports = [_as_object(run, context) for run in runs]
+            print_json({"runs": reports} if multirun else reports[0])
+            return
         console = Console(file=sys.stdout, highlight=False)
-        for number, one in enumerate(found):
+        for number, run in enumerate(runs):
             if number:
                 console.print()
-            show(one, console)
-    if problems := [problem for one in found if (problem := misfit(one))]:
-        print_problems(problems, as_json=False)  # the object says that it does not fit
-        raise typer.Exit(2)
+            show(run.forecast, console)
+            show_remedies(context, run.config, run.forecast, console)
+            _show_obstacles(run.obstacles, console)
+        _show_elsewhere(runs, overrides, console)
+
+
+def _as_object(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
+    found = to_json_dict(run.forecast, *searched(context, run.config, run.forecast))
+    return {**found, "obstacles": problems_as_objects(run.obstacles)}
+
+
+def _show_obstacles(obstacles: Sequence[ConfigIssue], console: Console) -> None:
+    """Print what would stop a start on this machine, each with its remedy."""
+    from rich.text import Text
+
+    console.print()
+    if not obstacles:
+        console.print("a start on this machine passes every check")
+        return
+    console.print(Text("a start on this machine would be refused:", style="bold"))
+    for problem in obstacles:
+        filled = textwrap.wrap(str(problem), console.width - 2, break_on_hyphens=False)
+        console.print(textwrap.indent("\n".join(filled), "  "), markup=False)
+
+
+def _show_elsewhere(runs: Sequence[DryRun], overrides: Sequence[str], console: Console) -> None:
+    """Name the commands that leave this machine out, where it is what stands in the way."""
+    if not any(run.obstacles for run in runs):
+        return
+    words = shlex.join(overrides)
+    console.print()
+    if all(run.forecast.hardware is None for run in runs):
+        options = "axonlaunch ls hardware has others"
+        console.print(f"whether it fits a device: add hardware=h100_80gb ({options})")
+    console.print("an estimate without this machine's checks:")
+    console.print(f"  axonlaunch estimate {words}".rstrip(), markup=False, soft_wrap=True)

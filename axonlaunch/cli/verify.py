@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
-from axonlaunch.launch.telling import telling
+from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from axonlaunch.verdict import Verdict
+    from axonlaunch.verification.result import ParityResult
 
 HELP = "Prove that a layout computes what one process does."
 EXAMPLES = """Examples:
@@ -35,15 +35,15 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Prove that a layout computes what one process does."""
-    from axonlaunch.launch import forkserver
+    from axonlaunch.system import forkserver
 
     with forkserver.warm() as context:
         from rich.console import Console
 
         from axonlaunch.events import finite
-        from axonlaunch.launch.verify import verify
+        from axonlaunch.verification.runner import verify
 
-        with telling("running the layout and one process"):
+        with spinner("running the layout and one process"):
             verdict = verify(
                 context,
                 overrides or [],
@@ -58,10 +58,10 @@ def command(
     raise typer.Exit(0 if verdict.passed else 1)
 
 
-def _show(verdict: Verdict, console: Console) -> None:
+def _show(verdict: ParityResult, console: Console) -> None:
     from rich.table import Table
 
-    from axonlaunch.verdict import norm_tolerance
+    from axonlaunch.verification.result import norm_tolerance
 
     steps = "1 step" if verdict.steps == 1 else f"{verdict.steps} steps"
     console.print(f"{verdict.layout} beside one process, {steps}", markup=False)

@@ -3,6 +3,7 @@
 It starts no process and trains nothing; it stands on ``torch.distributed`` and hides none of it.
 """
 
+from axonlaunch.comm import nccl
 from axonlaunch.comm.backend import Backend, ReduceOp
 from axonlaunch.comm.collectives import (
     all_gather,
@@ -29,9 +30,11 @@ from axonlaunch.comm.errors import (
     CommError,
     DeadlockError,
     MismatchError,
+    NcclError,
     PeerFailedError,
     RankFailedError,
 )
+from axonlaunch.comm.gradient_bucket import GradientBucket
 from axonlaunch.comm.gradients import sync_gradient, sync_gradients
 from axonlaunch.comm.process_group import ProcessGroup
 from axonlaunch.comm.world import World
@@ -40,7 +43,9 @@ __all__ = [
     "Backend",
     "CommError",
     "DeadlockError",
+    "GradientBucket",
     "MismatchError",
+    "NcclError",
     "PeerFailedError",
     "ProcessGroup",
     "RankFailedError",
@@ -58,6 +63,7 @@ __all__ = [
     "broadcast_from",
     "gather_tensor",
     "is_main_process",
+    "nccl",
     "rank",
     "recv",
     "reduce_scatter_mean",

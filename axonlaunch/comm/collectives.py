@@ -14,20 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from axonlaunch.comm.agreement import agree, agree_with
-from axonlaunch.comm.backend import Backend, ReduceOp
-from axonlaunch.comm.checks import (
+from axonlaunch.comm.argument_checks import (
     REDUCED_AS,
-    bad_dim_0,
-    bad_op,
-    bad_peer,
-    bad_tensor,
     device_of,
+    divisibility_error,
     is_me,
+    peer_error,
+    reduce_op_error,
+    tensor_error,
 )
+from axonlaunch.comm.backend import Backend, ReduceOp
 from axonlaunch.comm.errors import say_tensor
+from axonlaunch.comm.json_exchange import all_gather_json
+from axonlaunch.comm.mismatch_check import check_collective, check_p2p
 from axonlaunch.comm.process_group import ProcessGroup, default_group
-from axonlaunch.comm.renamed import all_gather_single, reduce_scatter_single
+from axonlaunch.comm.torch_compat import all_gather_single, reduce_scatter_single
 
 _TORCH_OP = {
     ReduceOp.Sum: dist.ReduceOp.SUM,
@@ -68,7 +69,12 @@ def all_reduce(
     """
     group = group_or_default(group)
     name = f"all_reduce_{op.value.replace('average', 'mean')}"
-    _begin(name, tensor, group, bad_tensor(tensor, group, written=True) or bad_op(tensor, op))
+    _begin(
+        name,
+        tensor,
+        group,
+        tensor_error(tensor, group, written=True) or reduce_op_error(tensor, op),
+    )
     return _from_buffer(reduce_values(tensor, op, group), tensor)
 
 
@@ -111,7 +117,7 @@ def broadcast_from(tensor: Tensor, *, src: int, group: ProcessGroup | None = Non
         MismatchError: Ranks bring different shapes or dtypes, or name different sources.
     """
     group = group_or_default(group)
-    problem = bad_tensor(tensor, group, written=True) or bad_peer("src", src, group)
+    problem = tensor_error(tensor, group, written=True) or peer_error("src", src, group)
     _begin(f"broadcast from rank {src}", tensor, group, problem)
     buffer = _plain(tensor)
     if buffer.numel():
@@ -127,7 +133,7 @@ def all_gather(tensor: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
         MismatchError: Ranks bring different shapes or dtypes.
     """
     group = group_or_default(group)
-    _begin("all_gather", tensor, group, bad_tensor(tensor, group))
+    _begin("all_gather", tensor, group, tensor_error(tensor, group))
     result = tensor.new_empty((group.size, *tensor.shape), requires_grad=False)
     if result.numel():
         source = _bytes(_plain(tensor))
@@ -162,7 +168,7 @@ def gather_tensor(
         MismatchError: Ranks bring different shapes or dtypes, or name different destinations.
     """
     group = group_or_default(group)
-    problem = bad_tensor(tensor, group) or bad_peer("dst", dst, group)
+    problem = tensor_error(tensor, group) or peer_error("dst", dst, group)
     _begin(f"gather_tensor to rank {dst}", tensor, group, problem)
     result = None
     if is_me(dst, group):
@@ -188,17 +194,17 @@ def scatter_tensor(
         MismatchError: Ranks name different sources, or ``src`` has one of the problems above.
     """
     group = group_or_default(group)
-    problem: Exception | None = bad_peer("src", src, group)
+    problem: Exception | None = peer_error("src", src, group)
     line = f"scatter_tensor from rank {src}"
     if problem is None and is_me(src, group):
-        problem = bad_tensor(tensor, group) or bad_dim_0(tensor, group)
+        problem = tensor_error(tensor, group) or divisibility_error(tensor, group)
         if problem is None and tensor is not None:
             line += f"|{str(tensor.dtype)[6:]}|{','.join(map(str, tensor.shape))}"
     elif problem is None and tensor is not None:
         problem = ValueError(f"only rank {src} brings a tensor, rank {rank()} passes None")
     if problem is not None:
         problem = type(problem)(f"scatter_tensor: {problem}")
-    lines = agree(group, line, problem=problem)
+    lines = check_collective(group, line, problem=problem)
     _, dtype, shape = _said_by(src, line, lines, group).split("|")
     whole = [int(size) for size in shape.split(",")]
     part = [whole[0] // group.size, *whole[1:]]
@@ -221,7 +227,7 @@ def send(tensor: Tensor, *, dst: int, group: ProcessGroup | None = None) -> None
         MismatchError: The receiver's buffer has another shape or dtype.
     """
     group = group_or_default(group)
-    problem = bad_tensor(tensor, group) or bad_peer("dst", dst, group, other=True)
+    problem = tensor_error(tensor, group) or peer_error("dst", dst, group, other=True)
     _begin_message("send", tensor, dst, group, problem)
     if tensor.numel():
         dist.send(_bytes(_plain(tensor)), dst, group=group.torch_group)
@@ -236,7 +242,7 @@ def recv(tensor: Tensor, *, src: int, group: ProcessGroup | None = None) -> Tens
         MismatchError: What is sent has another shape or dtype.
     """
     group = group_or_default(group)
-    problem = bad_tensor(tensor, group, written=True) or bad_peer("src", src, group, other=True)
+    problem = tensor_error(tensor, group, written=True) or peer_error("src", src, group, other=True)
     _begin_message("recv", tensor, src, group, problem)
     buffer = _plain(tensor)
     if buffer.numel():
@@ -247,7 +253,7 @@ def recv(tensor: Tensor, *, src: int, group: ProcessGroup | None = None) -> Tens
 def barrier(group: ProcessGroup | None = None) -> None:
     """Return when every rank of the group has called it."""
     group = group_or_default(group)
-    agree(group, "barrier")
+    check_collective(group, "barrier")
     if group.backend is Backend.NCCL:
         dist.barrier(group=group.torch_group, device_ids=[torch.accelerator.current_device_index()])
 
@@ -269,8 +275,8 @@ def _begin(name: str, tensor: Tensor, group: ProcessGroup, problem: Exception | 
     """Let all ranks agree on a call on a tensor, or all raise."""
     if problem is not None:
         problem = type(problem)(f"{name}: {problem}")
-        agree(group, name, problem=problem)
-    agree(group, f"{name} of {say_tensor(tensor)}")
+        check_collective(group, name, problem=problem)
+    check_collective(group, f"{name} of {say_tensor(tensor)}")
 
 
 def _begin_message(
@@ -280,7 +286,7 @@ def _begin_message(
     if problem is not None:
         problem = type(problem)(f"{verb}: {problem}")
     if group.contains(peer) and not is_me(peer, group):
-        agree_with(peer, group, verb, "" if problem else say_tensor(tensor), problem=problem)
+        check_p2p(peer, group, verb, "" if problem else say_tensor(tensor), problem=problem)
     elif problem is not None:
         raise problem
 
@@ -336,7 +342,11 @@ def _from_buffer(buffer: Tensor, tensor: Tensor) -> Tensor:
 
 def _reduce_scatter(name: str, tensor: Tensor, op: ReduceOp, group: ProcessGroup | None) -> Tensor:
     group = group_or_default(group)
-    problem = bad_tensor(tensor, group) or bad_op(tensor, op) or bad_dim_0(tensor, group)
+    problem = (
+        tensor_error(tensor, group)
+        or reduce_op_error(tensor, op)
+        or divisibility_error(tensor, group)
+    )
     _begin(name, tensor, group, problem)
     buffer = _to_buffer(tensor, op, group)
     result = buffer.new_empty((buffer.shape[0] // group.size, *buffer.shape[1:]))
@@ -352,7 +362,5 @@ def _reduce_scatter(name: str, tensor: Tensor, op: ReduceOp, group: ProcessGroup
 def _said_by(src: int, line: str, lines: list[str], group: ProcessGroup) -> str:
     """Return what rank ``src`` said; on NCCL nobody has heard it yet."""
     if group.backend is Backend.NCCL and group.size > 1:
-        box = [line]
-        dist.broadcast_object_list(box, src=src, group=group.torch_group)
-        return box[0]
+        lines = all_gather_json(line, group=group.torch_group)
     return lines[group.ranks.index(src)]

@@ -24,8 +24,16 @@ class DeadlockError(CommError):
     """Every rank that is left waits for another; the message says which for what."""
 
 
+class NcclError(CommError, ValueError):
+    """NCCL can't be used here as asked; the message says why, as ``nccl.status()`` does."""
+
+
 class PeerFailedError(CommError):
     """This rank waited for a rank that failed, which the message names."""
+
+
+class UnreachableRankError(CommError):
+    """A rank could not be connected with, or a stranger is in its place; the message says which."""
 
 
 class RankFailedError(CommError):

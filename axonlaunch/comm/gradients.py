@@ -6,21 +6,22 @@ For a backward pass that overlaps with it, use an engine; sharded gradients are 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonlaunch.comm.agreement import agree
+from axonlaunch.comm.argument_checks import device_of, reduce_op_error, tensor_error
 from axonlaunch.comm.backend import ReduceOp
-from axonlaunch.comm.checks import bad_op, bad_tensor, device_of
 from axonlaunch.comm.collectives import group_or_default, reduce_values
 from axonlaunch.comm.errors import say_tensor
+from axonlaunch.comm.gradient_bucket import GradientBucket, buckets
+from axonlaunch.comm.mismatch_check import check_collective
 from axonlaunch.comm.process_group import ProcessGroup
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients travel together up to this size; a larger one travels alone."""
+"""Gradients travel together once they reach this size."""
 
 
 def sync_gradient(tensor: Tensor, *, group: ProcessGroup | None = None) -> None:
@@ -47,7 +48,7 @@ def sync_gradients(
     tensors = [t for t in dict.fromkeys(given) if t.requires_grad]
     shapes = "\n".join(map(say_tensor, tensors))
     digest = hashlib.sha256(shapes.encode()).hexdigest()[:8]
-    agree(
+    check_collective(
         group,
         f"sync_gradients of {len(tensors)} parameters with {sum(t.numel() for t in tensors)} "
         f"elements (their shapes and dtypes: {digest})",
@@ -60,13 +61,12 @@ def sync_gradients(
     )
     dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=group.torch_group)
     used = [t for t, has in zip(tensors, has_grad.tolist(), strict=True) if has]
-    for bucket in _buckets(used):
-        grads = [_grad(tensor) for tensor in bucket]
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        flat = reduce_values(flat, ReduceOp.Average, group)
-        sizes = [grad.numel() for grad in grads]
-        for grad, mean in zip(grads, flat.split(sizes), strict=True):
-            grad.copy_(mean.view(grad.shape))
+    for together in buckets(used, limit=BUCKET_BYTES):
+        gradients = [_grad(tensor) for tensor in together]
+        bucket = GradientBucket(sum(gradient.numel() for gradient in gradients))
+        bucket.add_all(gradients)
+        bucket.data.copy_(reduce_values(bucket.data, ReduceOp.Average, group))
+        torch._foreach_copy_(gradients, bucket.extract())
 
 
 def _grad(tensor: Tensor) -> Tensor:
@@ -75,26 +75,10 @@ def _grad(tensor: Tensor) -> Tensor:
     return tensor.grad.detach()
 
 
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors of one dtype, in their order, into buckets."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bucket: list[Tensor] = []
-        size = 0
-        for tensor in tensors:
-            if tensor.dtype == dtype:
-                if bucket and size + tensor.nbytes > BUCKET_BYTES:
-                    yield bucket
-                    bucket, size = [], 0
-                bucket.append(tensor)
-                size += tensor.nbytes
-        if bucket:
-            yield bucket
-
-
 def _first_problem(tensors: list[Tensor], group: ProcessGroup) -> Exception | None:
     for index, tensor in enumerate(tensors):
         value = tensor if tensor.grad is None else tensor.grad
-        problem = bad_tensor(value, group) or bad_op(value, ReduceOp.Average)
+        problem = tensor_error(value, group) or reduce_op_error(value, ReduceOp.Average)
         if problem is not None:
             return type(problem)(
                 f"sync_gradients: parameter {index} ({say_tensor(tensor)}): {problem}"

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from axonlaunch.comm.authenticated_store import AuthenticatedStore
+
 _IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -27,7 +29,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnvironment:
     """Where this process stands in its world.
 
     Attributes:
@@ -78,7 +80,9 @@ def local_place(rank: int, world_size: int) -> dict[str, str]:
     )
 
 
-def find_place(environment: Mapping[str, str], *, store: dist.Store | None = None) -> Place:
+def find_place(
+    environment: Mapping[str, str], *, store: dist.Store | None = None
+) -> RankEnvironment:
     """Read the place of this process from its environment.
 
     Args:
@@ -90,7 +94,7 @@ def find_place(environment: Mapping[str, str], *, store: dist.Store | None = Non
     """
     needed = _IDENTITY + _ADDRESS if store is None else _IDENTITY
     if not any(environment.get(name) for name in needed):
-        return Place()
+        return RankEnvironment()
     problems = [f"{name} is not set" for name in needed if not environment.get(name)]
     numbers: dict[str, int] = {}
     for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", 1)):
@@ -113,7 +117,7 @@ def find_place(environment: Mapping[str, str], *, store: dist.Store | None = Non
             f"the environment describes no world: {'; '.join(problems)}. A launcher sets all of "
             f"{', '.join(needed)}; with none of them set this is a world of one"
         )
-    return Place(
+    return RankEnvironment(
         rank=numbers["RANK"],
         world_size=numbers["WORLD_SIZE"],
         local_rank=numbers["LOCAL_RANK"],
@@ -124,7 +128,7 @@ def find_place(environment: Mapping[str, str], *, store: dist.Store | None = Non
 
 
 def _host_of(store: dist.Store | None) -> str | None:
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, dist.PrefixStore | AuthenticatedStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else None
 
@@ -137,7 +141,7 @@ def is_loopback(host: str) -> bool:
         return host in ("localhost", "localhost.localdomain")
 
 
-def open_store(place: Place, *, timeout: timedelta) -> dist.Store:
+def open_store(place: RankEnvironment, *, timeout: timedelta) -> dist.Store:
     """Open the store that the ranks of a world meet at.
 
     Raises:

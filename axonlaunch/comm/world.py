@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from axonlaunch.comm import nccl
-from axonlaunch.comm.agreement import agree
 from axonlaunch.comm.backend import Backend
+from axonlaunch.comm.errors import NcclError
+from axonlaunch.comm.gloo import proven_groups
 from axonlaunch.comm.mesh import Mesh
+from axonlaunch.comm.mismatch_check import check_collective
 from axonlaunch.comm.process_group import ProcessGroup, default_group
-from axonlaunch.comm.rendezvous import Place, find_place, gloo_towards, open_store
+from axonlaunch.comm.rendezvous import RankEnvironment, find_place, gloo_towards, open_store
 
 if TYPE_CHECKING:
     from axonlaunch.comm.mock import MockWorld
@@ -87,6 +89,7 @@ class World:
         Raises:
             ValueError: The environment is half set or senseless, the backend can't be had here,
                 or there is a world already.
+            NcclError: It is a ValueError that is about NCCL.
         """
         if dist.is_initialized():
             raise ValueError(
@@ -103,6 +106,8 @@ class World:
             at_close.enter_context(gloo_towards(place.master_addr or "localhost"))
             at_close.callback(setattr, sys, "excepthook", sys.excepthook)
             store = store or open_store(place, timeout=timeout)
+            at_close.callback(_let_go_of, store)
+            at_close.enter_context(proven_groups(store, rank=place.rank))
             dist.init_process_group(
                 chosen.torch_name,
                 store=store,
@@ -144,7 +149,7 @@ class World:
             problem = f"the world has ranks 0 to {self.world_size - 1}"
         elif len(set(members)) < len(members):
             problem = "a rank can be in a group once"
-        agree(
+        check_collective(
             self.default_group,
             f"new_group of ranks {members}",
             problem=ValueError(f"new_group of ranks {members}: {problem}") if problem else None,
@@ -192,7 +197,12 @@ class World:
         )
 
 
-def choose_backend(name: str, place: Place) -> Backend:
+def _let_go_of(store: dist.Store) -> None:
+    """Hold a store for as long as this is to be called: torch holds only its C++ part."""
+    del store
+
+
+def choose_backend(name: str, place: RankEnvironment) -> Backend:
     """Turn what the user said into a backend that processes can use.
 
     Raises:
@@ -209,7 +219,7 @@ def choose_backend(name: str, place: Place) -> Backend:
     return Backend(name)
 
 
-def _every_local_rank_has_a_device(place: Place) -> bool:
+def _every_local_rank_has_a_device(place: RankEnvironment) -> bool:
     """Decide from what all ranks of a machine see alike, so that they decide alike."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != "cuda" or not nccl.status().available:
@@ -228,9 +238,9 @@ def _device(backend: Backend, local_rank: int) -> torch.device:
         return torch.device("cpu")
     found = nccl.status()
     if not found.available:
-        raise ValueError(f"backend=nccl: {found.reason}")
+        raise NcclError(f"backend=nccl: {found.reason}")
     if local_rank >= len(found.devices):
-        raise ValueError(
+        raise NcclError(
             f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees "
             f"{len(found.devices)}; start fewer ranks on this machine, or use backend=gloo"
         )

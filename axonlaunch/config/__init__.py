@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.compose import DEFAULT_ORIGIN, Composed, Composer
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import MODEL_CONFIGS
+from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree, to_yaml, with_values
 from axonlaunch.config.plugins import import_entry_point, import_plugins, search_here
-from axonlaunch.config.problem import ConfigError, Problem
-from axonlaunch.config.rules import broken_rules
+from axonlaunch.config.rules import find_rule_violations
 from axonlaunch.config.schema import RunConfig
-from axonlaunch.config.tree import leaves, read_yaml, replaced, to_tree, to_yaml
+from axonlaunch.config.trust import foreign_code
 from axonlaunch.config.validate import validate
+from axonlaunch.system.files import read_text
 
 __all__ = [
     "CONFIG",
@@ -26,15 +28,15 @@ __all__ = [
     "Composed",
     "Composer",
     "ConfigError",
-    "Problem",
+    "ConfigIssue",
     "RunConfig",
     "compose",
-    "leaves",
+    "flatten",
     "load",
     "meant_below_runs",
     "parsed",
     "read",
-    "replaced",
+    "with_values",
     "to_tree",
     "to_yaml",
     "typed",
@@ -90,7 +92,7 @@ def _of_ours() -> Composer:
 
 def typed(
     tree: dict[str, Any],
-    problems: Sequence[Problem] = (),
+    problems: Sequence[ConfigIssue] = (),
     *,
     origins: Callable[[], dict[str, str]] = dict,
 ) -> RunConfig:
@@ -107,7 +109,7 @@ def typed(
     checked = validate(tree, RunConfig)
     problems = [*problems, *checked.problems]
     told = {problem.key for problem in problems}
-    problems += [rule for rule in broken_rules(checked.config) if rule.key not in told]
+    problems += [rule for rule in find_rule_violations(checked.config) if rule.key not in told]
     if problems:
         whence = origins()
         raise ConfigError([_placed(problem, whence) for problem in problems])
@@ -115,7 +117,7 @@ def typed(
     return checked.config
 
 
-def _placed(problem: Problem, origins: Mapping[str, str]) -> Problem:
+def _placed(problem: ConfigIssue, origins: Mapping[str, str]) -> ConfigIssue:
     """Say in which of a user's own files a problem is."""
     inside = f"{problem.key}."
     files = {o for key, o in origins.items() if key == problem.key or key.startswith(inside)}
@@ -130,7 +132,7 @@ def _placed(problem: Problem, origins: Mapping[str, str]) -> Problem:
     return dataclasses.replace(problem, message=message)
 
 
-def _import_models(tree: dict[str, Any]) -> list[Problem]:
+def _import_models(tree: dict[str, Any]) -> list[ConfigIssue]:
     """Import what registers models: plugins, and the package that offers the chosen model."""
     modules, model = tree.get("plugins"), tree.get("model")
     problems = import_plugins(modules) if isinstance(modules, list) else []
@@ -165,18 +167,30 @@ def _with_registered_model(composed: Composed) -> Composed:
     return composed
 
 
-def read(path: str | Path) -> RunConfig:
+def read(path: str | Path, *, trusted: bool = False) -> RunConfig:
     """Read a frozen ``config.yaml``, or that of a run folder.
 
+    Args:
+        path: The file or the folder.
+        trusted: Import the modules that it names; they are refused otherwise.
+
     Raises:
-        ConfigError: There is no such file, or it does not fit this version's schema.
+        ConfigError: There is no such file, it does not fit this version's schema, or names code.
     """
     path = Path(path) if isinstance(path, str) else path
     file = path / CONFIG if path.is_dir() else path
-    if not file.is_file():
+    try:
+        text = read_text(file, at_most=LARGEST_YAML)
+    except (FileNotFoundError, NotADirectoryError):
         message = f"{path}: no run folder (it has no config.yaml){meant_below_runs(path)}"
-        raise ConfigError([Problem("", message)])
-    return parsed(file.read_text(), name=str(file))
+        raise ConfigError([ConfigIssue("", message)]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError([ConfigIssue("", f"{file}: can't be read: {reason}")]) from None
+    tree = _read_tree(text, name=str(file))
+    if not trusted and (problems := foreign_code(tree, text, file=str(file))):
+        raise ConfigError(problems)
+    return typed(tree, _import_models(tree))
 
 
 def meant_below_runs(path: Path) -> str:
@@ -186,13 +200,17 @@ def meant_below_runs(path: Path) -> str:
 
 
 def parsed(text: str, *, name: str = "the frozen configuration") -> RunConfig:
-    """Read the text of a frozen ``config.yaml``.
+    """Read the text of a ``config.yaml`` that this very run has frozen, and import what it names.
 
     Raises:
         ConfigError: It does not fit this version's schema.
     """
-    try:
-        tree = read_yaml(text)
-    except ValueError as reason:
-        raise ConfigError([Problem("", f"{name}: {reason}")]) from None
+    tree = _read_tree(text, name=name)
     return typed(tree, _import_models(tree))
+
+
+def _read_tree(text: str, *, name: str) -> dict[str, Any]:
+    try:
+        return read_yaml(text)
+    except ValueError as reason:
+        raise ConfigError([ConfigIssue("", f"{name}: {reason}")]) from None

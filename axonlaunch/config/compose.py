@@ -12,9 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.problem import ConfigError, Problem
-from axonlaunch.config.tree import leaves, read_yaml
+from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.registry import nearest, unknown
+
+_LONGEST, _DEEPEST = 8192, 32
+"""Characters and levels of an override: Hydra's parser takes seconds for a multiple of it."""
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 OVERRIDE_ORIGIN = "override "
 DEFAULT_ORIGIN = "default"
@@ -35,6 +39,21 @@ FOREIGN_OPTIONS = {
 """What other tools call an option, to what it is here."""
 
 
+PRESET = "preset"
+"""A key of the group ``model``: what its size makes sense with, by a key of ``PRESETS``. It is a
+default of last resort, which our own files read by ``${oc.select:model.preset.KEY,DEFAULT}``.
+"""
+PRESETS = (
+    "data",
+    "sequence_length",
+    "global_batch_size",
+    "micro_batch_size",
+    "precision",
+    "activation_checkpointing",
+)
+_FROM_PRESET = re.compile(r"\$\{oc\.select:(model\.preset\.\w+),")
+
+
 @dataclass(frozen=True)
 class Composed:
     """A composed configuration before it is typed.
@@ -50,7 +69,7 @@ class Composed:
     tree: dict[str, Any]
     given: dict[str, str]
     in_files: Callable[[], dict[str, str]]
-    problems: list[Problem]
+    problems: list[ConfigIssue]
 
     def origins(self) -> dict[str, str]:
         """Return what set each leaf: a file, or ``"override "`` and the override."""
@@ -76,7 +95,9 @@ class Composer:
         self.folders = [*(Path(folder).resolve() for folder in config_dirs), packaged_configs()]
         for folder in reversed(self.folders[:-1]):
             if not folder.is_dir():
-                raise ConfigError([Problem("", f"--config-dir {folder}: there is no such folder")])
+                raise ConfigError(
+                    [ConfigIssue("", f"--config-dir {folder}: there is no such folder")]
+                )
             search_path.prepend("user", folder.as_uri())
         self._loader = ConfigLoaderImpl(search_path)
         self._in_defaults: dict[str, frozenset[str]] = {}
@@ -121,6 +142,7 @@ class Composer:
                 raise
             raise ConfigError([problem]) from None
         assert isinstance(tree, dict)
+        problems += _taken_preset(tree)
         in_files = partial(self._file_origins, config_name, texts)
         named = {str(key): value for key, value in tree.items()}
         return Composed(named, given, in_files, problems)
@@ -135,7 +157,7 @@ class Composer:
         batches = BasicSweeper.split_arguments(parsed, None)
         return [list(overrides) for batch in batches for overrides in batch]
 
-    def _parse(self, overrides: Sequence[str]) -> tuple[list[Any], list[Problem]]:
+    def _parse(self, overrides: Sequence[str]) -> tuple[list[Any], list[ConfigIssue]]:
         """Parse overrides, each by itself, so that every one that is wrong is told."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import OverrideParseException
@@ -144,17 +166,20 @@ class Composer:
         parsed = []
         words, problems = _without_spaces(overrides)
         for text in words:
+            if reason := _too_much(text):
+                problems.append(ConfigIssue("", f"{text[:60]}...: {reason}"))
+                continue
             try:
                 override = parser.parse_overrides([text])[0]
             except OverrideParseException as error:
                 reason = f" ({str(error).splitlines()[0]})" if "=" in text else ""
                 message = f"{text}: not an override{reason}; write {self._meant(text)}"
-                problems.append(Problem("", message))
+                problems.append(ConfigIssue("", message))
                 continue
             if override.key_or_group:
                 parsed.append(override)
             else:
-                problems.append(Problem("", f"{text}: has no key; write key=value"))
+                problems.append(ConfigIssue("", f"{text}: has no key; write key=value"))
         return parsed, problems
 
     def _meant(self, text: str) -> str:
@@ -169,11 +194,11 @@ class Composer:
         if not self._loader.repository.config_exists(config_name):
             known = sorted(path.stem for folder in self.folders for path in folder.glob("*.yaml"))
             message = unknown("config", config_name, dict.fromkeys(known))
-            raise ConfigError([Problem("", f"--config-name {config_name}: {message}")])
+            raise ConfigError([ConfigIssue("", f"--config-name {config_name}: {message}")])
 
     def _normalise(
         self, overrides: Sequence[str], config_name: str
-    ) -> tuple[list[str], dict[str, str], list[Problem]]:
+    ) -> tuple[list[str], dict[str, str], list[ConfigIssue]]:
         """Rewrite overrides so that Hydra takes each one, and note what each one sets.
 
         ``strategy=x`` and ``+strategy=x`` mean the same. A value is always added by force (``++``):
@@ -187,10 +212,10 @@ class Composer:
             text, key = override.input_line, override.key_or_group
             if key == "hydra" or key.startswith("hydra."):
                 message = f"{text}: Hydra's own settings play no part here; leave it out"
-                problems.append(Problem("", message))
+                problems.append(ConfigIssue("", message))
             elif override.is_sweep_override():
                 message = f"{text}: several values; add -m to run them one after another"
-                problems.append(Problem("", message))
+                problems.append(ConfigIssue("", message))
             elif override.is_delete():
                 texts.append(text)
             elif self._loader.repository.group_exists(key):
@@ -199,11 +224,11 @@ class Composer:
                 problems += group_problems
             else:
                 texts.append("++" + text.lstrip("+"))
-                for leaf in leaves(override.value(), key):
+                for leaf in flatten(override.value(), key):
                     given[leaf] = text
         return texts, given, problems
 
-    def _group(self, override: Any, in_defaults: bool) -> tuple[list[str], list[Problem]]:
+    def _group(self, override: Any, in_defaults: bool) -> tuple[list[str], list[ConfigIssue]]:
         group, value = override.key_or_group, override.value()
         options = sorted(self._loader.get_group_options(group))
         if value is None:
@@ -211,13 +236,13 @@ class Composer:
         if isinstance(value, list):
             several = ",".join(str(option) for option in value)
             message = f"it takes one option; to run several in turn write -m {group}={several}"
-            return [], [Problem(group, message, value)]
+            return [], [ConfigIssue(group, message, value)]
         if str(value) not in options:
             close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
             meant = f"did you mean {close}? " if close else ""
             own = "; plugins=[module] registers your own" if group == "model" else ""
             message = f"there is no such option; {meant}known: {', '.join(options)}{own}"
-            return [], [Problem(group, message, value)]
+            return [], [ConfigIssue(group, message, value)]
         text = override.input_line.lstrip("+")
         return [text if in_defaults else "+" + text], []
 
@@ -245,15 +270,18 @@ class Composer:
         defaults = self._loader.compute_defaults_list(config_name, texts, RunMode.RUN).defaults
         repository = CachingConfigRepository(self._loader.repository)
         origins: dict[str, str] = {}
+        sources: dict[str, str] = {}
         for default in defaults:
             if default.config_path.startswith("hydra/"):
                 continue
             loaded = self._loader._load_single_config(default=default, repo=repository)
             tree = OmegaConf.to_container(loaded.config, resolve=False)
             where = self._describe(default.config_path)
-            for leaf in leaves(tree, ""):
+            for leaf, value in flatten(tree, "").items():
                 origins[leaf] = where
-        return origins
+                reference = _FROM_PRESET.match(str(value))
+                sources[leaf] = reference[1] if reference else leaf
+        return {leaf: origins.get(sources[leaf], where) for leaf, where in origins.items()}
 
     def _describe(self, config_path: str) -> str:
         """Name a file: from our own folder by its place in it, a user's by its whole path."""
@@ -275,24 +303,58 @@ class Composer:
         return ""
 
 
-def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
+def _too_much(text: str) -> str:
+    """Say what is too much of an override to be parsed in a second; empty if nothing is."""
+    if len(text) > _LONGEST:
+        return (
+            f"is longer than {_LONGEST} characters; write it to a YAML file, and give its folder "
+            "by --config-dir"
+        )
+    depth = 0
+    for mark in re.sub(_QUOTED, "", text):
+        depth += (mark in "[{(") - (mark in ")}]")
+        if depth > _DEEPEST:
+            return f"is nested deeper than {_DEEPEST} levels; write it to a YAML file"
+    return ""
+
+
+def _taken_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:
+    """Take a model's preset out of a composed tree, where it has had its effect."""
+    model = tree.get("model")
+    preset = model.pop(PRESET, None) if isinstance(model, dict) else None
+    key = f"model.{PRESET}"
+    if preset is None:
+        return []
+    if not isinstance(preset, dict):
+        return [ConfigIssue(key, f"expected keys of it: {', '.join(PRESETS)}", preset)]
+    known = dict.fromkeys(PRESETS)
+    return [
+        ConfigIssue(f"{key}.{name}", unknown("key", str(name), known), value)
+        for name, value in preset.items()
+        if name not in known
+    ]
+
+
+def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[ConfigIssue]]:
     """Part words from ``key = value``, of which a shell makes three."""
     rest, problems = [*words], []
     while "=" in rest:
         at = rest.index("=")
         of_it = slice(max(0, at - 1), at + 2)
         written = rest[of_it]
-        problems.append(Problem("", f"{' '.join(written)}: has spaces; write {''.join(written)}"))
+        problems.append(
+            ConfigIssue("", f"{' '.join(written)}: has spaces; write {''.join(written)}")
+        )
         del rest[of_it]
     return rest, problems
 
 
-def _omegaconf_problem(error: Any) -> Problem:
+def _omegaconf_problem(error: Any) -> ConfigIssue:
     message = str(getattr(error, "msg", None) or error).splitlines()[0]
-    return Problem(getattr(error, "full_key", None) or "", message)
+    return ConfigIssue(getattr(error, "full_key", None) or "", message)
 
 
-def _hydra_problem(error: Exception) -> Problem | None:
+def _hydra_problem(error: Exception) -> ConfigIssue | None:
     """Say a Hydra or YAML error in one line; None where it is neither.
 
     Hydra hides the reason of "Error merging override" in ``__cause__``.
@@ -303,10 +365,12 @@ def _hydra_problem(error: Exception) -> Problem | None:
     if isinstance(error, MarkedYAMLError):
         mark = error.problem_mark
         where = f"{mark.name}:{mark.line + 1}:{mark.column + 1}: " if mark else ""
-        return Problem("", f"{where}not YAML: {error.problem}")
+        return ConfigIssue("", f"{where}not YAML: {error.problem}")
     if isinstance(error, UnicodeDecodeError | RecursionError | YAMLError | ValueError | IndexError):
         reason = " ".join(str(error).split())
-        return Problem("", f"the configuration can't be composed: {type(error).__name__}: {reason}")
+        return ConfigIssue(
+            "", f"the configuration can't be composed: {type(error).__name__}: {reason}"
+        )
     if not isinstance(error, HydraException):
         return None
     lines = [(str(error).splitlines() or [type(error).__name__])[0].rstrip(".")]
@@ -316,4 +380,4 @@ def _hydra_problem(error: Exception) -> Problem | None:
         lines.append("known: " + ", ".join(provider))
     if error.__cause__ is not None:
         lines += str(error.__cause__).splitlines()[:1]
-    return Problem("", "; ".join(lines))
+    return ConfigIssue("", "; ".join(lines))

@@ -10,6 +10,8 @@ from typing import Final, Literal
 
 IGNORE_INDEX: Final = -100
 """The target that a loss does not count: torch's own default for ``ignore_index``."""
+NUM_BYTES: Final = 256
+"""The vocabulary of text, a token a byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class TextConfig:
     name: str = "text"
     """name in the registry of datasets"""
     files: list[str]
-    """paths or globs; ** crosses folders"""
+    """paths or globs of text in UTF-8; ** crosses folders"""
     sequence_length: int = field(default=128, metadata={"min": 1})
     """bytes of a sample"""
     eval_fraction: float = field(default=0.05, metadata={"above": 0, "below": 1})

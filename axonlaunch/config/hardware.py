@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-GIB = 1024**3
+from axonlaunch.system.formatting import GIB as GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,8 @@ class HardwareConfig:
     """share of the network's bandwidth that collectives reach"""
     network_latency_us: float | None = field(default=None, metadata={"above": 0})
     """time of one step of a collective between nodes, microseconds"""
+    host_memory_gib: float | None = field(default=None, metadata={"above": 0})
+    """memory of a node's host, GiB; null: no node is standard"""
     host_gb_s: float | None = field(default=None, metadata={"above": 0})
     """bandwidth of a device to its host's memory, one direction, GB/s (1e9)"""
     host_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from axonlaunch.config.schedules import SCHEDULES
+from axonlaunch.config.plain import with_values
+from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import RunConfig, StrategyConfig
-from axonlaunch.config.tree import replaced
 
 DataParallel = Literal["none", "ddp", "zero1", "fsdp"]
 
@@ -92,6 +92,8 @@ class Layout:
         parts = []
         if self.data_parallel == "fsdp" and self.dp_replicate > 1 and self.dp_shard > 1:
             parts.append(f"fsdp {self.dp_replicate} x {self.dp_shard}")
+        elif self.data_parallel == "ddp" and self.data_ranks == 1 < self.context:
+            pass  # the replicas are the context ranks, which stand below
         elif self.data_parallel != "none":
             parts.append(f"{self.data_parallel} {self.data_ranks}")
         if self.context > 1:
@@ -111,7 +113,7 @@ def layout(config: RunConfig, *, world_size: int) -> Layout:
     size, count = _micro_batches(config, share=max(1, config.train.global_batch_size // ranks))
     in_round = strategy.pipeline.microbatches
     return Layout(
-        data_parallel=strategy.data_parallel or _leftover(ranks * strategy.context.degree),
+        data_parallel=data_parallel(strategy, world_size=world_size),
         pipeline=strategy.pipeline.degree,
         dp_replicate=replicate,
         dp_shard=max(1, ranks // replicate),
@@ -151,6 +153,19 @@ def of_ranks(world_size: int) -> dict[str, int]:
 def model_ranks(strategy: StrategyConfig) -> int:
     """Return how many ranks work on the same samples: all degrees but the data's."""
     return strategy.pipeline.degree * strategy.context.degree * strategy.tensor.degree
+
+
+def data_parallel(strategy: StrategyConfig, *, world_size: int) -> DataParallel:
+    """Return what keeps the ranks in step that hold the same parameters; nothing else decides it.
+
+    Where ``strategy.data_parallel`` is null that is ddp, or none if no two ranks hold the same.
+    Ranks that share a sequence (``strategy.context``) hold the same parameters, and each has the
+    gradient of its own positions alone: context 2 on 2 ranks needs ddp as much as 2 replicas do.
+    """
+    if strategy.data_parallel is not None:
+        return strategy.data_parallel
+    holders = world_size // (strategy.pipeline.degree * strategy.tensor.degree)
+    return "ddp" if holders > 1 else "none"
 
 
 def stages_per_rank(strategy: StrategyConfig) -> int:
@@ -200,17 +215,12 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
         else:
             nproc = degrees * (2 if strategy.data_parallel else 1)
     least, most = nodes(config)
-    kind = strategy.data_parallel or _leftover(nproc * most // model_ranks(strategy))
+    kind = data_parallel(strategy, world_size=nproc * most)
     settings = {"launch.nproc": nproc, "strategy.data_parallel": kind}
     fsdp = strategy.fsdp
     if fsdp.sharding == "hybrid_shard" and fsdp.replicate == "auto" and least == most:
         settings["strategy.fsdp.replicate"] = _machines_of_a_stage(config)
-    return replaced(config, settings)
-
-
-def _leftover(ranks: int) -> DataParallel:
-    """Return what ranks do that were given nothing else to do."""
-    return "ddp" if ranks > 1 else "none"
+    return with_values(config, settings)
 
 
 def _micro_batches(config: RunConfig, *, share: int) -> tuple[int, int]:

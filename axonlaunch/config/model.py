@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from axonlaunch.config.problem import divisor_of
+from axonlaunch.config.errors import divisor_of
+
+MOST_LAYERS = 10_000
+"""Each is a module that is built before anything can be said of the model, on ``meta`` too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class MLPConfig:
     """numbers in one flattened sample: channels x height x width of an image"""
     hidden_size: int = field(default=256, metadata={"min": 1})
     """width of each hidden layer"""
-    num_hidden_layers: int = field(default=1, metadata={"min": 1})
+    num_hidden_layers: int = field(default=1, metadata={"min": 1, "max": MOST_LAYERS})
     """hidden layers"""
     num_classes: int = field(default=10, metadata={"min": 1})
     """classes to tell apart"""
@@ -37,7 +40,7 @@ class GPTConfig:
     """name in the registry of models"""
     hidden_size: int = field(default=128, metadata={"min": 1})
     """width of the residual stream"""
-    num_hidden_layers: int = field(default=4, metadata={"min": 1})
+    num_hidden_layers: int = field(default=4, metadata={"min": 1, "max": MOST_LAYERS})
     """blocks of attention and feed-forward"""
     num_attention_heads: int = field(default=4, metadata={"min": 1})
     """heads of each attention; divides hidden_size"""
@@ -71,7 +74,7 @@ class LlamaConfig:
     """name in the registry of models"""
     hidden_size: int = field(default=128, metadata={"min": 1})
     """width of the residual stream"""
-    num_hidden_layers: int = field(default=4, metadata={"min": 1})
+    num_hidden_layers: int = field(default=4, metadata={"min": 1, "max": MOST_LAYERS})
     """blocks of attention and feed-forward"""
     num_attention_heads: int = field(default=8, metadata={"min": 1})
     """query heads of each attention; divides hidden_size"""
@@ -128,7 +131,7 @@ class ViTConfig:
     """classes to tell apart"""
     hidden_size: int = field(default=64, metadata={"min": 1})
     """width of the residual stream"""
-    num_hidden_layers: int = field(default=4, metadata={"min": 1})
+    num_hidden_layers: int = field(default=4, metadata={"min": 1, "max": MOST_LAYERS})
     """blocks of attention and feed-forward"""
     num_attention_heads: int = field(default=4, metadata={"min": 1})
     """heads of each attention; divides hidden_size"""
@@ -194,6 +197,9 @@ def _head_problems(hidden_size: int, num_attention_heads: int) -> list[tuple[str
     message = f"hidden_size={hidden_size} is not divisible by it; use {divisor_of(hidden_size)}"
     return [("num_attention_heads", message)]
 
+
+OWN_MODEL_CONFIGS = (MLPConfig, GPTConfig, LlamaConfig, ViTConfig)
+"""Of the models whose code is here: what they are fed and return follows from their figures."""
 
 MODEL_CONFIGS: dict[str, type] = {
     "mlp": MLPConfig,

@@ -1,6 +1,6 @@
 """Typed configurations of optimizers and learning-rate schedules.
 
-It holds values; ``axonlaunch.engines.optimizer`` carries them out.
+It holds values; ``axonlaunch.engines.optimizer.optimizers`` carries them out.
 """
 
 from __future__ import annotations

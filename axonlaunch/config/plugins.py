@@ -13,12 +13,12 @@ from collections.abc import Container, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from axonlaunch.config.problem import Problem
+from axonlaunch.config.errors import ConfigIssue
 
 ENTRY_POINT_GROUP = "axonlaunch.models"
 
 
-def import_plugins(modules: Sequence[str]) -> list[Problem]:
+def import_plugins(modules: Sequence[str]) -> list[ConfigIssue]:
     """Import modules by name, the working folder's included; return what went wrong."""
     problems = []
     for name in modules:
@@ -28,7 +28,7 @@ def import_plugins(modules: Sequence[str]) -> list[Problem]:
             with contextlib.redirect_stdout(sys.stderr):
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:  # a user's module may fail in any way
-            problems.append(Problem("plugins", _reason(name, error), name))
+            problems.append(ConfigIssue("plugins", _reason(name, error), name))
     return problems
 
 
@@ -42,7 +42,7 @@ def search_here() -> None:
         sys.path.append(here)
 
 
-def import_entry_point(model: str, known: Container[str]) -> list[Problem]:
+def import_entry_point(model: str, known: Container[str]) -> list[ConfigIssue]:
     """Import the installed package that offers a model of this name, if it is not known yet."""
     if model in known:
         return []
@@ -51,7 +51,7 @@ def import_entry_point(model: str, known: Container[str]) -> list[Problem]:
         try:
             point.load()
         except Exception as error:  # someone else's package may fail in any way
-            problems.append(Problem("model.name", _reason(point.value, error), model))
+            problems.append(ConfigIssue("model.name", _reason(point.value, error), model))
     return problems
 
 

@@ -12,35 +12,38 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from axonlaunch.config.layout import model_ranks, nodes, replicas, world_size
-from axonlaunch.config.optimizer import WSDConfig
-from axonlaunch.config.parallel_rules import (
-    broken_degrees,
+from axonlaunch.config.degree_rules import (
     broken_rounds,
     broken_world_degrees,
+    degree_issues,
     legal_micro_batch_sizes,
 )
-from axonlaunch.config.problem import Problem, divisor_of, one_of
+from axonlaunch.config.errors import ConfigIssue, divisor_of, one_of
+from axonlaunch.config.layout import model_ranks, nodes, replicas, world_size
+from axonlaunch.config.optimizer import WSDConfig
+from axonlaunch.config.plain import with_values
 from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
-from axonlaunch.config.tree import replaced
 from axonlaunch.config.url import is_url
 
+_LONGEST_NAME, _LONGEST_PATH = 240, 2048
+"""Bytes of a folder's name and of a path, with room for what a run adds to them."""
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 
 
-def broken_rules(config: RunConfig) -> list[Problem]:
+def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
     """Return the problems of a typed tree, in the order of its keys."""
     if not _NODES.fullmatch(str(config.launch.nnodes)) or nodes(config)[0] > nodes(config)[1]:
         message = "expected a number of machines, or the fewest and the most, as in 2:4"
-        return [Problem("launch.nnodes", message, config.launch.nnodes)]
+        return [ConfigIssue("launch.nnodes", message, config.launch.nnodes)]
     problems = [
         *_name(config),
         *_unused(config),
         *_no_replicas(config),
-        *broken_degrees(config),
+        *degree_issues(config),
         *_schedule(config),
         *_extras(config),
         *_resume(config),
+        *_prompt(config),
         *_saving(config),
         *_machines(config),
     ]
@@ -49,23 +52,23 @@ def broken_rules(config: RunConfig) -> list[Problem]:
     return problems
 
 
-def broken_sizes(config: RunConfig) -> list[Problem]:
+def broken_sizes(config: RunConfig) -> list[ConfigIssue]:
     """Return the problems of every world that the run may have."""
     assert config.launch.nproc != "auto"
     least, most = nodes(config)
     if least == most:
         return broken_world_rules(config, world_size=world_size(config))
-    found: list[Problem] = []
+    found: list[ConfigIssue] = []
     for machines in range(least, most + 1):
         size = config.launch.nproc * machines
-        one = replaced(config, {"launch.nnodes": machines})
+        one = with_values(config, {"launch.nnodes": machines})
         problems = broken_world_rules(one, world_size=size)
         where = f"with {machines} machine{'s' if machines > 1 else ''}: "
         found += [dataclasses.replace(p, message=where + p.message) for p in problems]
     return found
 
 
-def broken_world_rules(config: RunConfig, *, world_size: int) -> list[Problem]:
+def broken_world_rules(config: RunConfig, *, world_size: int) -> list[ConfigIssue]:
     """Return the problems of a typed tree on a world of a known size."""
     if problems := broken_world_degrees(config, world_size=world_size):
         return problems
@@ -76,17 +79,22 @@ def broken_world_rules(config: RunConfig, *, world_size: int) -> list[Problem]:
     ]
 
 
-def _name(config: RunConfig) -> Iterator[Problem]:
+def _name(config: RunConfig) -> Iterator[ConfigIssue]:
     parts = Path(config.name).parts
     if not parts or Path(config.name).is_absolute() or ".." in parts:
-        yield Problem(
+        yield ConfigIssue(
             "name", "must be a folder's name below runs/; use run_dir for a path", config.name
         )
     if not config.run_dir:
-        yield Problem("run_dir", "is empty; write a path, or auto", config.run_dir)
+        yield ConfigIssue("run_dir", "is empty; write a path, or auto", config.run_dir)
+    for key, path in (("name", config.name), ("run_dir", config.run_dir)):
+        names = [len(part.encode()) for part in Path(path).parts]
+        if max(names, default=0) > _LONGEST_NAME or sum(names) > _LONGEST_PATH:
+            message = f"is longer than a path may be; use {_LONGEST_NAME} bytes a folder at most"
+            yield ConfigIssue(key, message, path)
 
 
-def _unused(config: RunConfig) -> Iterator[Problem]:
+def _unused(config: RunConfig) -> Iterator[ConfigIssue]:
     """A setting of an engine that is not the chosen one would silently do nothing."""
     chosen = config.strategy.data_parallel or "ddp"
     users = {"ddp": ("ddp", DDPConfig()), "fsdp": ("fsdp", FSDPConfig())}
@@ -99,35 +107,35 @@ def _unused(config: RunConfig) -> Iterator[Problem]:
             if value != getattr(defaults, field.name):
                 use = f"strategy.data_parallel={engine}"
                 message = f"data_parallel is {chosen}; use {use} or leave it out"
-                yield Problem(f"strategy.{section}.{field.name}", message, value)
+                yield ConfigIssue(f"strategy.{section}.{field.name}", message, value)
 
 
-def _single(config: RunConfig, world_size: int) -> Iterator[Problem]:
+def _single(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     needed = model_ranks(config.strategy)
     if config.strategy.data_parallel == "none" and world_size > needed:
         many = "1 rank" if needed == 1 else f"{needed} ranks"
         apart = f"{world_size} ranks would train the same model apart"
         message = f"{apart}; use strategy.data_parallel=ddp or {many}"
-        yield Problem("launch.nproc", message, world_size)
+        yield ConfigIssue("launch.nproc", message, world_size)
 
 
-def _no_replicas(config: RunConfig) -> Iterator[Problem]:
+def _no_replicas(config: RunConfig) -> Iterator[ConfigIssue]:
     fsdp = config.strategy.fsdp
     if config.strategy.data_parallel != "fsdp" or fsdp.sharding == "hybrid_shard":
         return
     if fsdp.replicate != "auto":
         message = f"sharding is {fsdp.sharding}; use hybrid_shard, or leave this out"
-        yield Problem("strategy.fsdp.replicate", message, fsdp.replicate)
+        yield ConfigIssue("strategy.fsdp.replicate", message, fsdp.replicate)
 
 
-def _replicas(config: RunConfig, world_size: int) -> Iterator[Problem]:
+def _replicas(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     ranks = world_size // model_ranks(config.strategy)
     if ranks % replicas(config, world_size=world_size):
         message = f"{ranks} ranks are not divisible by it; use {divisor_of(ranks)}"
-        yield Problem("strategy.fsdp.replicate", message, config.strategy.fsdp.replicate)
+        yield ConfigIssue("strategy.fsdp.replicate", message, config.strategy.fsdp.replicate)
 
 
-def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
+def _batch(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     train = config.train
     ranks = world_size // model_ranks(config.strategy)
     if ranks % replicas(config, world_size=world_size):
@@ -137,7 +145,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
         counts = divisor_of(train.global_batch_size)
         who = "ranks" if ranks == world_size else "data-parallel ranks"
         message = f"{ranks} {who} can't share it evenly; use {nearest}, or {counts} {who}"
-        yield Problem("train.global_batch_size", message, train.global_batch_size)
+        yield ConfigIssue("train.global_batch_size", message, train.global_batch_size)
         return
     share = train.global_batch_size // ranks
     micro = train.micro_batch_size
@@ -145,62 +153,68 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
         legal = legal_micro_batch_sizes(config, share=share)
         use = one_of(legal) if config.strategy.pipeline.degree > 1 and legal else divisor_of(share)
         message = f"a rank's share of the global batch is {share} samples; use {use}"
-        yield Problem("train.micro_batch_size", message, micro)
+        yield ConfigIssue("train.micro_batch_size", message, micro)
         return
     yield from broken_rounds(config, world_size=world_size)
 
 
-def _schedule(config: RunConfig) -> Iterator[Problem]:
+def _schedule(config: RunConfig) -> Iterator[ConfigIssue]:
     steps, schedule = config.train.steps, config.scheduler
     warmup = schedule.warmup(steps)
     if schedule.warmup_steps != "auto" and 0 < steps <= warmup:
         message = f"train.steps is {steps}; use fewer, or auto, or train longer"
-        yield Problem("scheduler.warmup_steps", message, warmup)
+        yield ConfigIssue("scheduler.warmup_steps", message, warmup)
     elif isinstance(schedule, WSDConfig) and warmup + schedule.decay_steps > steps:
         message = (
             f"with {warmup} steps of warm-up it exceeds train.steps={steps}; "
             f"use {steps - warmup} or less"
         )
-        yield Problem("scheduler.decay_steps", message, schedule.decay_steps)
+        yield ConfigIssue("scheduler.decay_steps", message, schedule.decay_steps)
 
 
-def _extras(config: RunConfig) -> Iterator[Problem]:
+def _extras(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.train.tensorboard and find_spec("tensorboard") is None:
         message = "TensorBoard is not installed; pip install 'axonlaunch[tensorboard]'"
-        yield Problem("train.tensorboard", message, True)
+        yield ConfigIssue("train.tensorboard", message, True)
     if config.data.name == "digits" and find_spec("sklearn") is None:
         message = "scikit-learn is not installed; pip install 'axonlaunch[digits]'"
-        yield Problem("data.name", message, "digits")
+        yield ConfigIssue("data.name", message, "digits")
 
 
-def _saving(config: RunConfig) -> Iterator[Problem]:
+def _prompt(config: RunConfig) -> Iterator[ConfigIssue]:
+    if config.train.sample_tokens and not config.train.prompt:
+        message = "is empty; give at least one character, or train.sample_tokens=0"
+        yield ConfigIssue("train.prompt", message, "")
+
+
+def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.checkpoint.async_save and config.launch.backend == "mock":
         message = (
             "launch.backend=mock runs ranks as threads that take turns, and a save in the "
             "background has none; use false or launch.backend=gloo"
         )
-        yield Problem("checkpoint.async_save", message, True)
+        yield ConfigIssue("checkpoint.async_save", message, True)
     if config.checkpoint.keep_best and not config.train.eval_batches:
         message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
-        yield Problem("checkpoint.keep_best", message, config.checkpoint.keep_best)
+        yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
 
 
-def _machines(config: RunConfig) -> Iterator[Problem]:
+def _machines(config: RunConfig) -> Iterator[ConfigIssue]:
     most = nodes(config)[1]
     if config.launch.name == "local" and most > 1:
         message = "launch.name=local is this machine alone; use 1, or launch=auto"
-        yield Problem("launch.nnodes", message, config.launch.nnodes)
+        yield ConfigIssue("launch.nnodes", message, config.launch.nnodes)
     if config.launch.max_restarts and not config.checkpoint.every:
         message = "nothing is saved that a restart could go on from; use 0, or checkpoint.every"
-        yield Problem("launch.max_restarts", message, config.launch.max_restarts)
+        yield ConfigIssue("launch.max_restarts", message, config.launch.max_restarts)
 
 
-def _resume(config: RunConfig) -> Iterator[Problem]:
+def _resume(config: RunConfig) -> Iterator[ConfigIssue]:
     resume = config.checkpoint.resume
     if config.checkpoint.path == "":
-        yield Problem("checkpoint.path", "is empty; write a folder or a URL, or null", "")
+        yield ConfigIssue("checkpoint.path", "is empty; write a folder or a URL, or null", "")
     if resume in ("auto", "never") or is_url(resume):  # whether a URL is there is asked later
         return
     if not Path(resume).is_dir():
         message = "there is no such folder; give a run folder, a checkpoint, auto or never"
-        yield Problem("checkpoint.resume", message, resume)
+        yield ConfigIssue("checkpoint.resume", message, resume)

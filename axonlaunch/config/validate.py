@@ -12,20 +12,24 @@ import typing
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
-from axonlaunch.config.problem import Problem, one_of, plain
+from axonlaunch.config.errors import ConfigIssue, one_of, plain
 from axonlaunch.registry import nearest, unknown
 
 FOREIGN_NAMES = {
+    "batch": "train.global_batch_size",
     "batch_size": "train.global_batch_size",
     "devices": "launch.nproc",
+    "epochs": "train.steps",
     "gpus": "launch.nproc",
     "gradient_accumulation_steps": "train.micro_batch_size",
     "gradient_checkpointing": "train.activation_checkpointing",
     "learning_rate": "optimizer.lr",
+    "max_epochs": "train.steps",
     "max_grad_norm": "train.grad_clip",
     "max_steps": "train.steps",
     "mixed_precision": "train.precision",
     "nproc_per_node": "launch.nproc",
+    "num_epochs": "train.steps",
     "num_gpus": "launch.nproc",
     "num_processes": "launch.nproc",
     "output_dir": "run_dir",
@@ -37,6 +41,11 @@ FOREIGN_NAMES = {
 """What other tools call a key, to the key that it is here."""
 
 
+_ELSEWHERE = 0.75
+"""How like a key of another group a name must be: ``stepz`` is meant for ``train.steps`` (0.8), and
+``epochs`` for ``optimizer.eps`` (0.67) is not."""
+
+
 class _Rejected(Exception):  # noqa: N818 - control flow inside this module, never seen outside
     """A value that does not fit; the text says what would."""
 
@@ -46,20 +55,22 @@ class Validation:
     """The typed tree as far as it goes (defaults stand in for what is wrong) and the problems."""
 
     config: Any
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ConfigIssue] = field(default_factory=list)
 
 
 def validate(tree: dict[str, Any], schema: type) -> Validation:
     """Type a plain tree by a dataclass; collect every problem rather than stop at the first."""
-    problems: list[Problem] = []
+    problems: list[ConfigIssue] = []
     config = _dataclass(tree, schema, "", problems, root=schema)
     return Validation(config, problems)
 
 
-def _dataclass(tree: Any, schema: type, prefix: str, problems: list[Problem], *, root: type) -> Any:
+def _dataclass(
+    tree: Any, schema: type, prefix: str, problems: list[ConfigIssue], *, root: type
+) -> Any:
     if not isinstance(tree, dict):
         message = f"is a group of keys; set one of them, as in {prefix}.{_first_key(schema)}=..."
-        problems.append(Problem(prefix, message, tree))
+        problems.append(ConfigIssue(prefix, message, tree))
         tree = {}
     hints = typing.get_type_hints(schema)
     fields = {f.name: f for f in dataclasses.fields(schema)}
@@ -73,11 +84,11 @@ def _dataclass(tree: Any, schema: type, prefix: str, problems: list[Problem], *,
         key = f"{prefix}.{name}" if prefix else name
         if name not in tree:
             if spec.default is MISSING and spec.default_factory is MISSING:
-                problems.append(Problem(key, f"is missing; write {key}=..."))
+                problems.append(ConfigIssue(key, f"is missing; write {key}=..."))
             continue
         value = tree[name]
         if value == "???":
-            problems.append(Problem(key, f"is missing; write {key}=..."))
+            problems.append(ConfigIssue(key, f"is missing; write {key}=..."))
             continue
         variants = spec.metadata.get("variants")
         if variants is not None:
@@ -92,13 +103,13 @@ def _dataclass(tree: Any, schema: type, prefix: str, problems: list[Problem], *,
                 values.pop(name, None)
                 words = spec.metadata.get("words")
                 message = f"expected {words}" if words else str(reason)
-                problems.append(Problem(key, message, value))
+                problems.append(ConfigIssue(key, message, value))
     config = _construct(schema, values, fields)
     broken = {problem.key for problem in problems}
     for name, message in getattr(config, "problems", list)():
         key = f"{prefix}.{name}" if prefix else name
         if key not in broken:
-            problems.append(Problem(key, message, getattr(config, name, None)))
+            problems.append(ConfigIssue(key, message, getattr(config, name, None)))
     return config
 
 
@@ -111,17 +122,22 @@ def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> 
 
 
 def _variant(
-    tree: Any, variants: dict[str, type], spec: Any, key: str, problems: list[Problem], root: type
+    tree: Any,
+    variants: dict[str, type],
+    spec: Any,
+    key: str,
+    problems: list[ConfigIssue],
+    root: type,
 ) -> Any:
     """Type a subtree by the dataclass that its ``name`` stands for."""
     if not isinstance(tree, dict):
         message = f"is a group; choose one with {key}=NAME: {one_of(sorted(variants))}"
-        problems.append(Problem(key, message, tree))
+        problems.append(ConfigIssue(key, message, tree))
         return _default(spec)
     name = tree.get("name", getattr(_default(spec), "name", None))
     if name not in variants:
         message = unknown(key, plain(name), sorted(variants))
-        problems.append(Problem(f"{key}.name", message, name))
+        problems.append(ConfigIssue(f"{key}.name", message, name))
         return _default(spec)
     return _dataclass(tree, variants[name], key, problems, root=root)
 
@@ -246,7 +262,9 @@ def _in_range(value: Any, limits: typing.Mapping[str, Any], *, or_null: bool) ->
             raise _Rejected(f"must be below {limits['below']}{tail}")
 
 
-def _unknown_key(prefix: str, name: str, value: Any, fields: dict[str, Any], root: type) -> Problem:
+def _unknown_key(
+    prefix: str, name: str, value: Any, fields: dict[str, Any], root: type
+) -> ConfigIssue:
     """Say that a key is unknown, and which one was meant: here, or of that name elsewhere."""
     key = f"{prefix}.{name}" if prefix else name
     shown = ... if isinstance(value, dict) else value
@@ -254,17 +272,21 @@ def _unknown_key(prefix: str, name: str, value: Any, fields: dict[str, Any], roo
     elsewhere = [path for path in paths if path.rsplit(".", 1)[-1] == name]
     if key in elsewhere:
         owners = [other for other, keys in _variants(root, prefix) if name in keys]
-        return Problem(key, f"there is no such key here, only in {prefix}={one_of(owners)}", shown)
-    if close := nearest(name, fields):
-        meant: str | None = f"{prefix}.{close}" if prefix else close
-    else:
-        last = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
-        found = nearest(name, last)
-        meant = FOREIGN_NAMES.get(name) or (last[found] if found else None)
+        return ConfigIssue(
+            key, f"there is no such key here, only in {prefix}={one_of(owners)}", shown
+        )
+    last = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
+    here = {field: f"{prefix}.{field}" if prefix else field for field in fields}
+    # What another tool calls a key is known; the rest is guessed, in this group first.
+    meant = (
+        FOREIGN_NAMES.get(name)
+        or here.get(nearest(name, here) or "")
+        or last.get(nearest(name, last, cutoff=_ELSEWHERE) or "")
+    )
     if meant:
-        return Problem(key, f"there is no such key; did you mean {meant}?", shown)
+        return ConfigIssue(key, f"there is no such key; did you mean {meant}?", shown)
     where = f"keys of {prefix}" if prefix else "top-level keys"
-    return Problem(key, f"there is no such key; {where}: {', '.join(sorted(fields))}", shown)
+    return ConfigIssue(key, f"there is no such key; {where}: {', '.join(sorted(fields))}", shown)
 
 
 def _paths(schema: type, prefix: str = "") -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.registry import Entry, Registry
 
 if TYPE_CHECKING:
@@ -51,6 +51,6 @@ def build(config: Any) -> Dataset:
     found: list[tuple[str, str]] = getattr(config, "problems", list)()
     if found:
         raise ConfigError(
-            [Problem(f"data.{name}", message, getattr(config, name)) for name, message in found]
+            [ConfigIssue(f"data.{name}", message, getattr(config, name)) for name, message in found]
         )
     return DATASETS.get(config.name)(config)

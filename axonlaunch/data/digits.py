@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.data import DigitsConfig
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import Batch, Kind, NoText, Split
-from axonlaunch.data.order import permute
+from axonlaunch.data.shuffle import permute
 
 
 class Digits(NoText):
@@ -32,7 +32,7 @@ class Digits(NoText):
             from sklearn.datasets import load_digits
         except ImportError as reason:
             message = "needs scikit-learn; pip install 'axonlaunch[digits]'"
-            raise ConfigError([Problem("data.name", message, config.name)]) from reason
+            raise ConfigError([ConfigIssue("data.name", message, config.name)]) from reason
         images, classes = load_digits(return_X_y=True)
         images = _enlarged(images.reshape(-1, 8, 8).astype(np.float32) / 16, config.image_size)
         # The file is sorted by writer: shuffle it, the same way always, before holding out.
@@ -40,7 +40,7 @@ class Digits(NoText):
         held_out = round(len(images) * config.eval_fraction)
         if not 0 < held_out < len(images):
             message = f"leaves nothing of {len(images)} images on one side; use 0.2"
-            raise ConfigError([Problem("data.eval_fraction", message, config.eval_fraction)])
+            raise ConfigError([ConfigIssue("data.eval_fraction", message, config.eval_fraction)])
         self.sample_shape = (1, config.image_size, config.image_size)
         self._images = images[order].reshape(-1, *self.sample_shape)
         self._classes = classes[order].astype(np.int64)

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import numpy as np
+import numpy.typing as npt
 
 from axonlaunch.config.layout import Layout
 from axonlaunch.config.schema import RunConfig
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Dataset
-from axonlaunch.data.order import dataset_indices, permute
+from axonlaunch.data.shuffle import dataset_indices, permute
 
 # Evaluations under different seeds must be of the same samples.
 _EVAL_KEY = (0,)
@@ -65,14 +66,17 @@ class Loader:
         self._prefetch = prefetch
         self._pin_memory = pin_memory
 
-    def batch(self, step: int) -> Batch:
-        """Return this shard's rows of a step's global batch: a contiguous slice of it."""
+    def indices(self, step: int) -> npt.NDArray[np.int64]:
+        """Return which of the dataset's samples this shard's rows of a step's global batch are."""
         rows = _rows(self.global_batch_size, self._num_shards)
         first = step * self.global_batch_size + self._shard * rows
-        indices = dataset_indices(
+        return dataset_indices(
             np.arange(first, first + rows), num_samples=self.dataset.num_samples, seed=self._seed
         )
-        batch = self.dataset.samples(indices, split="train")
+
+    def batch(self, step: int) -> Batch:
+        """Return this shard's rows of a step's global batch: a contiguous slice of it."""
+        batch = self.dataset.samples(self.indices(step), split="train")
         return batch.pin_memory() if self._pin_memory else batch
 
     def iterate(self, start_step: int = 0) -> Generator[Batch]:

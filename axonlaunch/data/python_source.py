@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.data import PythonSourceConfig
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data.text import ByteWindows
 
 Bytes = npt.NDArray[np.uint8]
@@ -66,12 +66,12 @@ def _read(root: Path, eval_fraction: float) -> tuple[Bytes, Bytes]:
             f"this Python has no source files under {root} (it may be frozen or zipped); "
             "use data=text with files of your own"
         )
-        raise ConfigError([Problem("data.name", message, "python_source")])
+        raise ConfigError([ConfigIssue("data.name", message, "python_source")])
     if not train or not held_out:
         message = (
             f"all {len(train) + len(held_out)} files fall on one side; use a share nearer 0.05"
         )
-        raise ConfigError([Problem("data.eval_fraction", message, eval_fraction)])
+        raise ConfigError([ConfigIssue("data.eval_fraction", message, eval_fraction)])
     return _joined(train), _joined(held_out)
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.data.dataset import Batch, Kind, NoText, Split
-from axonlaunch.data.order import mix
+from axonlaunch.data.shuffle import mix
 
 _MAX_STRIDE = 8
 

@@ -1,11 +1,11 @@
 """Text as bytes, and the dataset of a user's own files.
 
-It takes files of any kind, one after another; a pattern that names none is refused.
+It takes files one after another; what is not text is refused, and a pattern that names none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from glob import glob
 from pathlib import Path
@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import TextConfig
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.data import NUM_BYTES, TextConfig
+from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.data import text_files
 from axonlaunch.data.windows import TokenWindows
 
 
@@ -40,7 +41,7 @@ class ByteWindows(TokenWindows):
         *,
         sequence_length: int,
     ) -> None:
-        super().__init__(train, held_out, sequence_length=sequence_length, num_classes=256)
+        super().__init__(train, held_out, sequence_length=sequence_length, num_classes=NUM_BYTES)
 
     @cached_property
     def unigram_entropy(self) -> float:
@@ -69,19 +70,35 @@ class Text(ByteWindows):
         """Read the files.
 
         Raises:
-            ConfigError: A pattern names no file, a file can't be read, or there is too little.
+            ConfigError: A pattern names no file, a file can't be read or is not text, or there is
+                too little.
         """
+        files = _files(config.files)
+        _refuse([(path, text_files.refused_name(path)) for path in files], config.files)
         contents = []
-        for path in _files(config.files):
+        for path in files:
             try:
                 contents.append(path.read_bytes())
             except OSError as reason:
                 message = f"{path} can't be read: {reason.strerror}"
-                raise ConfigError([Problem("data.files", message, config.files)]) from reason
+                raise ConfigError([ConfigIssue("data.files", message, config.files)]) from reason
+        looked_at = zip(files, map(text_files.refused_content, contents), strict=True)
+        _refuse(looked_at, config.files)
         content = np.frombuffer(b"\n".join(contents), dtype=np.uint8)
         held_out = round(len(content) * config.eval_fraction)
         train = len(content) - held_out
         super().__init__(content[:train], content[train:], sequence_length=config.sequence_length)
+
+
+def _refuse(judged: Iterable[tuple[Path, str | None]], patterns: list[str]) -> None:
+    """Raise for files that are not text.
+
+    Raises:
+        ConfigError: It says which, why, and what to do.
+    """
+    refused = [(path, reason) for path, reason in judged if reason is not None]
+    if refused:
+        raise ConfigError(text_files.problems(refused, patterns=patterns))
 
 
 def _files(patterns: list[str]) -> list[Path]:
@@ -99,7 +116,7 @@ def _files(patterns: list[str]) -> list[Path]:
                 if path.is_dir()
                 else f"no file is there or matches, seen from {Path.cwd()}"
             )
-            problems.append(Problem("data.files", message, pattern))
+            problems.append(ConfigIssue("data.files", message, pattern))
         found.update(dict.fromkeys(files))
     if problems:
         raise ConfigError(problems)
@@ -107,7 +124,7 @@ def _files(patterns: list[str]) -> list[Path]:
 
 
 def _histogram(row: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    counts = np.zeros(256, dtype=np.int64)
+    counts = np.zeros(NUM_BYTES, dtype=np.int64)
     for start in range(0, len(row), 2**20):  # bincount works on an int64 copy: keep it small
-        counts += np.bincount(row[start : start + 2**20], minlength=256)
+        counts += np.bincount(row[start : start + 2**20], minlength=NUM_BYTES)
     return counts

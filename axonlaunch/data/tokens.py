@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from axonlaunch.config.data import TokensConfig
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data.windows import TokenWindows
 
 _SCANNED_AT_ONCE = 2**22
@@ -43,14 +43,14 @@ def _mapped(key: str, path: str, dtype: str) -> npt.NDArray[Any]:
     file = Path(path).expanduser()
     if not file.is_file():
         message = f"no such file, seen from {Path.cwd()}"
-        raise ConfigError([Problem(key, message, path)])
+        raise ConfigError([ConfigIssue(key, message, path)])
     size, width = file.stat().st_size, np.dtype(dtype).itemsize
     if size == 0 or size % width:
         message = (
             f"its {size} bytes are no whole number of {dtype} tokens of {width} bytes; "
             "check the file, or set data.dtype to what it was written as"
         )
-        raise ConfigError([Problem(key, message, path)])
+        raise ConfigError([ConfigIssue(key, message, path)])
     return np.memmap(file, dtype=dtype, mode="r")
 
 

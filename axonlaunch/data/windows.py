@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import Batch, Kind, NoText, Split
 
 Tokens = npt.NDArray[Any]
@@ -43,7 +43,7 @@ class TokenWindows(NoText):
                     f"{sequence_length + 1} (its targets are one ahead); give more data, or use "
                     f"{max(1, min(len(train), len(held_out)) - 1)} or less"
                 )
-                raise ConfigError([Problem("data.sequence_length", message, sequence_length)])
+                raise ConfigError([ConfigIssue("data.sequence_length", message, sequence_length)])
 
     @property
     def num_samples(self) -> int:

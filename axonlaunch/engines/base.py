@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from axonlaunch.data.dataset import Batch
-from axonlaunch.engines.fsdp_memory import FSDPMemoryStats
+from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ class Engine(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank holds by its name in the whole model, divided ones as DTensors."""
+
+    def optimizer_states(self) -> Iterator[Tensor]:
+        """Yield the optimizer's states on this rank, made if they are not there yet."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64."""

@@ -16,30 +16,36 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import World
-from axonlaunch.comm.differentiable import collect_from
+from axonlaunch.comm.autograd import collect_from
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, layout
-from axonlaunch.config.schedules import SCHEDULES
+from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.context import CHUNKS, ContextAxis
-from axonlaunch.engines.ddp import DDP, GradSyncStrategy
-from axonlaunch.engines.fsdp import FSDP, CPUOffload
-from axonlaunch.engines.mesh import context_group, run_mesh, sharding_mesh
+from axonlaunch.engines.context.context import CHUNKS, ContextAxis
+from axonlaunch.engines.data_parallel.ddp import DDP
+from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
+from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
+from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
+from axonlaunch.engines.device_mesh import context_group, run_mesh, sharding_mesh
+from axonlaunch.engines.forward_backward import (
+    ForwardBackward,
+    LocalForwardBackward,
+    Loss,
+    PipelineForwardBackward,
+)
 from axonlaunch.engines.mesh_engine import MeshEngine
-from axonlaunch.engines.offload import HOST, StreamedUpdate
-from axonlaunch.engines.optimizer import learning_rate
-from axonlaunch.engines.passes import Loss, Passes, PipelinePasses, WholePasses
-from axonlaunch.engines.pipeline import Pipeline
-from axonlaunch.engines.pipeline_schedule import PipelineSchedule
-from axonlaunch.engines.pipeline_split import Part, cut, parts, stage_counts
+from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
+from axonlaunch.engines.optimizer.optimizers import learning_rate
+from axonlaunch.engines.optimizer.step import Update
+from axonlaunch.engines.pipeline.pipeline import Pipeline
+from axonlaunch.engines.pipeline.schedule import PipelineSchedule
+from axonlaunch.engines.pipeline.split import Part, cut, parts, stage_counts
+from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
 from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded_policy
-from axonlaunch.engines.tensor_loss import vocab_parallel_cross_entropy_sum
-from axonlaunch.engines.tensor_plan import has_divided_logits, parallelize
-from axonlaunch.engines.tied import TiedGradients, tied_names
-from axonlaunch.engines.update import Update
-from axonlaunch.engines.zero1 import ShardedUpdate
+from axonlaunch.engines.tensor.loss import vocab_parallel_cross_entropy_sum
+from axonlaunch.engines.tensor.parallelize import has_divided_logits, parallelize
 from axonlaunch.models.build import construct, spec_for, start
 from axonlaunch.models.spec import ModelSpec
 
@@ -131,7 +137,7 @@ def build(
         counts = stage_blocks(config, shares, whole, sample=sample)
     _parallelize(plan, whole)
     divided_logits = has_divided_logits(whole)
-    passes: Passes
+    passes: ForwardBackward
     wrapped: DDP | FSDP | None
     if shares.pipeline == 1:
         passes, wrapped = _whole(plan, whole)
@@ -222,9 +228,9 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
         )
 
 
-def _whole(plan: _Plan, model: nn.Module) -> tuple[WholePasses, DDP | FSDP | None]:
+def _whole(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, DDP | FSDP | None]:
     wrapped = _wrap(plan, model)
-    passes = WholePasses(
+    passes = LocalForwardBackward(
         model,
         forward=wrapped or model,
         micro_batch_size=plan.shares.micro_batch_size,
@@ -235,7 +241,7 @@ def _whole(plan: _Plan, model: nn.Module) -> tuple[WholePasses, DDP | FSDP | Non
 
 def _pipeline(
     plan: _Plan, whole: nn.Module, counts: list[int], ties: dict[str, str]
-) -> tuple[PipelinePasses, DDP | None]:
+) -> tuple[PipelineForwardBackward, DDP | None]:
     """Cut this rank's stages out of copies of the model."""
     shares, group = plan.shares, plan.mesh.group("pp")
     schedule = PipelineSchedule(
@@ -264,7 +270,7 @@ def _pipeline(
         # Schedules split and reorder backwards, so replicas agree when all of them have run.
         replicas = _replicate(plan, nn.ModuleList(mine.values()), sync=GradSyncStrategy.NO_SYNC)
     pipeline = Pipeline(mine, schedule=schedule, group=group, boundaries=boundaries)
-    return PipelinePasses(pipeline, micro_batch_size=shares.micro_batch_size), replicas
+    return PipelineForwardBackward(pipeline, micro_batch_size=shares.micro_batch_size), replicas
 
 
 def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tensor, Tensor]] | None:

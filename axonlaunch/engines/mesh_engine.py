@@ -5,7 +5,8 @@ It composes what the other files offer; how a layout computes or synchronises is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,18 +15,19 @@ from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.mesh import Mesh
-from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import StepResult
-from axonlaunch.engines.context import ContextAxis
-from axonlaunch.engines.ddp import DDP, GradSyncStrategy
-from axonlaunch.engines.fsdp import FSDP
-from axonlaunch.engines.fsdp_memory import FSDPMemoryStats
-from axonlaunch.engines.passes import Loss, Passes
+from axonlaunch.engines.context.context import ContextAxis
+from axonlaunch.engines.data_parallel.ddp import DDP
+from axonlaunch.engines.data_parallel.fsdp import FSDP
+from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
+from axonlaunch.engines.forward_backward import ForwardBackward, Loss
+from axonlaunch.engines.optimizer.step import Update
+from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision import LossScale
-from axonlaunch.engines.tied import TiedGradients
-from axonlaunch.engines.update import Update
 from axonlaunch.models.spec import IGNORE_INDEX
 
 
@@ -34,7 +36,7 @@ class MeshEngine:
 
     def __init__(
         self,
-        passes: Passes,
+        passes: ForwardBackward,
         *,
         update: Update,
         replicas: DDP | None,
@@ -100,6 +102,9 @@ class MeshEngine:
         self._pipeline: ProcessGroup | None = mesh.group("pp") if layout.pipeline > 1 else None
         self._buffers = [b for module in self.modules for b in persistent_buffers(module)]
         self._has_stepped = False
+        for module in self.modules:
+            if not module.training:  # as pretrained models come; parts that a model froze stay so
+                module.train()
         # Ranks of a tensor axis compute the same loss: one of them tells it.
         self._tells_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
 
@@ -126,7 +131,6 @@ class MeshEngine:
         Raises:
             ConfigError: A parameter got no gradient, and replicas' buckets wait for it.
         """
-        self._set_mode(training=True)
         self._seed_draws()
         batch = self._own_part(batch)
         tokens = (batch.targets != IGNORE_INDEX).sum() * int(self._tells_loss)
@@ -163,6 +167,10 @@ class MeshEngine:
             for name, parameter in module.named_parameters():
                 yield self._aliases.get(name, name), parameter
 
+    def optimizer_states(self) -> Iterator[Tensor]:
+        """Yield the optimizer's states, made if not there yet; of both ends of a tied weight."""
+        yield from self._update.state_dict().values()
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64.
@@ -170,9 +178,9 @@ class MeshEngine:
         Of ranks that compute the same samples one gives numbers, the others zeros.
         """
         self._agree_on_buffers()
-        self._set_mode(training=False)
         batch = self._own_part(batch)
-        losses = self._passes.losses(batch, loss=self._loss)
+        with evaluating(self.modules):
+            losses = self._passes.losses(batch, loss=self._loss)
         if not self._tells_loss:
             return torch.zeros(2, dtype=torch.float64)
         counted = (batch.targets != IGNORE_INDEX).sum()
@@ -182,14 +190,14 @@ class MeshEngine:
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs; every rank of the world calls it with the same inputs."""
-        self._set_mode(training=False)
         length = inputs.shape[1] if self._multiple > 1 else 0
         if missing := -length % self._multiple:
             # Causal models don't look ahead, so what is added behind changes nothing before it.
             inputs = torch.nn.functional.pad(inputs, (0, missing))
         if self._context is not None:
             inputs = inputs[:, self._context.positions(inputs.shape[1])]
-        outputs = self._gather_outputs(self._passes.predict(inputs))
+        with evaluating(self.modules):
+            outputs = self._gather_outputs(self._passes.predict(inputs))
         if self._context is not None:
             outputs = self._context.join(outputs)
         return outputs[:, :length] if missing else outputs
@@ -259,10 +267,10 @@ class MeshEngine:
             self._replicas.sync_gradients()
         if self._replicas is not None and not self._has_stepped:
             self._has_stepped = True
-            if names := self._replicas.untouched():
-                told = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-                message = f"{told} got no gradient, for which the others wait; use synchronous"
-                raise ConfigError([Problem("strategy.ddp.sync", message, "overlapped")])
+            if names := self._replicas.parameters_without_grad():
+                listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+                message = f"{listed} got no gradient, for which the others wait; use synchronous"
+                raise ConfigError([ConfigIssue("strategy.ddp.sync", message, "overlapped")])
         if self._tied is not None:
             self._tied.sync()
 
@@ -287,10 +295,6 @@ class MeshEngine:
         place = self._mesh.along("pp", "dp_replicate", "dp_shard")
         torch.manual_seed((self._seed * 1_000_003 + self.step) * 65_537 + place)
 
-    def _set_mode(self, *, training: bool) -> None:
-        for module in self.modules:
-            module.train(training)
-
     def _held(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers by name, a tied parameter once."""
         return {k: v for module in self.modules for k, v in model_state(module).items()}
@@ -304,6 +308,23 @@ class MeshEngine:
             return None
         work: dist.Work = dist.all_reduce(tensor, async_op=True)
         return work
+
+
+@contextmanager
+def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Put modules into evaluation mode, and after that each part into the mode that it had.
+
+    ``train()`` would not do: it also wakes a BatchNorm whose statistics the model froze.
+    """
+    parts = [part for module in modules for part in module.modules()]
+    modes = [part.training for part in parts]
+    for part in parts:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:

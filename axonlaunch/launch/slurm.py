@@ -16,12 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import CONFIG, ConfigError, Problem, RunConfig
+from axonlaunch import config as configuration
+from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.url import is_url
-from axonlaunch.launch import run_folder
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.multinode import token
+from axonlaunch.system.files import replace_text
 
 SCRIPT = "job.sbatch"
 JOB = "job.yaml"
+TOKEN = "token"
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 _POLL_S = 1.0
 
@@ -103,15 +107,15 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     """
     if shutil.which("sbatch") is None:
         message = "there is no sbatch here; submit from a machine of the cluster"
-        raise ConfigError([Problem("launch.name", message, "slurm")])
-    with run_folder.create(config, tell=announce) as config:
+        raise ConfigError([ConfigIssue("launch.name", message, "slurm")])
+    with run_dir.create(config, tell=announce) as config:
         folder = Path(config.run_dir)
         script = _write(config, folder)
     words = ["sbatch", "--parsable", str(script)]
     told = subprocess.run(words, capture_output=True, text=True, check=False)
     if told.returncode:
         reason = " ".join(told.stderr.replace("sbatch: error:", "").split())
-        raise ConfigError([Problem("launch", f"sbatch refuses: {reason}")])
+        raise ConfigError([ConfigIssue("launch", f"sbatch refuses: {reason}")])
     job = told.stdout.strip().partition(";")[0]
     announce(f"job {job} submitted; scancel {job} ends it, Ctrl-C here only stops following it")
     content: dict[str, Any] = {"job_id": int(job), "run_dir": config.run_dir}
@@ -125,20 +129,27 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
 
 
 def _write(config: RunConfig, folder: Path) -> Path:
-    (folder / CONFIG).replace(folder / JOB)  # the run is yet to begin
-    run_folder.write(folder / SCRIPT, render(config))
+    if config.launch.token_file is None:
+        # The folder is on a file system that the job's nodes share.
+        token.create(folder / TOKEN)
+        config = configuration.with_values(
+            config, {"launch.token_file": str((folder / TOKEN).absolute())}
+        )
+    replace_text(folder / JOB, configuration.to_yaml(config))
+    (folder / CONFIG).unlink()  # the run is yet to begin
+    replace_text(folder / SCRIPT, render(config))
     return folder / SCRIPT
 
 
-def problems(config: RunConfig) -> list[Problem]:
+def problems(config: RunConfig) -> list[ConfigIssue]:
     """Return what a job must know, and nothing of this machine can tell."""
     found = []
     if config.launch.nproc == "auto":
         message = "a job has to say how many ranks a node has; write its number of devices"
-        found.append(Problem("launch.nproc", message, "auto"))
+        found.append(ConfigIssue("launch.nproc", message, "auto"))
     if config.launch.backend == "mock":
         message = "its ranks are threads of one process; use auto, gloo or nccl"
-        found.append(Problem("launch.backend", message, "mock"))
+        found.append(ConfigIssue("launch.backend", message, "mock"))
     return found
 
 

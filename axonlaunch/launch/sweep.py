@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from axonlaunch.config import RunConfig
-from axonlaunch.launch.console import quantity, shortened
+from axonlaunch.launch.output.console import shortened
+from axonlaunch.system.formatting import quantity
 
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 

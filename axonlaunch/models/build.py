@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import CustomConfig
-from axonlaunch.config.problem import ConfigError, Problem
 from axonlaunch.models.initialization import initialize, materialize
-from axonlaunch.models.registration import MODELS
+from axonlaunch.models.registry import MODELS
 from axonlaunch.models.spec import ModelSpec
 
 
@@ -74,7 +74,7 @@ def _built(spec: ModelSpec, config: Any) -> nn.Module:
     module: Any = spec.build(config)
     if not isinstance(module, nn.Module):
         message = f"its builder returned {type(module).__name__}, and no nn.Module"
-        raise ConfigError([Problem("model.name", message, config.name)])
+        raise ConfigError([ConfigIssue("model.name", message, config.name)])
     return module
 
 
@@ -104,5 +104,8 @@ def refuse_problems(config: Any) -> None:
     found: list[tuple[str, str]] = getattr(config, "problems", list)()
     if found:
         raise ConfigError(
-            [Problem(f"model.{name}", message, getattr(config, name)) for name, message in found]
+            [
+                ConfigIssue(f"model.{name}", message, getattr(config, name))
+                for name, message in found
+            ]
         )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import CustomConfig
-from axonlaunch.config.problem import ConfigError, Problem
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.registry import load
@@ -24,14 +24,14 @@ def build_custom(config: CustomConfig) -> nn.Module:
         builder = load(config.target)
     except ImportError as reason:
         message = f"{reason}; write package.module:build, importable from where you start"
-        raise ConfigError([Problem("model.target", message, config.target)]) from reason
+        raise ConfigError([ConfigIssue("model.target", message, config.target)]) from reason
     if not callable(builder):
         message = f"is {type(builder).__name__}, not a class or function that builds a module"
-        raise ConfigError([Problem("model.target", message, config.target)])
+        raise ConfigError([ConfigIssue("model.target", message, config.target)])
     module = builder(**config.arguments)
     if not isinstance(module, nn.Module):
         message = f"returned {type(module).__name__}; return a torch.nn.Module"
-        raise ConfigError([Problem("model.target", message, config.target)])
+        raise ConfigError([ConfigIssue("model.target", message, config.target)])
     return module
 
 

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import GPTConfig, LlamaConfig
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.plain import to_tree
+from axonlaunch.config.validate import validate
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterMapping:
     """Where a parameter of ours is among theirs.
 
     Attributes:
@@ -42,12 +44,12 @@ class _Format:
     """
 
     model_type: str
-    places: Callable[[Any], Iterator[tuple[str, Place]]]
+    places: Callable[[Any], Iterator[tuple[str, ParameterMapping]]]
     figures: Callable[[Any], dict[str, Any]]
     read: Callable[[Mapping[str, Any]], Any]
 
 
-def places(config: Any) -> dict[str, Place] | None:
+def places(config: Any) -> dict[str, ParameterMapping] | None:
     """Return where each parameter of ours is among theirs; None where they have no such model."""
     found = _FORMATS.get(config.name)
     return dict(found.places(config)) if found else None
@@ -73,37 +75,65 @@ def typed(content: Mapping[str, Any], *, where: str) -> GPTConfig | LlamaConfig:
         if one.model_type == content.get("model_type"):
             try:
                 found: GPTConfig | LlamaConfig = one.read(content)
-            except (KeyError, TypeError) as error:
-                raise ConfigError([Problem("", f"{where}: lacks {error}")]) from None
+            except KeyError as error:
+                raise ConfigError([ConfigIssue("", f"{where}: lacks {error}")]) from None
             except ValueError as error:
-                raise ConfigError([Problem("", f"{where}: {error}")]) from None
+                raise ConfigError([ConfigIssue("", f"{where}: {error}")]) from None
+            except (TypeError, AttributeError, ArithmeticError) as error:
+                message = f"{where}: holds what is no figure of a model: {error}"
+                raise ConfigError([ConfigIssue("", message)]) from None
+            _refuse_wrong(found, where=where)
             return found
     known = " or ".join(sorted(one.model_type for one in _FORMATS.values()))
     message = (
         f"{where}: model_type={content.get('model_type')} is none that can be read; use {known}"
     )
-    raise ConfigError([Problem("", message)])
+    raise ConfigError([ConfigIssue("", message)])
 
 
-def _gpt_places(config: GPTConfig) -> Iterator[tuple[str, Place]]:
-    yield "embed_tokens.weight", Place("transformer.wte.weight")
-    yield "embed_positions.weight", Place("transformer.wpe.weight")
+def _refuse_wrong(found: GPTConfig | LlamaConfig, *, where: str) -> None:
+    """Hold figures that somebody wrote against what ours may be.
+
+    Raises:
+        ConfigError: Some can't be.
+    """
+    wrong = validate(to_tree(found), type(found)).problems
+    if wrong:
+        message = f"{where}: as a model of ours, {wrong[0]}"
+        raise ConfigError([ConfigIssue("", message)])
+
+
+def _gpt_places(config: GPTConfig) -> Iterator[tuple[str, ParameterMapping]]:
+    yield "embed_tokens.weight", ParameterMapping("transformer.wte.weight")
+    yield "embed_positions.weight", ParameterMapping("transformer.wpe.weight")
     for layer in range(config.num_hidden_layers):
         ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
         for kind in ("weight", "bias"):
             turned = kind == "weight"
-            yield f"{ours}.input_layernorm.{kind}", Place(f"{theirs}.ln_1.{kind}")
-            yield f"{ours}.post_attention_layernorm.{kind}", Place(f"{theirs}.ln_2.{kind}")
+            yield f"{ours}.input_layernorm.{kind}", ParameterMapping(f"{theirs}.ln_1.{kind}")
+            yield (
+                f"{ours}.post_attention_layernorm.{kind}",
+                ParameterMapping(f"{theirs}.ln_2.{kind}"),
+            )
             for part, name in enumerate("qkv"):
-                place = Place(f"{theirs}.attn.c_attn.{kind}", turned, part, 3)
+                place = ParameterMapping(f"{theirs}.attn.c_attn.{kind}", turned, part, 3)
                 yield f"{ours}.self_attn.{name}_proj.{kind}", place
-            yield f"{ours}.self_attn.o_proj.{kind}", Place(f"{theirs}.attn.c_proj.{kind}", turned)
-            yield f"{ours}.mlp.up_proj.{kind}", Place(f"{theirs}.mlp.c_fc.{kind}", turned)
-            yield f"{ours}.mlp.down_proj.{kind}", Place(f"{theirs}.mlp.c_proj.{kind}", turned)
-    yield "norm.weight", Place("transformer.ln_f.weight")
-    yield "norm.bias", Place("transformer.ln_f.bias")
+            yield (
+                f"{ours}.self_attn.o_proj.{kind}",
+                ParameterMapping(f"{theirs}.attn.c_proj.{kind}", turned),
+            )
+            yield (
+                f"{ours}.mlp.up_proj.{kind}",
+                ParameterMapping(f"{theirs}.mlp.c_fc.{kind}", turned),
+            )
+            yield (
+                f"{ours}.mlp.down_proj.{kind}",
+                ParameterMapping(f"{theirs}.mlp.c_proj.{kind}", turned),
+            )
+    yield "norm.weight", ParameterMapping("transformer.ln_f.weight")
+    yield "norm.bias", ParameterMapping("transformer.ln_f.bias")
     if not config.tie_word_embeddings:
-        yield "lm_head.weight", Place("lm_head.weight")
+        yield "lm_head.weight", ParameterMapping("lm_head.weight")
 
 
 def _gpt_figures(config: GPTConfig) -> dict[str, Any]:
@@ -142,18 +172,18 @@ def _read_gpt(content: Mapping[str, Any]) -> GPTConfig:
     )
 
 
-def _llama_places(config: LlamaConfig) -> Iterator[tuple[str, Place]]:
-    yield "embed_tokens.weight", Place("model.embed_tokens.weight")
+def _llama_places(config: LlamaConfig) -> Iterator[tuple[str, ParameterMapping]]:
+    yield "embed_tokens.weight", ParameterMapping("model.embed_tokens.weight")
     for layer in range(config.num_hidden_layers):
         attention = [f"self_attn.{name}_proj" for name in "qkvo"]
         feed_forward = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
         norms = ["input_layernorm", "post_attention_layernorm"]
         for name in (*norms, *attention, *feed_forward):
             ours = f"layers.{layer}.{name}.weight"
-            yield ours, Place(f"model.{ours}")
-    yield "norm.weight", Place("model.norm.weight")
+            yield ours, ParameterMapping(f"model.{ours}")
+    yield "norm.weight", ParameterMapping("model.norm.weight")
     if not config.tie_word_embeddings:
-        yield "lm_head.weight", Place("lm_head.weight")
+        yield "lm_head.weight", ParameterMapping("lm_head.weight")
 
 
 _LLAMA_FIGURES = tuple(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from axonlaunch.models.placement import local_region
+from axonlaunch.models.dtensor_regions import local_region
 
 # Small enough that torch draws a block on one thread (its grain is as large), large enough that
 # seeding a generator costs little beside it.

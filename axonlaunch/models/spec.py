@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from axonlaunch.config.data import IGNORE_INDEX
-from axonlaunch.config.problem import ConfigError, Problem
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -76,7 +76,7 @@ class ModelSpec:
         except AttributeError:
             held = ", ".join(name for name, _ in module.named_children()) or "nothing"
             message = f"{type(module).__name__} has no such module; at its top it has {held}"
-            raise ConfigError([Problem("model.layers", message, self.layers)]) from None
+            raise ConfigError([ConfigIssue("model.layers", message, self.layers)]) from None
         return {f"{self.layers}.{name}": block for name, block in container.named_children()}
 
     def repeats(self, module: nn.Module) -> bool:
@@ -90,6 +90,15 @@ class ModelSpec:
         if not blocks or not isinstance(module.get_submodule(self.layers or ""), nn.ModuleList):
             return False
         return len({_looks(block) for block in blocks}) == 1
+
+
+def not_a_tensor(outputs: object) -> ConfigIssue:
+    """Return the problem that a model's forward returned something else than a tensor."""
+    kind = type(outputs).__name__
+    part = ".logits" if hasattr(outputs, "logits") else "[0]" if isinstance(outputs, tuple) else ""
+    example = f", as in return outputs{part}" if part else ""
+    message = f"its forward returns {kind}, not a tensor; return the logits alone{example}"
+    return ConfigIssue("model", message)
 
 
 def _looks(block: nn.Module) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from axonlaunch.checkpoint import Retention, latest, load
 from axonlaunch.checkpoint.saver import Completed, Saver
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
-from axonlaunch.launch import forkserver
+from axonlaunch.system import forked_call
 
 TENSORS, ROWS, COLUMNS = 25, 2000, 2000  # 100 million parameters, two states of each
 MB = 1e6
@@ -164,10 +164,10 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="on the disk that is to be measured")
     args = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         calls = [(rank, args.ranks, folder, args.repeats) for rank in range(args.ranks)]
-        found = forkserver.call_together(context, "checkpoint:on_rank", calls)[0]
+        found = forked_call.call_together(context, "checkpoint:on_rank", calls)[0]
     [size] = found.pop("megabytes")
     print(f"{size:.0f} MB on {args.ranks} ranks, medians of {args.repeats}")
     for name, values in found.items():

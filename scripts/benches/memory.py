@@ -22,8 +22,10 @@ import published
 
 from axonlaunch.config import load
 from axonlaunch.config.layout import resolved
-from axonlaunch.planning import forked, memory, process
-from axonlaunch.planning.blueprint import Blueprint
+from axonlaunch.planning.memory import cuda_process
+from axonlaunch.planning.memory import estimate as memory_estimate
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.system import forked_map
 
 GIB = 1024**3
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "truth" / "measurements.jsonl"
@@ -34,17 +36,17 @@ Foretold = Mapping[str, int]
 def foretell(run: published.Run, capacity: int | None) -> Foretold:
     """Return bytes by kind of the rank that was looked at; in a process of its own."""
     config = resolved(load(list(run.overrides)), accelerators=0)
-    ranks = memory.estimate(config).ranks
+    ranks = memory_estimate.estimate(config).ranks
     one = {"first": ranks[0], "last": ranks[-1]}.get(run.scope) or max(
         ranks, key=lambda rank: rank.peak_bytes
     )
-    blueprint = Blueprint.of(config)
+    blueprint = ReducedRun.of(config)
     stages = blueprint.stages_of(one.coords["pp"])
-    on_host = memory.host_categories(config)
-    (changes,) = forked.run(
-        [partial(process.record, blueprint, rank=one.rank, stages=stages, on_host=on_host)]
+    on_host = memory_estimate.host_categories(config)
+    (changes,) = forked_map.run(
+        [partial(cuda_process.record, blueprint, rank=one.rank, stages=stages, on_host=on_host)]
     )
-    held = process.held(
+    held = cuda_process.held(
         changes,
         peak_bytes=one.peak_bytes,
         groups=blueprint.shares.axes.values(),
@@ -89,7 +91,7 @@ def main() -> None:
     jobs = [
         partial(cached, published.run(row), published.device_bytes(row), args.cache) for row in said
     ]
-    answers = forked.run(jobs, at_once=2)
+    answers = forked_map.run(jobs, at_once=2)
     _print_errors(said, answers)
     _print_reasons(against)
 

@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config import load, replaced
-from axonlaunch.config.problem import plain
-from axonlaunch.planning.candidates import candidates
+from axonlaunch.config import load, with_values
+from axonlaunch.config.errors import plain
+from axonlaunch.planning.search.candidates import candidates
 
 COMMAND = str(Path(sys.executable).with_name("axonlaunch"))
 FINALISTS = 4
@@ -53,7 +53,7 @@ def planned(words: list[str], *, ranks: int) -> tuple[Layout, dict[str, Any]]:
     found: dict[str, Any] = json.loads(ran.stdout)
     config = load([*words, *found["candidates"][0]["overrides"]])
     for one in candidates(config, devices=ranks, in_node=ranks, kept={}):
-        if replaced(one.config, {"hardware": None}) == config:
+        if with_values(one.config, {"hardware": None}) == config:
             return tuple(f"{k}={plain(v)}" for k, v in one.settings.items()), found
     raise SystemExit(f"no layout is {found['candidates'][0]['overrides']}")
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 import axonlaunch as ax
 from axonlaunch.config.model import LlamaConfig
-from axonlaunch.engines.tensor_plan import parallelize
+from axonlaunch.engines.tensor.parallelize import parallelize
 from axonlaunch.models.attention import RotaryTable
 from axonlaunch.models.llama import SPEC, Block
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import published_speed
 
 from axonlaunch.config import ConfigError
-from axonlaunch.planning.throughput import throughput
+from axonlaunch.planning.throughput.throughput import throughput
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "truth"
 LEAST_ROWS = 4

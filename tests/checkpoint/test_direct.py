@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 from pathlib import Path
@@ -10,15 +11,15 @@ from unittest import mock
 
 import pytest
 
-from axonlaunch.checkpoint import direct
-from axonlaunch.checkpoint.direct import DirectFile
+from axonlaunch.checkpoint import direct_io
+from axonlaunch.checkpoint.direct_io import DirectFile
 
 SMALL = 3 * 4096
 
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_BUFFER", SMALL)
+    monkeypatch.setattr(direct_io, "_BUFFER", SMALL)
 
 
 @pytest.mark.parametrize("folder", ["disk", "memory"])
@@ -41,15 +42,15 @@ def test_a_file_holds_what_was_written(tmp_path: Path, size: int, folder: str) -
 
 def test_a_file_system_without_direct_writes_takes_others(tmp_path: Path) -> None:
     refused = []
-    opened, written = os.open, os.pwrite
+    controlled, written = fcntl.fcntl, os.pwrite
 
-    def open_(path: str, flags: int, mode: int) -> int:
-        if flags & direct._DIRECT:
+    def control(file: int, command: int, flags: int = 0) -> int:
+        if flags & direct_io._DIRECT:
             refused.append("open")
             raise OSError(errno.EINVAL, "no such flag here")
-        return opened(path, flags, mode)
+        return controlled(file, command, flags)
 
-    with mock.patch.object(os, "open", open_), DirectFile(tmp_path / "one") as file:
+    with mock.patch.object(fcntl, "fcntl", control), DirectFile(tmp_path / "one") as file:
         file.write(b"x" * (SMALL + 5))
     assert (tmp_path / "one").read_bytes() == b"x" * (SMALL + 5)
 
@@ -75,3 +76,13 @@ def test_what_can_not_be_stored_is_an_error_of_a_later_write_or_of_the_end(tmp_p
     with mock.patch.object(os, "pwrite", full), pytest.raises(OSError, match="No space left"):
         file.close()
     assert file.closed
+
+
+def test_what_stood_there_is_not_written_to(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    (tmp_path / "link").symlink_to(victim)
+    for path in (victim, tmp_path / "link"):
+        with pytest.raises(FileExistsError):
+            DirectFile(path)
+    assert victim.read_text() == "as it was"

@@ -10,11 +10,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import old_checkpoint
 import pytest
 import torch
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Checkpoint, DamagedError, Retention, folders
+from axonlaunch.checkpoint import Checkpoint, CorruptCheckpointError, Retention, step_folders
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import RankFailedError, World
 
@@ -66,7 +67,7 @@ def test_what_is_kept(retention: Retention, kept: list[int]) -> None:
     found = [
         Checkpoint(Path(str(n)), n, 8 * n, 1, None, eval_loss=abs(n - 2.4)) for n in range(1, 13)
     ]
-    gone = folders.superseded(found, retention)
+    gone = step_folders.superseded(found, retention)
     assert [one.step for one in found if one not in gone] == kept
 
 
@@ -80,17 +81,17 @@ def test_a_save_deletes_what_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_what_someone_reads_is_not_deleted(three: Path) -> None:
-    with folders.reading(checkpoint.listed(three)[0]):
-        folders.prune(three, Retention(newest=1))
+    with step_folders.reading(checkpoint.listed(three)[0]):
+        step_folders.prune(three, Retention(newest=1))
         assert steps(three) == [1, 3]
-    folders.prune(three, Retention(newest=1))
+    step_folders.prune(three, Retention(newest=1))
     assert steps(three) == [3]
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(
     three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders, "free_bytes", lambda folder: (folder, 1000))
+    monkeypatch.setattr(step_folders, "free_bytes", lambda folder: (folder, 1000))
     told = r"step_4 could not be written: rank 0: .*No space left on device: it takes 0 MiB, and"
     with pytest.raises(RankFailedError, match=told):
         save(three, 4)
@@ -100,15 +101,19 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
 
 def test_readers_do_not_keep_each_other_out(three: Path) -> None:
     one = checkpoint.listed(three)[0]
-    with folders.reading(one), folders.reading(one), (one.path / folders.MANIFEST).open() as file:
+    with (
+        step_folders.reading(one),
+        step_folders.reading(one),
+        (one.path / step_folders.MANIFEST).open() as file,
+    ):
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def test_saving_a_step_again_replaces_it(three: Path) -> None:
-    before = (three / "checkpoints" / "step_2" / folders.MANIFEST).read_text()
+    before = (three / "checkpoints" / "step_2" / step_folders.MANIFEST).read_text()
     save(three, 2)
     assert steps(three) == [1, 2, 3]
-    assert (three / "checkpoints" / "step_2" / folders.MANIFEST).read_text() != before
+    assert (three / "checkpoints" / "step_2" / step_folders.MANIFEST).read_text() != before
     assert not list((three / "checkpoints").glob("*.partial"))
 
 
@@ -129,7 +134,7 @@ def test_saving_a_step_again_replaces_it(three: Path) -> None:
             lambda folder: (folder / "manifest.json").write_text(
                 json.dumps({**json.loads((folder / "manifest.json").read_text()), "format": 99})
             ),
-            "is of format 99, and this version knows up to 2",
+            "is of format 99, and this version knows up to 3",
         ),
     ],
     ids=["no manifest", "half a manifest", "a file gone", "a file cut", "newer"],
@@ -147,7 +152,7 @@ def test_a_checkpoint_that_is_not_whole_is_none_and_says_why(
 
 
 def test_older_damage_does_not_matter_to_who_goes_on_from_a_newer_one(three: Path) -> None:
-    (three / "checkpoints" / "step_1" / ".metadata").unlink()
+    (three / "checkpoints" / "step_1" / "index.json").unlink()
     assert checkpoint.damaged(three, after=checkpoint.latest(three)) == {}
 
 
@@ -158,16 +163,15 @@ def test_what_an_interrupted_save_left_is_none_and_is_swept(three: Path) -> None
     assert checkpoint.sweep_partial(three) == ["step_3.partial"]
 
 
-def test_checkpoints_of_the_first_format_are_read_without_checksums(three: Path) -> None:
-    manifest = three / "checkpoints" / "step_3" / folders.MANIFEST
-    about = json.loads(manifest.read_text())
-    about["files"] = {name: known["bytes"] for name, known in about["files"].items()}
-    old = {k: v for k, v in about.items() if k not in ("eval_loss", "layout", "saved_at")}
-    manifest.write_text(json.dumps({**old, "format": 1}))
-    found = checkpoint.latest(three)
+def test_checkpoints_of_the_first_format_are_read_without_checksums(tmp_path: Path) -> None:
+    old_checkpoint.save(tmp_path, STATE, step=3, form=1)
+    found = checkpoint.latest(tmp_path)
     assert found is not None
     assert found.step == 3
-    assert folders.damage(found) == []
+    assert step_folders.damage(found) == []
+    model = {name: torch.zeros(64) for name in STATE["model"]}
+    checkpoint.load_model(found, model)
+    assert all(torch.equal(model[name], STATE["model"][name]) for name in model)
 
 
 def test_every_flipped_bit_and_every_cut_is_found(three: Path) -> None:
@@ -175,7 +179,7 @@ def test_every_flipped_bit_and_every_cut_is_found(three: Path) -> None:
     found = checkpoint.latest(three)
     assert found is not None
     draw = random.Random(0)
-    files = sorted(folders.files(found))
+    files = sorted(step_folders.files(found))
     whole = {name: (found.path / name).read_bytes() for name in files}
     for _ in range(200):
         name = draw.choice(files)
@@ -185,9 +189,9 @@ def test_every_flipped_bit_and_every_cut_is_found(three: Path) -> None:
         else:
             del content[draw.randrange(len(content)) :]
         (found.path / name).write_bytes(content)
-        assert folders.damage(found) == [name]
+        assert step_folders.damage(found) == [name]
         (found.path / name).write_bytes(whole[name])
-    assert folders.damage(found) == []
+    assert step_folders.damage(found) == []
 
 
 def test_a_changed_file_is_refused_when_it_is_loaded_and_the_one_before_is_offered(
@@ -201,7 +205,7 @@ def test_a_changed_file_is_refused_when_it_is_loaded_and_the_one_before_is_offer
     file.write_bytes(content)
 
     def on_rank(world: World) -> None:
-        with pytest.raises(DamagedError) as caught:
+        with pytest.raises(CorruptCheckpointError) as caught:
             checkpoint.load(found, STATE, world=world)
         assert str(caught.value) == (
             f"{found.path}: __0_0.distcp is not what was written (its CRC-32 differs); go on from "
@@ -214,7 +218,7 @@ def test_a_changed_file_is_refused_when_it_is_loaded_and_the_one_before_is_offer
 def test_ranks_share_the_reading_of_checksums(three: Path) -> None:
     found = checkpoint.latest(three)
     assert found is not None
-    for name in folders.files(found):
+    for name in step_folders.files(found):
         os.truncate(found.path / name, 1)
-    parts = [folders.damage(found, part=part, parts=3) for part in range(3)]
-    assert sorted(name for part in parts for name in part) == sorted(folders.files(found))
+    parts = [step_folders.damage(found, part=part, parts=3) for part in range(3)]
+    assert sorted(name for part in parts for name in part) == sorted(step_folders.files(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from configured import run_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from axonlaunch import checkpoint, config, data
+from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Retention
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
@@ -21,10 +24,12 @@ from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build
+from axonlaunch.models.build import build as build_model
 
 MODEL = ["model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4"]
 DATA = ["data=synthetic_tokens", "data.sequence_length=12", "train.global_batch_size=8"]
 TENSOR, PIPELINE = "strategy.tensor.degree=2", "strategy.pipeline.degree=2"
+CONTEXT = "strategy.context.degree=2"
 LAYOUTS = {
     "single": (1, ["strategy=single"]),
     "ddp 2": (2, ["strategy=ddp"]),
@@ -36,6 +41,23 @@ LAYOUTS = {
     "tensor 2": (2, ["strategy=tensor"]),
     "pipeline 2": (2, ["strategy=pipeline", "train.micro_batch_size=2"]),
     "hybrid 2x2x2": (8, ["strategy=fsdp", TENSOR, PIPELINE, "train.micro_batch_size=2"]),
+}
+KINDS = {
+    "ddp": ["strategy=ddp"],
+    "zero1": ["strategy=zero1"],
+    "fsdp": ["strategy=fsdp"],
+    "zero2": ["strategy=zero2"],
+}
+AXES = {
+    "tensor": [TENSOR],
+    "pipeline": [PIPELINE, "train.micro_batch_size=2"],
+    "context": [CONTEXT],
+}
+TWO_AXES = {
+    **{f"{k} x {a}": (4, [*KINDS[k], *AXES[a]]) for k, a in itertools.product(KINDS, AXES)},
+    **{f"{a} x {b}": (4, [*AXES[a], *AXES[b]]) for a, b in itertools.combinations(AXES, 2)},
+    "hsdp x tensor": (8, ["strategy=hsdp", "strategy.fsdp.replicate=2", TENSOR]),
+    "zero1 x tensor x pipeline": (8, [*KINDS["zero1"], TENSOR, *AXES["pipeline"]]),
 }
 FAST = [
     ("zero1 4", "fsdp 2"),
@@ -50,11 +72,14 @@ PAIRS = [
 ]
 
 
+REPEATED = [name for name in TWO_AXES if name.startswith("zero2") or TWO_AXES[name][0] == 8]
+
+
 def run(name: str, work: Callable[[Engine, Loader, World], Any], *extra: str) -> list[Any]:
     """Build a layout's engine on the mock world and return what each rank makes of it."""
-    ranks, overrides = LAYOUTS[name]
+    ranks, overrides = (LAYOUTS | TWO_AXES)[name]
     words = [*MODEL, *DATA, *overrides, f"launch.nproc={ranks}", "optimizer.eps=1e-5", *extra]
-    chosen = config.load(words)
+    chosen = run_config(words)
     shares = layout(chosen, world_size=ranks)
 
     def on_rank(world: World) -> Any:
@@ -116,6 +141,94 @@ def test_any_layout_reads_what_any_layout_wrote(writer: str, reader: str, tmp_pa
     for name, tensor in written.items():
         assert torch.equal(read_back[name], tensor), name
     assert curves_read[0] == pytest.approx(curves[0], rel=1e-5)
+
+
+STEADY = ["optimizer.lr=1e-3", "scheduler=constant", "scheduler.warmup_steps=0"]
+
+
+@functools.cache
+def in_plain_torch(steps: int) -> dict[str, Tensor]:
+    """Train with torch alone; return parameters and optimizer states by their saved names."""
+    chosen = run_config([*MODEL, *DATA, "strategy=single"])
+    model = build_model(chosen.model, seed=chosen.seed)
+    loader = Loader(data.build(chosen.data), seed=chosen.seed, global_batch_size=8)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-5)
+    for step in range(steps):
+        batch = loader.batch(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
+        optimizer.step()
+    states = {
+        f"optimizer.{name}.{key}": value.clone()
+        for name, parameter in named.items()
+        for key, value in optimizer.state[parameter].items()
+    }
+    return {f"model.{name}": p.detach().clone() for name, p in named.items()} | states
+
+
+def assert_as_in_plain_torch(got: dict[str, Tensor], *, steps: int) -> None:
+    """Compare whole tensors, each beside the largest number of its kind."""
+    expected = in_plain_torch(steps)
+    assert {name for name in got if not name.startswith("counters")} == expected.keys()
+    largest: dict[str, float] = {}
+    kinds = {n: "model" if n.startswith("model") else n.rpartition(".")[2] for n in expected}
+    for name, tensor in expected.items():
+        largest[kinds[name]] = max(largest.get(kinds[name], 0.0), float(tensor.abs().max()))
+    for name, tensor in expected.items():
+        difference = float((got[name] - tensor).abs().max())
+        assert difference <= 1e-5 * largest[kinds[name]], f"{name} is off by {difference:.2g}"
+
+
+def of_two_axes() -> list[Any]:
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if name in REPEATED else [])
+        for name in TWO_AXES
+    ]
+
+
+@pytest.mark.parametrize("writer", of_two_axes())
+def test_what_two_axes_save_one_process_reads_as_plain_torch_has_it(
+    writer: str, tmp_path: Path
+) -> None:
+    def write(engine: Engine, loader: Loader, world: World) -> None:
+        train(engine, loader, to=2)
+        save(engine, world, tmp_path)
+
+    def read(engine: Engine, loader: Loader, world: World) -> dict[str, Tensor]:
+        load(engine, world, tmp_path)
+        return whole_state(engine)
+
+    run(writer, write, *STEADY)
+    assert_as_in_plain_torch(run("single", read, *STEADY)[0], steps=2)
+
+
+@pytest.mark.parametrize("reader", of_two_axes())
+def test_two_axes_go_on_from_what_one_process_saved_as_plain_torch_does(
+    reader: str, tmp_path: Path
+) -> None:
+    """The step after it matters: each rank's states must be those of its own rows."""
+
+    def write(engine: Engine, loader: Loader, world: World) -> None:
+        train(engine, loader, to=2)
+        save(engine, world, tmp_path)
+
+    def read(engine: Engine, loader: Loader, world: World) -> tuple[dict[str, Tensor], Any]:
+        load(engine, world, tmp_path)
+        taken = whole_state(engine)
+        train(engine, loader, to=3)
+        return taken, whole_state(engine)
+
+    run("single", write, *STEADY)
+    taken, after = zip(*run(reader, read, *STEADY), strict=True)
+    assert_as_in_plain_torch(merged(list(taken)), steps=2)
+    assert_as_in_plain_torch(merged(list(after)), steps=3)
 
 
 @pytest.mark.parametrize("name", ["single", "ddp 2", "zero1 4", "fsdp 2"])

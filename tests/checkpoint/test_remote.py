@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import _fsspec_filesystem
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, comparison, folders, storage
+from axonlaunch.checkpoint import Retention, diff, step_folders, storage
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.comm.errors import RankFailedError
@@ -58,8 +58,8 @@ def test_what_was_saved_is_read(bucket: Path) -> None:
     assert steps(bucket) == [1, 2]
     assert values(bucket) == {2.0}
     first, second = checkpoint.listed(bucket)
-    assert {one.name for one in comparison.compare(first, second)} == {"model.w0", "model.w1"}
-    assert all(folders.damage(one) == [] for one in (first, second))
+    assert {one.name for one in diff.compare(first, second)} == {"model.w0", "model.w1"}
+    assert all(step_folders.damage(one) == [] for one in (first, second))
 
 
 def test_what_is_not_kept_is_deleted(bucket: Path) -> None:
@@ -134,7 +134,8 @@ def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_torch_keeps_its_fsspec_storage_where_we_import_it() -> None:
-    """If this fails: look for what reads and writes by URL now, and change checkpoint/source.py."""
+    """If this fails: look for what reads and writes by URL now, and change
+    checkpoint/dcp_reader.py."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.filesystem import FileSystemBase
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import saver_checks
 
-from axonlaunch.launch import forkserver
+from axonlaunch.system import forked_call
 
 
 def on_ranks(folder: Path, check: str) -> list[Any]:
     """Run a function of this module on gloo ranks; return what each returned."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     calls = [(rank, str(folder), check) for rank in range(saver_checks.RANKS)]
-    return forkserver.call_together(context, "saver_checks:on_rank", calls)
+    return forked_call.call_together(context, "saver_checks:on_rank", calls)
 
 
 def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from configured import run_config
 from safetensors.torch import load_file
 from torch import nn
 
 from axonlaunch import checkpoint, config, data
-from axonlaunch.checkpoint import Checkpoint, Retention, folders, weights
+from axonlaunch.checkpoint import Checkpoint, Retention, step_folders, weights
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError, RunConfig, replaced, to_yaml
+from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
@@ -159,7 +160,7 @@ def test_a_run_of_any_layout_starts_from_weights(name: str, source: str, tmp_pat
         export(found, config.read(tmp_path / "run"), path)
     ranks, overrides = LAYOUTS[name]
     words = [*MODELS["llama"], *overrides, f"launch.nproc={ranks}", f"model.weights={path}"]
-    chosen = config.load([*words, "train.global_batch_size=8"])
+    chosen = run_config([*words, "train.global_batch_size=8"])
     shares = layout(chosen, world_size=ranks)
 
     def on_rank(world: World) -> dict[str, torch.Tensor]:
@@ -208,7 +209,9 @@ def test_damage_is_not_exported(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[200] ^= 1
     file.write_bytes(content)
-    with pytest.raises(checkpoint.DamagedError, match=r"__0_0\.distcp is not what was written"):
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError, match=r"__0_0\.distcp is not what was written"
+    ):
         export(found, chosen, tmp_path / "out")
 
 
@@ -216,7 +219,7 @@ def test_running_statistics_are_exported_and_taken_in(tmp_path: Path) -> None:
     chosen, _, found = saved(tmp_path / "run", "normed")
     export(found, chosen, tmp_path / "out")
     assert weights.differences(tmp_path / "out", chosen.model, build_model(chosen.model)) == []
-    again = replaced(chosen, {"model.weights": str(tmp_path / "out")})
+    again = with_values(chosen, {"model.weights": str(tmp_path / "out")})
 
     def run(world: World) -> dict[str, torch.Tensor]:
         inputs = sample_inputs(data.build(again.data))
@@ -291,4 +294,4 @@ def test_a_file_that_is_cut_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ConfigError, match=r"model\.safetensors: can't be read: "):
         weights.differences(tmp_path / "out", chosen.model, module)
-    assert folders.damage(found) == []
+    assert step_folders.damage(found) == []

@@ -62,12 +62,12 @@ def test_check_reads_all_again(trained: Served) -> None:
 
 def test_diff_names_the_parameters_that_are_farthest_apart(trained: Served) -> None:
     assert trained("checkpoint", "diff", "runs/a", "runs/a").stdout == "equal, to the bit\n"
-    told = json.loads(trained("checkpoint", "diff", "runs/a", "runs/b", "--json").stdout)
+    told = json.loads(trained("checkpoint", "diff", "runs/a", "runs/b", "--json", status=1).stdout)
     assert not told["equal"]
     first, second, *_ = told["differences"]
     assert first["name"].startswith("model.")
     assert first["largest"] >= second["largest"] > 0
-    text = trained("checkpoint", "diff", "runs/a", "runs/b").stdout
+    text = trained("checkpoint", "diff", "runs/a", "runs/b", status=1).stdout
     verdict, head, most = text.splitlines()[:3]
     assert verdict == f"{len(told['differences'])} tensors differ"
     assert head.split() == ["tensor", "largest", "relative"]
@@ -75,12 +75,19 @@ def test_diff_names_the_parameters_that_are_farthest_apart(trained: Served) -> N
     assert text.splitlines()[-1].endswith(" more; --json has all")
 
 
+def test_diff_exits_0_only_where_two_checkpoints_are_equal(trained: Served) -> None:
+    for json_option in ([], ["--json"]):
+        trained("checkpoint", "diff", "runs/a", "runs/a", *json_option, status=0)
+        trained("checkpoint", "diff", "runs/a", "runs/b", *json_option, status=1)
+        trained("checkpoint", "diff", "runs/a", "nowhere", *json_option, status=2)
+
+
 @pytest.mark.slow
 def test_what_is_exported_is_imported_and_trains(trained: Served) -> None:
     told = json.loads(trained("checkpoint", "export", "runs/a", "out", "--json").stdout)
     assert told["files"] == ["model.safetensors", "config.json"]
     trained("checkpoint", "import", "out", "runs/c")
-    told = json.loads(trained("checkpoint", "diff", "runs/a", "runs/c", "--json").stdout)
+    told = json.loads(trained("checkpoint", "diff", "runs/a", "runs/c", "--json", status=1).stdout)
     assert not [d for d in told["differences"] if d["name"].startswith("model.")]
     losses = {}
     for name, path in (("out", "out"), ("run", "runs/a"), ("imported", "runs/c")):

@@ -86,13 +86,49 @@ def test_config_prints_yaml_that_is_the_configuration(tmp_path: Path) -> None:
     assert "sharding: hybrid_shard" in text
 
 
+def test_config_prints_what_a_run_here_would_have_instead_of_auto(
+    tmp_path: Path, server: Server
+) -> None:
+    words = ["strategy=fsdp", "strategy.pipeline.degree=2", "train.global_batch_size=32"]
+    printed = json.loads(Served(tmp_path, server)("config", *words, "--json").stdout)
+    assert printed["strategy"]["data_parallel"] == "fsdp"
+    ranks = printed["launch"]["nproc"]
+    share = 32 // (ranks // 2)
+    assert printed["launch"]["backend"] in ("gloo", "nccl")
+    assert printed["strategy"]["pipeline"]["stages_per_rank"] == 1
+    count = printed["strategy"]["pipeline"]["microbatches"]
+    assert printed["train"]["micro_batch_size"] * count == share
+    assert printed["scheduler"]["warmup_steps"] == printed["train"]["steps"] // 15
+    one = json.loads(Served(tmp_path, server)("config", "strategy=single", "--json").stdout)
+    assert one["launch"]["nproc"] == 1
+    assert one["train"]["micro_batch_size"] == one["train"]["global_batch_size"]
+
+
+def test_config_explains_what_auto_became(tmp_path: Path, server: Server) -> None:
+    words = ["config", "launch.nproc=2", "--explain", "--json"]
+    explained = json.loads(Served(tmp_path, server)(*words).stdout)
+    assert explained["train.micro_batch_size"] == {
+        "value": 8,
+        "origin": "resolved here; auto: config.yaml",
+    }
+    assert explained["strategy.data_parallel"]["value"] == "ddp"
+
+
+def test_config_refuses_a_batch_that_the_ranks_here_cannot_share(
+    tmp_path: Path, server: Server
+) -> None:
+    words = ["config", "launch.nproc=2", "train.global_batch_size=15"]
+    ran = Served(tmp_path, server)(*words, status=2)
+    assert ran.stderr.startswith("error: train.global_batch_size=15: 2 ranks can't share it")
+
+
 def test_config_explains_where_each_value_comes_from(tmp_path: Path) -> None:
     words = ["config", "strategy=hsdp", "train.steps=7", "--explain"]
     lines = dict(line.rsplit("  ", 1) for line in run(tmp_path, *words).stdout.splitlines())
     lines = {key.strip(): origin for key, origin in lines.items()}
     assert lines["strategy.fsdp.sharding=hybrid_shard"] == "strategy/hsdp.yaml"
     assert lines["train.steps=7"] == "override train.steps=7"
-    assert lines["train.precision=fp32"] == "default"
+    assert lines["train.compile=false"] == "default"
     explained = json.loads(run(tmp_path, *words, "--json").stdout)
     assert explained["train.steps"] == {"value": 7, "origin": "override train.steps=7"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -14,10 +15,21 @@ from command import TINY, Command, Served
 from rich.console import Console
 from served import Server
 
-from axonlaunch.cli.estimate import as_object, show
-from axonlaunch.planning.memory_plot import plot
-from axonlaunch.planning.record import Estimate, Forecast, RankEstimate, Remedy
-from axonlaunch.planning.report import bars, figures, size
+from axonlaunch.cli.estimate import show, to_json_dict
+from axonlaunch.cli.plotting import save
+from axonlaunch.planning.records import (
+    Estimate,
+    Forecast,
+    HostMemory,
+    RankEstimate,
+    Remedy,
+    Searched,
+    Workload,
+    verdict,
+)
+from axonlaunch.planning.reports.memory_plot import draw
+from axonlaunch.planning.reports.memory_table import bars
+from axonlaunch.system.formatting import figures, size
 
 GIB = 1024**3
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
@@ -82,11 +94,21 @@ def forecast(*, memory: int | None = None, stages: int = 2, host: int = 0) -> Fo
         breakdown: Any = dict(zip(CATEGORIES, sizes, strict=True))
         ranks.append(RankEstimate(stage * 4, {"pp": stage}, sum(sizes), host, breakdown))
     peak = ranks[0].peak_bytes
-    fits = None if memory is None else peak <= memory
-    found = Estimate(8, {"pp": stages, "tp": 4}, 10**9, *(3 * [peak]), fits, ranks)
-    remedy = Remedy(["train.micro_batch_size=1"], ["smaller matrix products"], 10 * GIB)
-    name = None if memory is None else "some_device"
-    return Forecast("pipeline 2 (1f1b)", found, name, memory, [remedy] if fits is False else [], [])
+    found = Estimate(8, {"pp": stages, "tp": 4}, 10**9, *(3 * [peak]), ranks)
+    return Forecast(
+        layout="pipeline 2 (1f1b)",
+        workload=Workload(512, 1, 8192, "bf16", "selective"),
+        estimate=found,
+        hardware=None if memory is None else "some_device",
+        memory_bytes=memory,
+        margin=0.1,
+        host_memory=HostMemory(host, 8 * host, None, None) if host else None,
+        states_only=False,
+        notes=[],
+    )
+
+
+REMEDY = Remedy(["train.micro_batch_size=1"], ["smaller matrix products"], 10 * GIB)
 
 
 def shown(found: Forecast, *, width: int, **options: Any) -> str:
@@ -116,15 +138,51 @@ def test_512_ranks_are_told_on_one_machine_and_kept(axonlaunch: Command) -> None
 
 def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -> None:
     small = ["hardware=cpu", "hardware.memory_gib=0.0013"]
-    ran = axonlaunch.train("strategy=single", *small, "--dry-run", status=2)
+    ran = axonlaunch.train("strategy=single", *small, "--dry-run")
     assert "single: 1 rank" in ran.stdout
     assert "does not fit" in ran.stdout
-    [error] = ran.stderr.splitlines()
-    assert error.startswith("error: hardware=cpu: the highest rank takes ")
-    assert error.rpartition("; use ")[2] in ran.stdout.splitlines()
+    assert "\ntrain.micro_batch_size=" in ran.stdout
+    assert ran.stderr == ""
     small[1] = "hardware.memory_gib=1"
-    assert "fits " in axonlaunch.train("strategy=single", *small, "--dry-run").stdout
+    fitting = axonlaunch.train("strategy=single", *small, "--dry-run").stdout
+    assert "fits " in fitting
+    assert "a start on this machine passes every check" in fitting
     assert not (axonlaunch.folder / "runs").exists()
+
+
+@pytest.mark.timeout(240)
+def test_a_dry_run_of_what_this_machine_can_not_hold_prints_its_estimate_first(
+    axonlaunch: Command,
+) -> None:
+    words = ["strategy=fsdp", "model=llama3_8b", "model.num_hidden_layers=2"]
+    words += ["model.vocab_size=40000000", "data=tokens", "data.path=tokens.bin"]
+    words += ["checkpoint.every=0"]
+    ran = axonlaunch("train", "--dry-run", *words)
+    table, _, rest = ran.stdout.partition("a start on this machine would be refused:\n")
+    assert "8,192 positions, bf16, selective" in " ".join(table.split())
+    assert "highest peak" in table
+    said = " ".join(rest.split())
+    assert "data.path=tokens.bin: no such file" in said
+    assert "model=llama: 328B parameters" in said
+    assert "use a smaller model, more ranks with strategy=fsdp" in said
+    assert "add hardware=h100_80gb" in said
+    assert rest.splitlines()[-1] == f"  axonlaunch estimate {' '.join(words)}"
+    told = json.loads(axonlaunch("train", "--dry-run", *words, "--json").stdout)
+    assert [one["key"] for one in told["obstacles"]] == ["data.path", "model"]
+    assert told["fits"] is told["verdict"] is None
+
+
+def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Command) -> None:
+    words = [*(word for word in TINY if not word.startswith("data")), "data=tokens"]
+    ran = axonlaunch("train", "--dry-run", *words, "data.sequence_length=16")
+    assert "highest peak" in ran.stdout
+    assert "data.path" in ran.stdout.partition("would be refused")[2]
+
+
+def test_a_dry_run_of_what_no_machine_can_run_is_refused(axonlaunch: Command) -> None:
+    ran = axonlaunch.train("strategy=tensor", "launch.nproc=7", "--dry-run", status=2)
+    assert ran.stdout == ""
+    assert ran.stderr.startswith("error: strategy.tensor.degree=2: 7 ranks are not")
 
 
 def test_data_that_is_not_there_is_no_obstacle(axonlaunch: Command) -> None:
@@ -219,20 +277,71 @@ def test_sizes_have_three_figures() -> None:
 
 
 def test_json_has_what_would_make_it_fit() -> None:
-    told = as_object(forecast(memory=40 * GIB))
-    assert told["fits"] is False
+    told = to_json_dict(forecast(memory=40 * GIB), [REMEDY], Searched(2, 30.0))
+    assert (told["fits"], told["verdict"], told["margin"]) == (False, "too_large", 0.1)
+    assert told["workload"]["sequence_length"] == 8192
+    assert told["untried"] == 2
     assert told["changes"] == [
         {
             "overrides": ["train.micro_batch_size=1"],
             "costs": ["smaller matrix products"],
             "process_bytes": 10 * GIB,
+            "host_memory": None,
         }
     ]
 
 
+@pytest.mark.parametrize(
+    ("memory", "word"), [(100, "fits"), (55, "tight"), (50, "does not fit"), (None, "")]
+)
+def test_between_fitting_and_not_a_run_is_tight(memory: int | None, word: str) -> None:
+    """54.3 GiB estimated: with the margin of a tenth that may be 59.8."""
+    found = forecast(memory=None if memory is None else memory * GIB)
+    lines = shown(found, width=200).splitlines()
+    ends = [line for line in lines if line.startswith(("fits", "tight", "does not fit"))]
+    assert [line.partition("  ")[0] for line in ends] == ([word] if word else [])
+    assert found.fits is (None if memory is None else word == "fits")
+    assert ("10% by which an estimate may be too low (estimate.margin)" in str(ends)) == (
+        word == "tight"
+    )
+
+
+def test_the_margin_is_of_the_estimate() -> None:
+    assert verdict(100.0, memory=111.0, margin=0.1) == "fits"
+    assert verdict(100.0, memory=109.0, margin=0.1) == "tight"
+    assert verdict(100.0, memory=100.0, margin=0.0) == "fits"
+    assert verdict(100.0, memory=99.0, margin=0.0) == "too_large"
+
+
+def test_the_first_line_says_what_a_step_trains_on() -> None:
+    first = shown(forecast(), width=200).splitlines()[0]
+    assert first.endswith(
+        "1B parameters, batch 512 (micro-batch 1), 8,192 positions, bf16, selective recomputation"
+    )
+    images = Workload(64, None, None, "fp32", "none")
+    assert str(images) == "batch 64, fp32, no recomputation"
+
+
+@pytest.mark.parametrize(
+    ("node_gib", "said"),
+    [
+        (None, "12 GiB per rank, 96 GiB per node; hardware.host_memory_gib is not known"),
+        (2048, "a node has 2048 GiB"),
+        (64, "a node has 64 GiB: too little"),
+    ],
+)
+def test_what_is_offloaded_is_said_beside_what_a_node_has(node_gib: int | None, said: str) -> None:
+    memory = None if node_gib is None else node_gib * GIB
+    fits = None if memory is None else memory > 96 * GIB
+    host = HostMemory(12 * GIB, 96 * GIB, memory, fits)
+    found = dataclasses.replace(forecast(memory=100 * GIB), host_memory=host)
+    assert said in shown(found, width=200)
+    assert found.fits is (fits is not False)
+
+
 def test_pictures_name_what_they_show(tmp_path: Path) -> None:
-    plot(forecast(memory=40 * GIB), tmp_path / "a.png")
+    save(draw(forecast(memory=40 * GIB)), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
-    plot(forecast(memory=40 * GIB), tmp_path / "b.svg")
+    save(draw(forecast(memory=40 * GIB)), tmp_path / "b.svg")
     written = re.findall(r"<!-- (.*?) -->", (tmp_path / "b.svg").read_text())
     assert {"pp 0", "pp 1", "parameters", "activations", "40 GiB"} <= set(written)

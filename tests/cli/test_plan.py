@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -13,9 +14,9 @@ from served import Server
 
 from axonlaunch import config
 from axonlaunch.cli.plan import show
-from axonlaunch.launch.plan import experiment
-from axonlaunch.planning.plan_report import why_slower
-from axonlaunch.planning.record import Plan, Planned
+from axonlaunch.planning.plan import experiment
+from axonlaunch.planning.records import HostMemory, ParityResult, Plan, Planned, Workload
+from axonlaunch.planning.reports.plan_table import why_slower
 
 GIB = 1024**3
 MODEL = [
@@ -29,7 +30,7 @@ MODEL = [
 ]
 
 
-def planned(*, step_s: float, fits: bool = True, **breakdown: float) -> Planned:
+def planned(*, step_s: float, verdict: ParityResult = "fits", **breakdown: float) -> Planned:
     return Planned(
         overrides=["strategy.data_parallel=fsdp", "launch.nproc=64"],
         layout="fsdp 64, micro-batch 1, selective recomputation",
@@ -37,7 +38,7 @@ def planned(*, step_s: float, fits: bool = True, **breakdown: float) -> Planned:
         peak_bytes=60 * GIB,
         host_bytes=0,
         process_bytes=70 * GIB,
-        fits=fits,
+        verdict=verdict,
         tokens_per_s_per_device=800.0,
         step_s=step_s,
         mfu=0.4,
@@ -123,9 +124,12 @@ def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int
     first = planned(step_s=10.0, **{"matrix products": 7.0, "communication dp": 3.0})
     second = planned(step_s=11.0, **{"matrix products": 7.0, "communication dp": 4.0})
     stream = io.StringIO()
-    show(Plan(1234, [first, second]), Console(file=stream, width=width), seconds=12.3)
+    known = Workload(128, None, 8192, "bf16", None)
+    show(Plan(known, 1234, [first, second]), Console(file=stream, width=width), seconds=12.3)
     text = stream.getvalue()
-    assert "1,234 layouts in 12 s" in text
+    assert text.startswith(
+        "batch 128, 8,192 positions, bf16, recomputation as each layout says\n1,234 layouts in 12 s"
+    )
     assert "matrix products 70%, communication dp 30%" in text
     assert "10.0% slower: communication dp +1 s" in text
     pasted = [line for line in text.splitlines() if "launch.nproc" in line]
@@ -133,7 +137,10 @@ def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int
 
 
 def test_what_does_not_fit_is_told_so() -> None:
-    assert why_slower(planned(step_s=1.0), planned(step_s=0.5, fits=False)) == "does not fit"
+    assert (
+        why_slower(planned(step_s=1.0), planned(step_s=0.5, verdict="tight"))
+        == "does not fit: tight"
+    )
 
 
 def test_a_plan_is_kept_as_groups_and_values() -> None:
@@ -142,3 +149,10 @@ def test_a_plan_is_kept_as_groups_and_values() -> None:
         "# @package _global_\ndefaults:\n- override /model: gpt\n- override /strategy: fsdp\n"
         "train:\n  steps: 3\nlaunch:\n  nproc: 4\n"
     )
+
+
+def test_a_layout_that_offloads_more_than_a_node_has_does_not_fit() -> None:
+    host = HostMemory(400 * GIB, 3200 * GIB, 2048 * GIB, False)
+    large = dataclasses.replace(planned(step_s=0.5), host_memory=host)
+    assert not large.fits
+    assert why_slower(planned(step_s=1.0), large) == "does not fit: too little host memory"

@@ -18,14 +18,14 @@ from command import Served
 from rich.console import Console
 from served import Server
 
+from axonlaunch.cli import plotting
 from axonlaunch.cli.app import run
-from axonlaunch.config.problem import ConfigError
-from axonlaunch.config.schedules import SCHEDULES
-from axonlaunch.engines import picture
-from axonlaunch.engines.pipeline_plot import plot
-from axonlaunch.engines.pipeline_schedule import PipelineSchedule
-from axonlaunch.engines.pipeline_text import text_timeline
-from axonlaunch.engines.pipeline_timeline import timeline
+from axonlaunch.config.errors import ConfigError
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.engines.pipeline.schedule import PipelineSchedule
+from axonlaunch.engines.pipeline.timeline import timeline
+from axonlaunch.engines.pipeline.timeline_plot import draw
+from axonlaunch.engines.pipeline.timeline_text import text_timeline
 
 BATCH = "train.global_batch_size=32"
 Schedule = Callable[..., tuple[int, str, str]]
@@ -252,7 +252,9 @@ def test_drawing_changes_nothing_of_matplotlibs(tmp_path: Path) -> None:
     import matplotlib
 
     before = matplotlib.rcParams.copy()  # dict() would choose a backend, and import pyplot
-    plot(timeline(PipelineSchedule("1f1b", degree=2, microbatches=2)), tmp_path / "a.png")
+    plotting.save(
+        draw(timeline(PipelineSchedule("1f1b", degree=2, microbatches=2))), tmp_path / "a.png"
+    )
     assert matplotlib.rcParams.copy() == before
     assert "matplotlib.pyplot" not in sys.modules
 
@@ -260,10 +262,9 @@ def test_drawing_changes_nothing_of_matplotlibs(tmp_path: Path) -> None:
 def test_without_matplotlib_one_is_told_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
-    times = timeline(PipelineSchedule("1f1b", degree=2, microbatches=2))
+    monkeypatch.setattr(plotting, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"not installed; pip install 'axonlaunch\[plot\]'"):
-        plot(times, tmp_path / "a.png")
+        plotting.check_plot(tmp_path / "a.png")
 
 
 def test_a_picture_that_can_not_be_written_is_a_users_problem(
@@ -275,4 +276,4 @@ def test_a_picture_that_can_not_be_written_is_a_users_problem(
     monkeypatch.setattr(Path, "write_bytes", refuse)
     times = timeline(PipelineSchedule("1f1b", degree=2, microbatches=2))
     with pytest.raises(ConfigError, match="can't be written: No space left on device"):
-        plot(times, tmp_path / "a.svg")
+        plotting.save(draw(times), tmp_path / "a.svg")

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import axonlaunch as ax
 from axonlaunch import comm
 from axonlaunch.comm import Backend, RankFailedError, ReduceOp, nccl
-from axonlaunch.comm.agreement import LINE_BYTES, pack, unpack
+from axonlaunch.comm.mismatch_check import LINE_BYTES, pack, unpack
 
 
 def test_the_names_are_those_that_configurations_use() -> None:
@@ -115,3 +116,15 @@ def test_a_world_on_nccl_carries_cpu_tensors_too() -> None:
 def test_a_foreign_backend_is_no_backend_of_ours() -> None:
     with pytest.raises(ValueError, match="ucc"):
         Backend.of_torch("ucc")
+
+
+@pytest.mark.skipif(nccl.status().available, reason="NCCL can be used here")
+def test_a_world_on_nccl_where_there_is_none_is_an_nccl_error_with_the_reason() -> None:
+    status = ax.nccl.status()
+    assert not status.available
+    assert status.devices == []
+    assert (status.version is None) == (not dist.is_nccl_available())
+    with pytest.raises(ax.NcclError) as caught:
+        ax.World.init(backend="nccl")
+    assert str(caught.value) == f"backend=nccl: {status.reason}"
+    assert isinstance(caught.value, (ax.CommError, ValueError))

@@ -17,15 +17,15 @@ from torch.utils.checkpoint import (
 )
 
 from axonlaunch.comm import ProcessGroup, World
-from axonlaunch.comm.differentiable import (
+from axonlaunch.comm.autograd import (
+    all_gather_from_group,
+    all_reduce_from_group,
     collect_from,
-    copy_to,
+    copy_to_group,
     finish,
-    gather_from,
     max_over,
-    reduce_from,
     reduce_scatter_to,
-    split_to,
+    scatter_to_group,
     start_reduce_scatter,
     start_sum,
     sum_over,
@@ -58,11 +58,11 @@ def total(parts: Any) -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_copying_in_sums_backward_and_reducing_out_sums_forward(size: int) -> None:
-    xs, ys, upstream, gradients = zip(*exchanged(size, copy_to, (3, 4)), strict=True)
+    xs, ys, upstream, gradients = zip(*exchanged(size, copy_to_group, (3, 4)), strict=True)
     for rank in range(size):
         assert torch.equal(ys[rank], xs[rank])
         torch.testing.assert_close(gradients[rank], total(upstream))
-    xs, ys, upstream, gradients = zip(*exchanged(size, reduce_from, (3, 4)), strict=True)
+    xs, ys, upstream, gradients = zip(*exchanged(size, all_reduce_from_group, (3, 4)), strict=True)
     for rank in range(size):
         torch.testing.assert_close(ys[rank], total(xs))
         assert torch.equal(gradients[rank], upstream[rank])
@@ -78,7 +78,7 @@ def test_gathering_and_scattering_are_each_others_gradients(
     size: int, shape: tuple[int, ...], dim: int
 ) -> None:
     def gather(x: Tensor, group: ProcessGroup) -> Tensor:
-        return gather_from(x, group, dim)
+        return all_gather_from_group(x, group, dim)
 
     xs, ys, upstream, gradients = zip(*exchanged(size, gather, shape), strict=True)
     for rank in range(size):
@@ -100,7 +100,7 @@ def test_splitting_gathers_backward_and_collecting_splits_backward(
     size: int, shape: tuple[int, ...], dim: int
 ) -> None:
     def split(x: Tensor, group: ProcessGroup) -> Tensor:
-        return split_to(x, group, dim)
+        return scatter_to_group(x, group, dim)
 
     xs, ys, upstream, gradients = zip(*exchanged(size, split, shape), strict=True)
     for rank in range(size):
@@ -120,10 +120,10 @@ def test_inputs_and_gradients_of_any_layout_will_do() -> None:
     def rank(world: World) -> None:
         group = world.default_group
         x = drawn((8, 6), seed=world.rank).t()  # not contiguous
-        whole = gather_from(x, group, 0)
+        whole = all_gather_from_group(x, group, 0)
         parts = [drawn((8, 6), seed=other).t() for other in range(2)]
         assert torch.equal(whole, torch.cat(parts))
-        torch.testing.assert_close(reduce_from(x, group), parts[0] + parts[1])
+        torch.testing.assert_close(all_reduce_from_group(x, group), parts[0] + parts[1])
         torch.testing.assert_close(
             reduce_scatter_to(x, group, 0), (parts[0] + parts[1]).chunk(2)[world.rank]
         )
@@ -135,7 +135,7 @@ def test_a_group_of_some_ranks_exchanges_among_them() -> None:
     def rank(world: World) -> float:
         even, odd = world.new_group([0, 2]), world.new_group([1, 3])
         group = odd if world.rank % 2 else even
-        return float(reduce_from(torch.tensor([float(world.rank)]), group))
+        return float(all_reduce_from_group(torch.tensor([float(world.rank)]), group))
 
     assert World.mock(4).run(rank) == [2.0, 4.0, 2.0, 4.0]
 
@@ -143,9 +143,15 @@ def test_a_group_of_some_ranks_exchanges_among_them() -> None:
 def test_a_group_of_one_returns_what_it_is_given() -> None:
     def rank(world: World) -> None:
         group, x = world.default_group, torch.ones(3, 3)
-        for one in (copy_to, reduce_from, sum_over, max_over, start_sum):
+        for one in (copy_to_group, all_reduce_from_group, sum_over, max_over, start_sum):
             assert one(x, group) is x
-        for one in (gather_from, reduce_scatter_to, split_to, collect_from, start_reduce_scatter):
+        for one in (
+            all_gather_from_group,
+            reduce_scatter_to,
+            scatter_to_group,
+            collect_from,
+            start_reduce_scatter,
+        ):
             assert one(x, group, 0) is x
 
     World.mock(1).run(rank)
@@ -166,9 +172,9 @@ def test_sums_and_maxima_without_autograd() -> None:
 def test_no_result_shares_memory_with_what_went_in() -> None:
     def rank(world: World) -> None:
         group = world.default_group
-        calls: list[Call] = [reduce_from, sum_over, max_over]
-        calls += [lambda x, g: reduce_scatter_to(x, g, 0), lambda x, g: split_to(x, g, 0)]
-        calls += [lambda x, g: gather_from(x, g, 0), lambda x, g: collect_from(x, g, 0)]
+        calls: list[Call] = [all_reduce_from_group, sum_over, max_over]
+        calls += [lambda x, g: reduce_scatter_to(x, g, 0), lambda x, g: scatter_to_group(x, g, 0)]
+        calls += [lambda x, g: all_gather_from_group(x, g, 0), lambda x, g: collect_from(x, g, 0)]
         for call in calls:
             x = torch.ones(4)
             y = call(x, group)
@@ -181,7 +187,7 @@ def test_no_result_shares_memory_with_what_went_in() -> None:
 
 def test_what_the_group_does_not_divide_is_refused() -> None:
     def rank(world: World) -> None:
-        for call in (split_to, reduce_scatter_to):
+        for call in (scatter_to_group, reduce_scatter_to):
             with pytest.raises(
                 ValueError,
                 match=r"dim 1 of a tensor \[2, 5\] can't be cut into 2 equal parts, one a rank: "
@@ -218,7 +224,7 @@ def test_selective_checkpointing_can_save_them() -> None:
         x = drawn((4, 4), seed=world.rank).requires_grad_()
 
         def block(x: Tensor) -> Tensor:
-            return reduce_from(x.sin(), world.default_group).exp().sin()
+            return all_reduce_from_group(x.sin(), world.default_group).exp().sin()
 
         y = checkpoint(
             block,
@@ -241,8 +247,10 @@ def test_fake_tensors_pass() -> None:
         group = world.default_group
         with FakeTensorMode():
             x = torch.empty(2, 4, 6, requires_grad=True)
-            y = gather_from(
-                reduce_scatter_to(reduce_from(copy_to(x, group), group), group, 1), group, 1
+            y = all_gather_from_group(
+                reduce_scatter_to(all_reduce_from_group(copy_to_group(x, group), group), group, 1),
+                group,
+                1,
             )
             assert y.shape == (2, 4, 6)
             y.sum().backward()

@@ -1,7 +1,8 @@
 """What torch's flight recorder tells of a rank.
 
-Its names are private to torch. Where this fails after an update, ``axonlaunch/flight_record.py`` is
-the one place to change: look for ``_dump_fr_trace_json`` in torch's ``csrc/distributed/c10d``.
+Its names are private to torch. Where this fails after an update,
+``axonlaunch/diagnostics/flight_recorder.py`` is the one place to change: look for
+``_dump_fr_trace_json`` in torch's ``csrc/distributed/c10d``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from axonlaunch.flight_record import Call, Record
+from axonlaunch.diagnostics.flight_recorder import Call, Record
 
 RANK = """
 import os, pickle, sys, time

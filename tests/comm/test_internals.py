@@ -1,7 +1,7 @@
 """The private names of torch that the mock world stands on.
 
-A failure here means that torch has moved one. The fix belongs in ``comm/mock/internals.py`` (how
-threads get their own torch.distributed) or ``group.py`` beside it (the wire names of a group);
+A failure here means that torch has moved one. The fix belongs in ``comm/mock/torch_internals.py``
+(how threads get their own torch.distributed) or ``group.py`` beside it (the wire names of a group);
 then raise the upper bound on torch in ``pyproject.toml``.
 """
 
@@ -17,8 +17,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import axonlaunch.comm
-from axonlaunch.comm.mock.group import MockProcessGroup
-from axonlaunch.comm.mock.internals import WorldOfThread, isolated_threads, threads_are_isolated
+from axonlaunch.comm.mock.process_group import MockProcessGroup
+from axonlaunch.comm.mock.torch_internals import (
+    WorldOfThread,
+    isolated_threads,
+    threads_are_isolated,
+)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from configured import run_config
 
 from axonlaunch import comm
 from axonlaunch.comm import RankFailedError, World
@@ -62,9 +63,8 @@ def test_sizes_that_are_not_the_world_are_refused() -> None:
 
 
 def test_ranks_of_one_shard_of_the_batch_are_those_of_one_copy_of_the_model() -> None:
-    from axonlaunch import config
 
-    chosen = config.load(
+    chosen = run_config(
         [
             *("strategy=hsdp", "strategy.fsdp.replicate=2", "strategy.tensor.degree=2"),
             *("strategy.pipeline.degree=2", "launch.nproc=16"),

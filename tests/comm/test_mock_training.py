@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from axonlaunch import comm
 from axonlaunch.comm import World
-from axonlaunch.comm.mock.group import MockProcessGroup
+from axonlaunch.comm.mock.process_group import MockProcessGroup
 
 WIDTH, BATCH, STEPS, NUM_BLOCKS = 16, 16, 3, 4
 

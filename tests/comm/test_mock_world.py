@@ -24,8 +24,8 @@ from axonlaunch.comm import (
     RankFailedError,
     World,
 )
-from axonlaunch.comm.mock.group import MockProcessGroup
-from axonlaunch.comm.mock.internals import threads_are_isolated
+from axonlaunch.comm.mock.process_group import MockProcessGroup
+from axonlaunch.comm.mock.torch_internals import threads_are_isolated
 
 
 def fails(fn: Callable[[World], Any], *, size: int = 3, timeout_s: float = 20) -> RankFailedError:

@@ -117,7 +117,25 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "checkpoint.interval=3",
         [
-            "checkpoint.interval=3: there is no such key; did you mean optimizer.nesterov?",
+            "checkpoint.interval=3: there is no such key; keys of checkpoint: async_save, every, fallback, keep, keep_best, keep_every, path, resume",
+        ],
+    ),
+    (
+        "train.epochs=3",
+        [
+            "train.epochs=3: there is no such key; did you mean train.steps?",
+        ],
+    ),
+    (
+        "train.batch=3",
+        [
+            "train.batch=3: there is no such key; did you mean train.global_batch_size?",
+        ],
+    ),
+    (
+        "train.log_evry=3",
+        [
+            "train.log_evry=3: there is no such key; did you mean train.log_every?",
         ],
     ),
     (
@@ -465,7 +483,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "data=texts",
         [
-            "data=texts: there is no such option; did you mean text? known: digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
+            "data=texts: there is no such option; did you mean text? known: auto, digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
         ],
     ),
     (
@@ -483,7 +501,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "hardware=h100",
         [
-            "hardware=h100: there is no such option; did you mean h200? known: a100_40gb, a100_80gb, b200, cpu, h100_80gb, h100_96gb, h200, mi300x, rtx4090",
+            "hardware=h100: there is no such option; did you mean h100_80gb? known: a100_40gb, a100_80gb, b200, cpu, h100_80gb, h100_96gb, h200, mi300x, rtx4090",
         ],
     ),
     (
@@ -947,6 +965,12 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
+        "train.prompt=",
+        [
+            "train.prompt=: is empty; give at least one character, or train.sample_tokens=0",
+        ],
+    ),
+    (
         "strategy=single strategy.context.degree=2",
         [
             "strategy.context.degree=2: ranks that share a sequence have to sum gradients, and data_parallel is none; use ddp, zero1 or fsdp, or 1",
@@ -965,6 +989,11 @@ def test_a_wrong_configuration_is_told_in_exact_words(
     told = [str(problem) for problem in raised.value.problems]
     assert told == [problem.replace("{cwd}", str(tmp_path)) for problem in problems]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_like_none_here_is_not_taken_for_a_far_one_elsewhere() -> None:
+    with pytest.raises(ConfigError, match=r"train.epoc=3: there is no such key; keys of train: "):
+        config.load(["train.epoc=3"])
 
 
 def test_an_unknown_primary_config_lists_those_there_are() -> None:

@@ -75,7 +75,7 @@ def test_origins_name_the_file_or_the_override(tmp_path: Path) -> None:
     assert origins["train.global_batch_size"] == "config.yaml"
     assert origins["train.steps"] == "override train.steps=3"
     assert origins["optimizer.eps"] == str(mine)
-    assert "train.precision" not in origins
+    assert "train.compile" not in origins
 
 
 def test_interpolations_are_resolved() -> None:

@@ -3,7 +3,10 @@
 import pytest
 
 from axonlaunch import config
-from axonlaunch.config.layout import layout, resolved
+from axonlaunch.config.layout import layout, model_ranks, resolved
+
+TENSOR, PIPELINE = "strategy.tensor.degree=2", "strategy.pipeline.degree=2"
+CONTEXT = "strategy.context.degree=2"
 
 
 @pytest.mark.parametrize(
@@ -22,6 +25,9 @@ from axonlaunch.config.layout import layout, resolved
         (["strategy=tensor", "strategy.pipeline.degree=4"], 0, 8, "none"),
         (["strategy=hybrid"], 0, 8, "fsdp"),
         (["strategy=single", "strategy.tensor.degree=2"], 8, 2, "none"),
+        (["strategy.context.degree=2"], 0, 2, "ddp"),
+        (["strategy=tensor", "strategy.context.degree=2"], 0, 4, "ddp"),
+        (["strategy=pipeline", "strategy.context.degree=2", "launch.nproc=4"], 0, 4, "ddp"),
     ],
 )
 def test_what_is_left_to_the_machine_is_resolved(
@@ -29,6 +35,19 @@ def test_what_is_left_to_the_machine_is_resolved(
 ) -> None:
     chosen = resolved(config.load(overrides), accelerators=accelerators)
     assert (chosen.launch.nproc, chosen.strategy.data_parallel) == (nproc, kind)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "degrees", [[], [TENSOR], [PIPELINE], [CONTEXT], [TENSOR, CONTEXT], [PIPELINE, CONTEXT]]
+)
+def test_a_layout_has_the_kind_that_is_written_to_the_run(degrees: list[str], ranks: int) -> None:
+    given = config.load(degrees)
+    if ranks % model_ranks(given.strategy) == 0:
+        written = resolved(config.with_values(given, {"launch.nproc": ranks}), accelerators=0)
+        kind = written.strategy.data_parallel
+        assert kind == layout(given, world_size=ranks).data_parallel
+        assert kind == layout(written, world_size=ranks).data_parallel
 
 
 @pytest.mark.parametrize(
@@ -90,6 +109,10 @@ def test_a_layout_is_told_in_a_few_words() -> None:
     shares = layout(config.load(["strategy=hybrid"]), world_size=16)
     assert str(shares) == "fsdp 4 x tensor 2 x pipeline 2 (1f1b)"
     assert str(layout(config.load(["strategy=tensor"]), world_size=2)) == "tensor 2"
+    assert str(layout(config.load([CONTEXT]), world_size=2)) == "context 2"
+    assert str(layout(config.load([CONTEXT]), world_size=4)) == "ddp 2 x context 2"
+    sharded = config.load([CONTEXT, "strategy=fsdp"])
+    assert str(layout(sharded, world_size=2)) == "fsdp 1 x context 2"
 
 
 def test_a_pipeline_runs_in_rounds() -> None:

@@ -10,9 +10,9 @@ import pytest
 from axonlaunch import config
 from axonlaunch.config import RunConfig
 from axonlaunch.config.data import DATA_CONFIGS
+from axonlaunch.config.key_reference import Key, reference
 from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.config.optimizer import OPTIMIZER_CONFIGS, SCHEDULER_CONFIGS
-from axonlaunch.config.reference import Key, reference
 
 VARIANTS = [
     *(("model", kind) for kind in MODEL_CONFIGS.values()),
@@ -28,7 +28,7 @@ def described(chosen: RunConfig) -> dict[str, Key]:
 
 def test_every_key_of_a_configuration_is_there() -> None:
     chosen = config.load(["hardware=h200"])
-    assert described(chosen).keys() == config.leaves(chosen).keys()
+    assert described(chosen).keys() == config.flatten(chosen).keys()
 
 
 @pytest.mark.parametrize(("group", "kind"), VARIANTS)

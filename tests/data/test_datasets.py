@@ -1,6 +1,7 @@
 import builtins
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from axonlaunch.config.data import (
     TextConfig,
     TokensConfig,
 )
-from axonlaunch.config.problem import ConfigError
+from axonlaunch.config.errors import ConfigError
 from axonlaunch.data import DATASETS, TEXT_DATASETS, build
 
 
@@ -152,6 +153,53 @@ def test_no_pattern_at_all_is_told():
     assert error_of(TextConfig(files=[])) == (
         "data.files=[]: names no file; write data.files=[notes.txt,'corpus/**/*.md']"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n', "holds records, whose markup .*; .* jq -r .text FILE > "),
+        ("a.csv", b"text,label\nx,1\n", "holds records, whose markup .* to a .txt file$"),
+        ("a.parquet", b"PAR1\0", "holds records, whose markup .* to a .txt file$"),
+        ("a.txt.gz", b"\x1f\x8b", "is compressed, .* gunzip -k FILE$"),
+        ("a.jsonl.ZST", b"\x28\xb5", "is compressed, .* unzstd FILE$"),
+        ("a.bin", b"\1\0\2\0", "is not text; .* data=tokens data.path=FILE$"),
+        ("a.txt", b"\1\0\2\0", "is not text, it has NUL bytes; .* data=tokens data.path=FILE; "),
+        ("a.txt", "text".encode("utf-16"), ".* NUL bytes; .* iconv -f UTF-16 -t UTF-8$"),
+        ("a", "déjà vu, été".encode("latin-1") * 9, "is not text in UTF-8, .* iconv -f LATIN1"),
+    ],
+)
+def test_what_is_not_text_is_refused_with_what_to_do(
+    name: str, content: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(content * 100)
+    with pytest.raises(ConfigError, match=rf"^data.files=\[{name}\]: {name} {reason}"):
+        build(TextConfig(files=[name], sequence_length=4))
+
+
+def test_files_that_are_refused_alike_are_one_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl", "d.gz", "e.txt"):
+        (tmp_path / name).write_bytes(b"\0 is not looked for where names say enough")
+    with pytest.raises(ConfigError) as refused:
+        build(TextConfig(files=["*"], sequence_length=4))
+    records, compressed = refused.value.problems
+    assert records.message.startswith("a.jsonl (and 2 more) holds records")
+    assert compressed.message.startswith("d.gz is compressed")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "a.html", "README", "a.log"])
+def test_documents_and_sources_are_text_even_with_a_stray_byte(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(("prix: 3 € für süß\n" * 40).encode() + b"\xff")
+    assert build(TextConfig(files=[str(tmp_path / name)], sequence_length=4)).num_samples > 100
+
+
+def test_a_long_files_first_mebibyte_may_end_inside_of_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(("x" + "€" * 2**19).encode())
+    assert build(TextConfig(files=[str(tmp_path / "a.txt")])).num_samples > 100
 
 
 def test_a_file_shorter_than_a_sample_is_told(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axonlaunch.data.order import dataset_indices, permute
+from axonlaunch.data.shuffle import dataset_indices, permute
 
 
 def test_every_small_size_is_permuted():

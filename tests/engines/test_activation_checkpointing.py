@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch.comm import World
-from axonlaunch.comm.differentiable import reduce_from
+from axonlaunch.comm.autograd import all_reduce_from_group
 from axonlaunch.config.model import LlamaConfig
 from axonlaunch.engines.activation_checkpointing import Mode, apply_activation_checkpointing
 from axonlaunch.models.build import build
@@ -57,7 +57,7 @@ class Summed(nn.Module):
         self.linear, self.group = nn.Linear(4, 4), world.default_group
 
     def forward(self, x: Tensor) -> Tensor:
-        return reduce_from(self.linear(x).relu(), self.group).relu()
+        return all_reduce_from_group(self.linear(x).relu(), self.group).relu()
 
 
 @pytest.mark.parametrize(("mode", "times"), [("none", 1), ("selective", 1), ("full", 2)])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from configured import run_config
 from parity_table import IMAGES
 from rank_engine import rank_engine
 from torch import Tensor
 
-from axonlaunch import config, preflight
 from axonlaunch.comm import World
 from axonlaunch.config.layout import layout
+from axonlaunch.preflight import checks
 
 LAYOUTS = {
     "single": (1, ["strategy=single"]),
@@ -28,13 +29,13 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
     ranks, overrides = LAYOUTS[name]
-    chosen = config.load(
+    chosen = run_config(
         [
             *("model=custom", "model.target=normed:build", *IMAGES, *overrides),
             *(f"launch.nproc={ranks}", "launch.backend=mock", "train.global_batch_size=16"),
         ]
     )
-    assert preflight.check(chosen) == []
+    assert checks.check(chosen) == []
 
     def run(world: World) -> tuple[float, dict[str, Tensor]]:
         engine, loader = rank_engine(chosen, world)

@@ -17,8 +17,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from axonlaunch.comm import World
 from axonlaunch.data.dataset import Batch
-from axonlaunch.engines.context import ContextAxis
-from axonlaunch.engines.ring_attention import ring_attention
+from axonlaunch.engines.context.context import ContextAxis
+from axonlaunch.engines.context.ring_attention import ring_attention
 
 
 def test_torch_s_templates_take_what_they_are_given() -> None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from axonlaunch import comm
 from axonlaunch.comm import RankFailedError, World
-from axonlaunch.config.schedules import SCHEDULES
-from axonlaunch.engines.pipeline import Pipeline
-from axonlaunch.engines.pipeline_schedule import PipelineSchedule
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.engines.pipeline.pipeline import Pipeline
+from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 
 WIDTH, BATCH = 8, 16
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from axonlaunch.comm import World
-from axonlaunch.config.schedules import SCHEDULES
-from axonlaunch.engines.pipeline_schedule import TORCH_CLASSES, Action, PipelineSchedule
-from axonlaunch.engines.pipeline_timeline import PipelineMemoryStats
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.engines.pipeline.schedule import TORCH_CLASSES, Action, PipelineSchedule
+from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats
 
 WIDTH, ROWS = 4, 2
 MOVED = (
     "torch's pipelining schedules changed inside; read schedules.py of the new torch and mend the "
-    "last part of axonlaunch/engines/pipeline_schedule.py until the real runs below agree again"
+    "last part of axonlaunch/engines/pipeline/schedule.py until the real runs below agree again"
 )
 RUNS = [
     ("gpipe", 2, 1, 3),

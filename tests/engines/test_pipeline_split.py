@@ -7,14 +7,13 @@ from functools import partial
 
 import pytest
 import torch
+from configured import run_config
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from axonlaunch.config import load
 from axonlaunch.config.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
-from axonlaunch.division import pipeline_problems
-from axonlaunch.engines.pipeline_split import (
+from axonlaunch.engines.pipeline.split import (
     balanced,
     block_names,
     cut,
@@ -26,6 +25,7 @@ from axonlaunch.engines.pipeline_split import (
 from axonlaunch.models.build import build, construct, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.preflight.parallelism import pipeline_problems
 
 GPT = GPTConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, vocab_size=32)
 MODELS = [
@@ -121,7 +121,7 @@ def spec_of(*ends: tuple[str, ...]) -> ModelSpec:
 def test_ends_that_are_missing_or_leave_something_out_are_told(
     ends: tuple[tuple[str, ...], ...], told: list[str]
 ) -> None:
-    config = load(["strategy=pipeline", "launch.nproc=2"])
+    config = run_config(["strategy=pipeline", "launch.nproc=2"])
     problems = pipeline_problems(config, spec_of(*ends), Scaled())
     assert [str(problem) for problem in problems] == told
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from axonlaunch.comm import World
-from axonlaunch.config.schedules import SCHEDULES
-from axonlaunch.engines.pipeline_schedule import Action, PipelineSchedule
-from axonlaunch.engines.pipeline_timeline import PipelineMemoryStats, timeline
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.engines.pipeline.schedule import Action, PipelineSchedule
+from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, timeline
 
 
 @st.composite

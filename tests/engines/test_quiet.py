@@ -7,17 +7,17 @@ import warnings
 
 import pytest
 import torch
+from configured import run_config
 from rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 import axonlaunch as ax
-from axonlaunch import config
 
 
 def warned(model: str) -> set[str]:
     """Return the classes whose views torch warns of in a sharded step."""
-    chosen = config.load(
+    chosen = run_config(
         [
             *(f"model={model}", "data=synthetic_tokens", "data.sequence_length=8"),
             *("strategy=fsdp", "launch.nproc=2", "launch.backend=mock"),

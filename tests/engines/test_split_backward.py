@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from configured import run_config
 from parity_table import MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axonlaunch import config, data
+from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import sample_inputs
@@ -25,7 +26,7 @@ class Products(TorchDispatchMode):
 
 
 def products(schedule: str) -> int:
-    chosen = config.load(
+    chosen = run_config(
         [
             *(*MODELS["llama"], "strategy=tensor", "strategy.pipeline.degree=2"),
             *(f"strategy.pipeline.schedule={schedule}", "launch.nproc=4"),

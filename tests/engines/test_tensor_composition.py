@@ -34,7 +34,7 @@ from torch.utils.checkpoint import (
 
 import axonlaunch as ax
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
-from axonlaunch.engines.tensor_plan import parallelize
+from axonlaunch.engines.tensor.parallelize import parallelize
 from axonlaunch.models.build import build, construct, spec_for, start
 from axonlaunch.models.loss import cross_entropy_sum
 

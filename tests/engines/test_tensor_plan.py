@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
 from axonlaunch.config.model import MLPConfig
-from axonlaunch.engines.tensor_plan import parallelize, problems
+from axonlaunch.engines.tensor.parallelize import parallelize, problems
 from axonlaunch.models.build import build, construct, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 

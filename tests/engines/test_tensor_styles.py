@@ -16,7 +16,7 @@ from tensor_cases import (
 from torch import nn
 
 from axonlaunch.config.model import MLPConfig
-from axonlaunch.engines.tensor_plan import problems
+from axonlaunch.engines.tensor.parallelize import problems
 from axonlaunch.models.build import construct, spec_for
 
 

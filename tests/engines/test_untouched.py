@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from configured import run_config
 from rank_engine import rank_engine
 from torch import Tensor, nn
 
 import axonlaunch as ax
-from axonlaunch import config
 from axonlaunch.config import ConfigError
 
 
@@ -29,7 +29,7 @@ def _registered() -> None:
 
 
 def losses(*words: str) -> list[float]:
-    chosen = config.load(
+    chosen = run_config(
         [
             *("model=idle", "data=synthetic_tokens", "data.sequence_length=8", *words),
             *("launch.nproc=2", "launch.backend=mock", "train.global_batch_size=4"),

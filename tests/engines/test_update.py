@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from configured import run_config
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,12 +22,12 @@ from axonlaunch.config.optimizer import (
     SGDConfig,
     WSDConfig,
 )
-from axonlaunch.engines import zero1
-from axonlaunch.engines.offload import StreamedUpdate
-from axonlaunch.engines.optimizer import learning_rate
+from axonlaunch.engines.data_parallel import zero1
+from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
+from axonlaunch.engines.optimizer.offload import StreamedUpdate
+from axonlaunch.engines.optimizer.optimizers import learning_rate
+from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.precision import LossScale
-from axonlaunch.engines.update import Update
-from axonlaunch.engines.zero1 import ShardedUpdate
 
 
 def rates(schedule: SchedulerConfig, steps: int) -> list[float]:
@@ -194,14 +195,13 @@ def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    from axonlaunch import config as configuration
     from axonlaunch.config import RunConfig
     from axonlaunch.data.dataset import Batch
     from axonlaunch.engines.build import build
 
     words = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
     words += ["train.precision=fp16", "strategy=fsdp", "launch.nproc=2"]
-    chosen: RunConfig = configuration.load(["data=synthetic_tokens", *words])
+    chosen: RunConfig = run_config(["data=synthetic_tokens", *words])
 
     def run(world: World) -> tuple[bool, bool, bool]:
         engine = build(chosen, world)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from axonlaunch.flight_record import Call, Record
-from axonlaunch.launch import console
-from axonlaunch.launch.console import _folded, _own_frames
-from axonlaunch.launch.judgement import is_conclusive, judge
-from axonlaunch.launch.reports import Crash, Report, exit_reason, plain_ranks
-from axonlaunch.launch.stacks import locate, main_stack
+from axonlaunch.diagnostics.flight_recorder import Call, Record
+from axonlaunch.launch.failures.hang import locate, main_stack
+from axonlaunch.launch.failures.report import Crash, Report, exit_reason, plain_ranks
+from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
+from axonlaunch.launch.output import console
+from axonlaunch.launch.output.console import _folded, _own_frames
 
 
 def report(rank: int, kind: str, reason: str = "") -> Report:
@@ -20,22 +20,26 @@ def report(rank: int, kind: str, reason: str = "") -> Report:
 
 
 def test_an_echo_is_not_blamed_though_it_came_first() -> None:
-    crash = judge([report(0, "connection"), report(2, "error"), report(1, "signal")])
+    crash = find_root_cause([report(0, "connection"), report(2, "error"), report(1, "signal")])
     assert crash.first.rank == 1
     assert [rank for rank, _ in crash.followers] == [0, 2]
 
 
 def test_of_equal_failures_the_earliest_is_blamed() -> None:
-    assert judge([report(3, "error", "first"), report(1, "error", "second")]).first.rank == 3
+    assert (
+        find_root_cause([report(3, "error", "first"), report(1, "error", "second")]).first.rank == 3
+    )
 
 
 def test_where_every_rank_waits_it_is_said() -> None:
-    first = judge([report(1, "waiting", "waiting in barrier"), report(0, "waiting")]).first
+    first = find_root_cause(
+        [report(1, "waiting", "waiting in barrier"), report(0, "waiting")]
+    ).first
     assert first.reason == "every rank waits for others, this one waiting in barrier"
 
 
 def test_what_travels_between_machines_is_read_back() -> None:
-    crash = judge([report(0, "connection", "gone"), report(1, "signal", exit_reason(-9))])
+    crash = find_root_cause([report(0, "connection", "gone"), report(1, "signal", exit_reason(-9))])
     assert Crash.from_json(crash.to_json()) == crash
 
 
@@ -91,40 +95,42 @@ def waiting(rank: int, *, begun: int, op: str = "", num_bytes: int = 8) -> Repor
 
 
 def test_who_never_came_to_a_collective_is_told() -> None:
-    crash = judge([waiting(0, begun=3, op="all_reduce"), waiting(1, begun=2)])
+    crash = find_root_cause([waiting(0, begun=3, op="all_reduce"), waiting(1, begun=2)])
     assert crash.first.rank == 1
     told = "waiting: all_reduce 3 of dp (8 bytes), to which rank 1 never came"
     assert crash.followers == ((0, told),)
 
 
 def test_ranks_in_different_collectives_of_one_number_are_told() -> None:
-    crash = judge([waiting(0, begun=3, op="all_reduce"), waiting(1, begun=3, op="broadcast")])
+    crash = find_root_cause(
+        [waiting(0, begun=3, op="all_reduce"), waiting(1, begun=3, op="broadcast")]
+    )
     assert "this one waiting: all_reduce 3 of dp" in crash.first.reason
     assert crash.first.reason.endswith(", where rank 1 is in broadcast of 8 bytes")
 
 
 def test_ranks_that_gather_uneven_parts_are_in_one_collective() -> None:
     gathers = [waiting(rank, begun=3, op="all_gather", num_bytes=8 * rank) for rank in (0, 1)]
-    assert "where" not in judge(gathers).first.reason
+    assert "where" not in find_root_cause(gathers).first.reason
 
 
 def test_a_rank_whose_device_waits_is_not_blamed_though_its_own_code_is_elsewhere() -> None:
     ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang", reason="it synchronizes")
-    crash = judge([ahead, waiting(1, begun=2)])
+    crash = find_root_cause([ahead, waiting(1, begun=2)])
     assert crash.first.rank == 1
 
 
 def test_a_rank_that_can_not_tell_is_blamed_before_those_that_wait_for_it() -> None:
     """A stopped rank answers nothing; on a device its peers' stacks say nothing either."""
     ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang", reason="it synchronizes")
-    crash = judge([ahead, report(1, "hang", "is stopped")])
+    crash = find_root_cause([ahead, report(1, "hang", "is stopped")])
     assert crash.first.rank == 1
     assert crash.followers[0][1].endswith("(8 bytes), of which rank 1 can't tell")
 
 
 def test_where_all_wait_the_one_that_others_name_is_first() -> None:
     elsewhere = replace(waiting(1, begun=2), kind="waiting", reason="waiting in recv")
-    crash = judge([waiting(0, begun=3, op="all_reduce"), elsewhere])
+    crash = find_root_cause([waiting(0, begun=3, op="all_reduce"), elsewhere])
     assert crash.first.rank == 1
 
 
@@ -146,7 +152,7 @@ Thread 0x00007f0a (most recent call first):
 Current thread 0x00007f0b (most recent call first):
   File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2806 in all_reduce
   File "/v/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/w/axonlaunch/trainer.py", line 90 in fit
+  File "/w/axonlaunch/training/trainer.py", line 90 in fit
   File "/w/axonlaunch/launch/rank.py", line 55 in main
 """
 
@@ -156,7 +162,7 @@ def test_who_sleeps_in_a_collective_waits_in_it() -> None:
     assert [frame.name for frame in frames] == ["all_reduce", "wrapper", "fit", "main"]
     where = locate(frames, is_asleep=True)
     assert where.is_waiting
-    assert where.words == "waiting in all_reduce, called by fit (axonlaunch/trainer.py:90)"
+    assert where.words == "waiting in all_reduce, called by fit (axonlaunch/training/trainer.py:90)"
 
 
 def test_who_is_in_code_of_its_own_does_not_wait() -> None:

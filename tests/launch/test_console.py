@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from axonlaunch.events import Started, Stepped
-from axonlaunch.launch.console import RunConsole
+from axonlaunch.events import Started, StepLogged
+from axonlaunch.launch.output.console import RunConsole
 
 STEP: dict[str, Any] = {
     "step": 3,
@@ -46,8 +46,9 @@ def test_a_step_says_what_is_counted_and_whose_memory_it_is(
             step=0,
             steps=9,
             resumed_from=None,
+            damaged=(),
             notes=(),
         )
     )
-    show(Stepped(**STEP))
+    show(StepLogged(**STEP))
     assert stream.getvalue().splitlines()[-1] == line

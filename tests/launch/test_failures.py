@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+from pathlib import Path
 
 import pytest
 from command import TINY, Command, wait_for
@@ -159,13 +162,69 @@ def test_a_damaged_checkpoint_is_told_rather_than_trained_over(served: Command) 
     assert len(served.losses("run")) == 6
 
 
-def test_a_flipped_bit_is_told_and_the_checkpoint_before_offered(served: Command) -> None:
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 4
+    file.write_bytes(content)
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, 100)
+
+
+DAMAGE = {
+    "a bit": (flip, "__1_0.distcp", "__1_0.distcp is not what was written (its CRC-32 differs)"),
+    "a cut": (cut, "__0_0.distcp", "has 100 bytes of __0_0.distcp instead of"),
+    "the index": (flip, "index.json", "has an index.json that is not what was written"),
+    "no manifest": (Path.unlink, "manifest.json", "lacks manifest.json"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
+    damage: str, served: Command
+) -> None:
+    change, name, reason = DAMAGE[damage]
+    words = ["strategy=fsdp", "name=run", "checkpoint.every=2"]
+    served.train(*words)
+    before = served.losses("run")
+    (served.folder / "runs/run/summary.json").unlink()  # it was killed
+    folder = served.folder / "runs/run/checkpoints"
+    change(folder / "step_6" / name)
+    ran = served.train(*words, "checkpoint.keep=1")
+    told = " ".join(ran.stdout.split())
+    assert f"damaged runs/run/checkpoints/step_6 is damaged: {reason}" in told
+    assert "it is kept as step_6.damaged" in told
+    assert "resumed from runs/run/checkpoints/step_4" in told
+    assert served.losses("run") == before
+    [line] = served.summary("run")["damaged_checkpoints"]
+    assert reason in line
+    assert sorted(path.name for path in folder.iterdir()) == ["step_6", "step_6.damaged"]
+    listed = json.loads(served("checkpoint", "ls", "runs/run", "--json").stdout)
+    assert [one["step"] for one in listed["checkpoints"]] == [6]
+    [(path, why)] = listed["aside"].items()
+    assert path == "runs/run/checkpoints/step_6.damaged"
+    assert why.startswith(reason)
+    assert f"put aside  {path} {reason}" in served("checkpoint", "ls", "runs/run").stdout
+
+
+def test_with_no_good_checkpoint_left_nothing_is_trained_over(served: Command) -> None:
     words = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
     served.train(*words)
-    shard = served.folder / "runs/run/checkpoints/step_6/__1_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[-1000] ^= 4
-    shard.write_bytes(content)
+    for step in (3, 6):
+        flip(served.folder / f"runs/run/checkpoints/step_{step}/__1_0.distcp")
+    for status in (1, 2):  # it is found while they are loaded, and told when it is started again
+        ran = served.train(*words, "train.steps=8", status=status)
+        told = ran.stderr if status == 2 else served.summary("run")["reason"]
+        assert "step_3.damaged __1_0.distcp is not what was written" in told
+        assert "; use another name, or remove what is damaged" in told
+        assert len(served.losses("run")) == 6
+
+
+def test_a_flipped_bit_is_told_and_the_checkpoint_before_offered(served: Command) -> None:
+    words = ["strategy=fsdp", "name=run", "checkpoint.every=3", "checkpoint.fallback=false"]
+    served.train(*words)
+    flip(served.folder / "runs/run/checkpoints/step_6/__1_0.distcp")
     ran = served.train(*words, "train.steps=8", status=1)
     assert "failed first: DamagedError: " in ran.stderr
     assert "Traceback" not in ran.stderr
@@ -177,6 +236,57 @@ def test_a_flipped_bit_is_told_and_the_checkpoint_before_offered(served: Command
     assert len(served.losses("run")) == 8
 
 
+def test_checkpoints_that_can_not_be_listed_end_the_start(served: Command) -> None:
+    """A loop of links stands for a stale mount, and for folders of other users."""
+    words = ["strategy=fsdp", "name=run", "checkpoint.every=3"]
+    served.train(*words)
+    folder = served.folder / "runs/run/checkpoints"
+    folder.rename(served.folder / "aside")
+    folder.symlink_to(folder)
+    before = (served.folder / "runs/run/metrics.jsonl").read_bytes()
+    ran = served.train(*words, "train.steps=8", status=2)
+    assert ran.stderr.startswith("error: checkpoint.resume=auto: ")
+    assert "can't be read: Too many levels of symbolic links" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+    assert (served.folder / "runs/run/metrics.jsonl").read_bytes() == before
+    for command in ("ls", "check"):
+        ran = served("checkpoint", command, "runs/run", status=2)
+        assert ran.stderr.startswith("error: runs/run: can't be read: Too many levels")
+        assert len(ran.stderr.splitlines()) == 1
+
+
+def test_a_run_that_loads_nothing_keeps_the_metrics_of_the_one_before(served: Command) -> None:
+    words = ["strategy=single", "name=run", "train.steps=3", "checkpoint.every=0"]
+    served.train(*words)
+    before = served.losses("run")
+    metrics = served.folder / "runs/run/metrics.jsonl"
+    (served.folder / "runs/run/summary.json").unlink()  # it was killed
+    ran = served.train(*words, "seed=4")
+    assert "metrics.jsonl: of a run before, which this one does not resume; it is kept as " in (
+        " ".join(ran.stdout.split())
+    )
+    assert served.losses("run") != before
+    kept = metrics.with_name("metrics.1.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in kept if '"loss"' in line] == before
+
+
+def test_bad_bytes_in_metrics_stop_no_run_and_are_kept(served: Command) -> None:
+    words = ["strategy=single", "name=run", "checkpoint.every=3"]
+    served.train(*words)
+    metrics = served.folder / "runs/run/metrics.jsonl"
+    whole = metrics.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    broken = b"".join([b"\xff\xfe\x00\n", b"[" * 15_000 + b"\n", b"3\n", *lines])
+    metrics.write_bytes(broken)
+    ran = served.train(*words, "train.steps=7")
+    assert "metrics.jsonl: 3 of its lines can't be read; it is kept as metrics.1.jsonl" in " ".join(
+        ran.stdout.split()
+    )
+    assert metrics.with_name("metrics.1.jsonl").read_bytes() == broken
+    assert metrics.read_bytes().startswith(whole)
+    assert len(served.losses("run")) == 7
+
+
 def test_another_optimizers_states_are_told_before_a_rank_starts(served: Command) -> None:
     served.train("strategy=single", "name=run", "checkpoint.every=6")
     words = [word for word in TINY if not word.startswith("optimizer.")]
@@ -184,6 +294,18 @@ def test_another_optimizers_states_are_told_before_a_rank_starts(served: Command
     ran = served("train", *words, status=2)
     assert "error: optimizer.name=sgd:" in ran.stderr
     assert "is of another optimizer; it has states exp_avg, exp_avg_sq, step" in ran.stderr
+
+
+def test_sgd_without_momentum_resumes_and_not_with_it(served: Command) -> None:
+    words = [word for word in TINY if not word.startswith("optimizer.")]
+    words += ["optimizer=sgd", "strategy=single", "checkpoint.every=3", "name=run"]
+    served("train", *words, "optimizer.momentum=0", "train.steps=3")
+    refused = served("train", *words, status=2).stderr
+    assert "error: optimizer.momentum=0.9: runs/run/checkpoints/step_3 has no states; use 0" in (
+        refused
+    )
+    served("train", *words, "optimizer.momentum=0")
+    assert len(served.losses("run")) == 6
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])

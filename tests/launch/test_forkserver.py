@@ -14,9 +14,9 @@ import pytest
 from command import Command, wait_for
 from launchers import logged
 
-from axonlaunch.launch import forkserver
-from axonlaunch.launch.forked import ForkedProcess
-from axonlaunch.whereabouts import state
+from axonlaunch.system import forked_call, forkserver
+from axonlaunch.system.forked_process import ForkedProcess
+from axonlaunch.system.process_state import state
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_the_server_starts_however_long_tmpdir_is(
     monkeypatch.setenv("TMPDIR", str(long))
     monkeypatch.setattr(tempfile, "tempdir", None)
     context = request.getfixturevalue("bare")
-    assert forkserver.call(context, "operator:add", 1, 2) == 3
+    assert forked_call.call(context, "operator:add", 1, 2) == 3
     assert list(long.iterdir()) == []
 
 
@@ -61,11 +61,11 @@ def sleeping(bare: forkserver.ForkServerContext) -> Iterator[ForkedProcess]:
 
 
 def test_a_stopped_server_is_not_waited_for(bare: forkserver.ForkServerContext) -> None:
-    assert forkserver.call(bare, "operator:add", 1, 2) == 3
+    assert forked_call.call(bare, "operator:add", 1, 2) == 3
     os.kill(_pid(), signal.SIGSTOP)
     with pytest.raises(forkserver.ForkServerError, match="it was stopped or killed"):
-        forkserver.call(bare, "operator:add", 1, 2)
-    assert forkserver.call(bare, "operator:add", 1, 2) == 3  # by another server
+        forked_call.call(bare, "operator:add", 1, 2)
+    assert forked_call.call(bare, "operator:add", 1, 2) == 3  # by another server
 
 
 def test_the_end_of_a_process_is_seen_while_the_server_is_stopped(sleeping: ForkedProcess) -> None:

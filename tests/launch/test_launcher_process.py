@@ -11,10 +11,12 @@ from typing import Any, cast
 import pytest
 from command import wait_for
 
-from axonlaunch.launch import alone, launcher_process
-from axonlaunch.launch.launcher_process import LauncherProcess
+from axonlaunch.launch.external import launcher_process, rank
+from axonlaunch.launch.external.launcher_process import LauncherProcess
 
-TOLD = "from axonlaunch.launch.launcher_process import LauncherProcess as L; print(L(%r).pid)"
+TOLD = (
+    "from axonlaunch.launch.external.launcher_process import LauncherProcess as L; print(L(%r).pid)"
+)
 
 
 def _seen(launcher: str, variables: dict[str, str]) -> str:
@@ -70,7 +72,7 @@ def test_a_watch_that_fails_ends_its_process(
     def failure() -> bool:
         raise RuntimeError("the fault of a test")
 
-    watch = alone._Watch(
+    watch = rank._Watch(
         cast("Any", None),
         cast("Any", SimpleNamespace(rank=1)),
         cast("Any", SimpleNamespace(failure=failure)),

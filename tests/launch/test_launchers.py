@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from command import TINY, Command, Served, wait_for
-from launchers import BIN, By, ended, logged, needs, slurm
+from launchers import By, ended, logged, needs, slurm, torchrun
 from served import Server
 
-from axonlaunch import host
+from axonlaunch.system import host
 
 RUN = ["train", *TINY, "strategy=fsdp"]
 GATHERED = 55_000
@@ -34,11 +34,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[f
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with slurm(tmp_path_factory.mktemp("slurm")) as variables:
         yield variables
-
-
-def torchrun(folder: Path, nproc: int, *options: str) -> By:
-    prefix = [str(BIN / "torchrun"), f"--nproc-per-node={nproc}", "--no-python", *options]
-    return By(folder, prefix)
 
 
 def mpirun(folder: Path, nproc: int) -> By:

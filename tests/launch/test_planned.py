@@ -12,10 +12,12 @@ import pytest
 from command import Served
 from served import Server, reached
 
-from axonlaunch import config, host
+from axonlaunch import config
 from axonlaunch.config import Composed, ConfigError
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.launch import measuring, planned
+from axonlaunch.doctor import measured_hardware
+from axonlaunch.planning import auto_strategy
+from axonlaunch.system import cache
 
 H100 = "NVIDIA H100 80GB HBM3"
 MLP = ["model=mlp", "data=synthetic_images", "train.global_batch_size=4"]
@@ -45,7 +47,7 @@ def measured(ranks: int) -> dict[str, Any]:
         "link": "loopback",
         "link_sustained": 1.0,
     }
-    measuring._keep(ranks, figures)
+    measured_hardware._keep(ranks, figures)
     return figures
 
 
@@ -57,7 +59,7 @@ def load(words: list[str], context: ForkServerContext | None = None) -> config.R
         assert context is not None, "no server is needed"
         return context
 
-    return planned.load(words, compose=compose, server=server, config_dirs=[])
+    return auto_strategy.load(words, compose=compose, server=server, config_dirs=[])
 
 
 @pytest.mark.timeout(120)
@@ -90,7 +92,7 @@ def test_a_run_with_a_layout_is_left_alone() -> None:
     ],
 )
 def test_hardware_is_known_by_the_name_of_its_device(devices: list[str], option: str) -> None:
-    assert planned._option(devices, config.load([]), []) == option
+    assert auto_strategy._option(devices, config.load([]), []) == option
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_hardware_that_is_not_known_is_to_be_named(
     device: str, words: list[str], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        planned._option([device], config.load(words), [])
+        auto_strategy._option([device], config.load(words), [])
 
 
 def test_a_measurement_of_one_machine_is_not_for_several(context: ForkServerContext) -> None:
@@ -119,15 +121,15 @@ def test_this_machine_is_measured_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = HardwareConfig(name="cpu", link_gb_s=5.0)
-    found = measuring.of_this_machine(context, given, ranks=2)
+    found = measured_hardware.of_this_machine(context, given, ranks=2)
     assert found.link_gb_s == 5.0
     for name in ("fp32_tflops", "bf16_tflops", "kernel_us", "link_latency_us", "link_gather_gb_s"):
         assert getattr(found, name) > 0
     assert found.moved_us[-1] > found.moved_us[2] > 0
     assert len(found.moved_us) == len(found.moved_bytes)
-    [kept] = host.cache_folder().glob("hardware/cpu_2_*.json")
+    [kept] = cache.cache_folder().glob("hardware/cpu_2_*.json")
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"kernel_us": 123.0}))
-    assert measuring.of_this_machine(context, given, ranks=2).kernel_us == 123.0
+    assert measured_hardware.of_this_machine(context, given, ranks=2).kernel_us == 123.0
 
 
 def test_figures_that_can_not_be_kept_are_measured_again(
@@ -136,4 +138,4 @@ def test_figures_that_can_not_be_kept_are_measured_again(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").touch()
     measured(2)
-    assert measuring._kept(2) is None
+    assert measured_hardware._kept(2) is None

@@ -1,7 +1,8 @@
 """torch's rendezvous, as far as we lean on it.
 
-Where one of these fails after an update of torch, ``launch/rounds.py`` is the one place to change:
-look at ``torch.distributed.elastic.rendezvous.dynamic_rendezvous`` for what has moved.
+Where one of these fails after an update of torch, ``launch/multinode/rendezvous.py`` is the one
+place to change: look at ``torch.distributed.elastic.rendezvous.dynamic_rendezvous`` for what has
+moved.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import pytest
 import torch.distributed as dist
 from command import wait_for
 
-from axonlaunch.launch.rounds import Round, Rounds
+from axonlaunch.comm.authentication import Credentials
+from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 
 
 @pytest.fixture
@@ -26,11 +28,16 @@ def port() -> int:
 
 
 _HELD: list[dist.Store] = []
+CREDENTIALS = Credentials.random(sender="")
 
 
-def rounds(port: int, order: int, *, first: bool, most: int = 2, timeout_s: float = 20) -> Rounds:
+def rounds(
+    port: int, order: int, *, first: bool, most: int = 2, timeout_s: float = 20
+) -> ElasticRendezvous:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-    return Rounds(store, first=first, least=2, most=most, order=order, timeout_s=timeout_s)
+    return ElasticRendezvous(
+        store, CREDENTIALS, first=first, least=2, most=most, order=order, timeout_s=timeout_s
+    )
 
 
 def test_machines_are_numbered_in_their_order_and_rounds_have_numbers_of_their_own(
@@ -40,9 +47,9 @@ def test_machines_are_numbered_in_their_order_and_rounds_have_numbers_of_their_o
     second, first = rounds(port, 1, first=False), rounds(port, 0, first=True)
     with ThreadPoolExecutor() as threads:
         for number in (0, 1):
-            told = [*threads.map(Rounds.next, (second, first))]
-            assert told == [Round(number, 1, 2), Round(number, 0, 2)]
-    assert len({one.name for one in (Round(0, 0, 2), Round(1, 0, 2))}) == 2
+            told = [*threads.map(ElasticRendezvous.next, (second, first))]
+            assert told == [Attempt(number, 1, 2), Attempt(number, 0, 2)]
+    assert len({one.name for one in (Attempt(0, 0, 2), Attempt(1, 0, 2))}) == 2
     first.leave()
     assert threading.active_count() < 50
 
@@ -54,7 +61,10 @@ def test_a_machine_that_comes_while_there_is_room_is_seen(
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     first, second = (rounds(port, order, first=not order, most=3) for order in (0, 1))
     with ThreadPoolExecutor() as threads:
-        assert [*threads.map(Rounds.next, (second, first))] == [Round(0, 1, 2), Round(0, 0, 2)]
+        assert [*threads.map(ElasticRendezvous.next, (second, first))] == [
+            Attempt(0, 1, 2),
+            Attempt(0, 0, 2),
+        ]
         assert first.newcomers() == 0
         late = threads.submit(rounds(port, 2, first=False, most=3, timeout_s=5).next)
         wait_for(lambda: first.newcomers() == 1)

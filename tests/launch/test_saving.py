@@ -11,7 +11,7 @@ import pytest
 from command import Command, wait_for
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import folders
+from axonlaunch.checkpoint import step_folders
 
 
 def run_of(faulty: list[str]) -> list[str]:
@@ -29,7 +29,7 @@ def test_saves_change_nothing_that_is_learned(
     assert ran.stdout.count("saved runs/saving/checkpoints/step_") == 12
     found = checkpoint.listed(served.folder / "runs" / "saving")
     assert [one.step for one in found] == [11, 12]
-    assert all(folders.damage(one) == [] for one in found)
+    assert all(step_folders.damage(one) == [] for one in found)
 
 
 @pytest.mark.timeout(900)
@@ -60,7 +60,7 @@ def test_whenever_it_is_killed_it_goes_on_from_a_whole_checkpoint(
                 continue
         process.communicate(timeout=30)
         assert checkpoint.damaged(folder) == {}
-        assert all(folders.damage(one) == [] for one in checkpoint.listed(folder))
+        assert all(step_folders.damage(one) == [] for one in checkpoint.listed(folder))
         found = checkpoint.latest(folder)
         assert found is not None
         if found.step < 12:  # else it was done when it was killed

@@ -1,11 +1,21 @@
-"""The rank that the others wait for is named, with what it does meanwhile."""
+"""The rank that the others wait for is named, unless its node alone makes it slow."""
 
 from __future__ import annotations
+
+import io
+import re
+import threading
+import time
+from typing import Any
 
 import pytest
 from command import Command
 
-from axonlaunch.whereabouts import waits
+from axonlaunch.diagnostics.stragglers import Shares, slowest_of
+from axonlaunch.diagnostics.wait_detection import waits
+from axonlaunch.events import StepLogged, Straggler
+from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.system.process_state import queued_s
 
 SLOW = """
 import os, time
@@ -20,6 +30,28 @@ class Slow(nn.Sequential):
 @ax.register_model("slow", inputs="tokens")
 def build():
     return Slow(nn.Embedding(256, 16), nn.Linear(16, 256))
+"""
+BUSY = """
+import os, subprocess, sys, time
+from torch import nn
+import axonlaunch as ax
+
+# Until its parent is gone, on the one core that it inherits.
+HOG = "import os; parent = os.getppid()\\nwhile os.getppid() == parent: pass"
+
+class Busy(nn.Sequential):
+    def forward(self, tokens):
+        done = time.thread_time() + 0.03  # as much work on every rank
+        while time.thread_time() < done:
+            pass
+        return super().forward(tokens)
+
+@ax.register_model("slow", inputs="tokens")
+def build():
+    if os.environ.get("RANK") == "1":
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        subprocess.Popen([sys.executable, "-c", HOG])
+    return Busy(nn.Embedding(256, 16), nn.Linear(16, 256))
 """
 RUN = ["plugins=[slow]", "model=slow", "data=synthetic_tokens", "data.sequence_length=16"]
 RUN += ["train.global_batch_size=6", "train.eval_batches=0", "train.log_every=12", "name=run"]
@@ -38,8 +70,87 @@ def test_a_slow_rank_is_named_on_the_console_and_in_the_metrics(
     last = told[-1]
     assert last["cost"] > 0.3
     assert last["compute"] > 0.6
-    assert last["data"] + last["compute"] + last["wait"] == pytest.approx(1, abs=0.01)
-    assert ran.stdout.count("of the time for rank 2 on ") == 1
+    kinds = ("data", "compute", "wait", "starved")
+    assert sum(last[kind] for kind in kinds) == pytest.approx(1, abs=0.01)
+    said = " ".join(ran.stdout.split())
+    assert len(re.findall(r"rank 2 on \S+ is slow: the other ranks wait \d\d% of each", said)) == 1
+
+
+def test_a_rank_that_shares_its_core_with_another_process_is_not_reported(served: Command) -> None:
+    (served.folder / "slow.py").write_text(BUSY)
+    words = [*RUN, "strategy=ddp", "launch.nproc=2", "train.steps=60", "train.log_every=8"]
+    ran = served("train", *words)
+    seen = [line["slowest"] for line in served.lines("run") if line.get("slowest")]
+    assert max(one["starved"] for one in seen if one["rank"] == 1) > 0.2
+    assert "is slow" not in ran.stdout
+
+
+def test_what_a_rank_is_kept_from_by_its_node_is_no_work_of_its() -> None:
+    even = Shares.of([0.0, 0.5, 0.5], queued_s=0.0)
+    starved = Shares.of([0.0, 1.0, 0.0], queued_s=0.5)
+    assert starved == Shares(data=0.0, compute=0.5, wait=0.0, starved=0.5)
+    assert slowest_of([even, starved], ["a", "b"]).cost == 0.0
+    slow = slowest_of([even, Shares.of([0.0, 1.0, 0.0], queued_s=0.1)], ["a", "b"])
+    assert (slow.rank, slow.machine, slow.cost) == (1, "b", 0.4)
+
+
+def test_a_rank_that_waits_for_data_is_as_slow_as_one_that_computes() -> None:
+    even = Shares.of([0.0, 0.3, 0.7], queued_s=0.0)
+    found = slowest_of([even, Shares.of([0.6, 0.3, 0.1], queued_s=0.0), even], ["a", "b", "c"])
+    assert (found.rank, found.cost, found.data) == (1, 0.6, 0.6)
+
+
+def shown(costs: list[float], *, ranks: list[int] | None = None) -> str:
+    """Return what the console prints of logged steps in which a rank cost the others so much."""
+    stream = io.StringIO()
+    show = RunConsole(stream=stream)
+    step: dict[str, Any] = dict.fromkeys(("loss", "lr", "tokens_per_s", "step_s"), 1.0)
+    for number, cost in enumerate(costs):
+        rank = ranks[number] if ranks else 1
+        slowest = Straggler(
+            rank=rank, machine="node7", data=0.05, compute=0.9, wait=0.05, starved=0.0, cost=cost
+        )
+        show(
+            StepLogged(
+                **step, step=number, grad_norm=None, tokens=1, peak_memory_bytes=0, slowest=slowest
+            )
+        )
+    return " ".join(stream.getvalue().split())
+
+
+def test_a_rank_that_stays_slow_is_reported_once_in_words() -> None:
+    said = shown([0.34] * 9)
+    assert said.count("is slow") == 1
+    assert (
+        "note rank 1 on node7 is slow: the other ranks wait 34% of each step for it. It spends 90% "
+        "of its time computing and 5% waiting for data."
+    ) in said
+
+
+@pytest.mark.parametrize(
+    ("costs", "ranks"),
+    [
+        ([0.19] * 9, None),
+        ([0.5, 0.5, 0.5, 0.1] * 3, None),
+        ([0.5] * 9, [0, 1, 2] * 3),
+    ],
+    ids=["small", "for a while", "now one and now another"],
+)
+def test_what_does_not_stay_or_costs_little_is_not_reported(
+    costs: list[float], ranks: list[int] | None
+) -> None:
+    assert "is slow" not in shown(costs, ranks=ranks)
+
+
+def test_the_system_tells_for_how_long_a_thread_waited_for_a_core() -> None:
+    native = threading.get_native_id()
+    before = queued_s(native)
+    assert before is not None
+    time.sleep(0.05)
+    after = queued_s(native)
+    assert after is not None
+    assert 0 <= after - before < 5
+    assert queued_s(2**30) is None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +170,7 @@ def test_a_slow_rank_is_named_on_the_console_and_in_the_metrics(
         (["/x/torch/autograd/graph.py"], False, False),
         (["/home/me/model.py", "/x/torch/distributed/fsdp/fully_shard.py"], True, False),
         (["/x/axonlaunch/data/loader.py"], True, False),
-        (["/x/axonlaunch/trainer.py"], True, True),
+        (["/x/axonlaunch/training/trainer.py"], True, True),
         ([], True, False),
     ],
 )

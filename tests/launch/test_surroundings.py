@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from axonlaunch.config import ConfigError
-from axonlaunch.launch.surroundings import Surroundings, find, first_host, settle
+from axonlaunch.launch.cluster_environment import (
+    ClusterEnvironment,
+    apply_to_config,
+    detect,
+    first_host,
+)
 
 BY_HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
 OPEN_MPI = {
@@ -30,14 +35,14 @@ SLURM = {
 }
 
 
-def found(variables: dict[str, str]) -> Surroundings:
-    surroundings = find(variables)
+def found(variables: dict[str, str]) -> ClusterEnvironment:
+    surroundings = detect(variables)
     assert surroundings is not None
     return surroundings
 
 
 def test_an_environment_without_a_launcher_says_nothing() -> None:
-    assert find({"PATH": "/bin"}) is None
+    assert detect({"PATH": "/bin"}) is None
 
 
 def test_without_local_rank_a_process_starts_its_machines_ranks() -> None:
@@ -74,7 +79,7 @@ def test_mpirun_on_one_machine_needs_no_address() -> None:
 def test_mpirun_over_machines_is_told_where_rank_0_is() -> None:
     over = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR"):
-        find(over)
+        detect(over)
     assert found({**over, "MASTER_ADDR": "node1"}).master_addr == "node1"
 
 
@@ -87,8 +92,8 @@ def test_srun_says_everything() -> None:
 
 def test_a_batch_script_is_no_step_and_a_step_of_one_task_no_world() -> None:
     batch = {name: value for name, value in SLURM.items() if "STEP" not in name}
-    assert find(batch) is None
-    assert find({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert detect(batch) is None
+    assert detect({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
 
 
 def test_variables_set_by_hand_inside_a_slurm_step_come_first() -> None:
@@ -142,7 +147,7 @@ def test_a_world_described_by_half_is_told_whole(
     variables: dict[str, str], told: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        find(variables)
+        detect(variables)
     assert [str(problem) for problem in raised.value.problems] == told
 
 
@@ -150,7 +155,7 @@ def settled(
     variables: dict[str, str], accelerators: int = 0, **launch: Any
 ) -> tuple[dict[str, Any], list[str]]:
     tree: dict[str, Any] = {"launch": launch}
-    problems = settle(tree, found(variables), accelerators=lambda: accelerators)
+    problems = apply_to_config(tree, found(variables), accelerators=lambda: accelerators)
     return tree["launch"], [str(problem) for problem in problems]
 
 

@@ -13,7 +13,7 @@ from command import TINY, Command, wait_for
 
 from axonlaunch import config as configuration
 from axonlaunch.config.layout import resolved
-from axonlaunch.launch.run_folder import default_name
+from axonlaunch.launch.run_dir import default_name
 
 LINE = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "peak_memory_bytes"}
 
@@ -168,12 +168,47 @@ def test_what_needs_the_model_or_the_data_to_tell_is_told_before_a_rank_starts(
 
 
 def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> None:
-    served.train("name=run", "strategy=single", "checkpoint.every=3")
-    ran = served.train("name=run", "strategy=single", "checkpoint.every=3", status=2)
+    words = ["name=run", "strategy=single", "checkpoint.every=3"]
+    served.train(*words)
+    folder = served.folder / "runs" / "run"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    ran = served.train(*words)
+    assert ran.stdout.startswith(
+        "run is finished: it has done all of its 6 steps; to train on, use"
+    )
+    assert json.loads(served.train(*words, "--json").stdout) == served.summary("run")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    ran = served.train(*words, "seed=4", status=2)
+    assert "has done as many, with other settings than seed=4 (was 0); use more" in ran.stderr
+    ran = served.train(*words, "train.steps=5", status=2)
     assert "has done 6 already; use more to train on" in ran.stderr
     again = ["name=run", "strategy=single", "checkpoint.resume=never"]
     ran = served.train(*again, status=2)
     assert "holds a run already" in ran.stderr
+
+
+def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command) -> None:
+    """By the same command: evaluated, summed up, and with the metrics of one never killed."""
+    words = ["strategy=ddp", "launch.nproc=2", "checkpoint.every=3"]
+    served.train(*words, "name=whole")
+    served.train(*words, "name=killed")
+    folder = served.folder / "runs" / "killed"
+    (folder / "summary.json").unlink()
+    last = [line for line in served.lines("killed") if "loss" in line]
+    text = "".join(json.dumps(line) + "\n" for line in last)
+    (folder / "metrics.jsonl").write_text(text)  # killed before it evaluated
+    for _ in range(2):
+        ran = served.train(*words, "name=killed")
+        assert "done after step 6" in ran.stdout
+        assert [one.get("eval_loss") for one in served.lines("killed")] == [
+            one.get("eval_loss") for one in served.lines("whole")
+        ]
+        summary, whole = served.summary("killed"), served.summary("whole")
+        for key in ("status", "steps", "loss", "eval_loss"):
+            assert summary[key] == whole[key], key
+        (folder / "summary.json").unlink()  # once more: no line twice
+    served.train(*words, "name=killed", "train.steps=8")
+    assert served.summary("killed")["steps"] == 8
 
 
 def test_a_taken_port_is_told_before_a_rank_starts(served: Command) -> None:

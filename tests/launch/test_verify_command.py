@@ -67,3 +67,24 @@ def test_a_wrong_configuration_is_told_as_by_train(served: Command) -> None:
         "error: strategy.tensor.degree=3: num_attention_heads=4 is not divisible by it; "
         "use 1, 2 or 4\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "layout", "backend"),
+    [
+        ([], 2, "context 2", "mock"),
+        ([], 2, "context 2", "gloo"),
+        (["strategy=tensor"], 4, "context 2 x tensor 2", "gloo"),
+        (["strategy=pipeline"], 4, "context 2 x pipeline 2 (1f1b)", "gloo"),
+    ],
+)
+def test_context_ranks_without_data_parallel_ones_train_as_one_process(
+    served: Command, overrides: list[str], ranks: int, layout: str, backend: str
+) -> None:
+    words = [*overrides, "strategy.context.degree=2", f"launch.nproc={ranks}"]
+    words.append(f"launch.backend={backend}")
+    told = verify(served, *words, "--steps", "2")
+    assert (told["passed"], told["layout"]) == (True, layout)
+    served.train(*words, "name=parts")
+    served.train("strategy=single", "name=whole")
+    assert served.losses("parts") == pytest.approx(served.losses("whole"), rel=1e-5)

@@ -11,8 +11,7 @@ import pytest
 from command import TINY, Command
 from launchers import BIN, By, needs
 
-from axonlaunch import host
-from axonlaunch.launch import temporary
+from axonlaunch.system import cache, temporary_folders
 
 LIBRARIES = ("typer", "torch", "yaml", "rich", "numpy", "hydra", "omegaconf", "signal", "threading")
 HOSTILE = 'open({marker!r} + str(__import__("os").getpid()), "w").close(); raise SystemExit(3)'
@@ -69,9 +68,9 @@ def test_compiled_kernels_are_kept_where_no_other_user_writes(
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "axonlaunch/inductor").mkdir(parents=True, mode=0o777)
-    temporary.keep_kernels(tmp_path / "otherwise")
+    temporary_folders.keep_kernels(tmp_path / "otherwise")
     kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert kept == host.cache_folder() / "inductor"
+    assert kept == cache.cache_folder() / "inductor"
     assert kept.stat().st_mode & 0o777 == 0o700
 
 
@@ -80,7 +79,7 @@ def test_a_user_without_a_cache_keeps_kernels_for_one_run(
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    temporary.keep_kernels(tmp_path)
+    temporary_folders.keep_kernels(tmp_path)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
 
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from axonlaunch.comm import World
-from axonlaunch.models.placement import local_region
+from axonlaunch.models.dtensor_regions import local_region
 
 
 def test_regions_are_torchs_own():

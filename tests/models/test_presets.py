@@ -24,7 +24,7 @@ def test_the_promised_models_and_datasets_are_there():
         *("mlp", "gpt", "vit", "custom"),
         *("llama_debug", "llama3_8b", "llama3_70b", "llama3_405b"),
     }
-    assert set(options("data")) == set(DATA_CONFIGS)
+    assert set(options("data")) == {*DATA_CONFIGS, "auto"}
 
 
 @pytest.mark.parametrize("option", [f"{g}/{o}" for g in ("model", "data") for o in options(g)])
@@ -60,3 +60,75 @@ def test_models_of_images_take_the_images_as_both_come(model_name, data_name):
     chosen = config.load([f"model={model_name}", f"data={data_name}"])
     inputs = data.build(chosen.data).samples([0, 1], split="train").inputs
     assert build(chosen.model)(inputs).shape == (2, 10)
+
+
+LARGE = ["llama3_8b", "llama3_70b", "llama3_405b"]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_model_brings_what_its_size_makes_sense_with(name):
+    chosen = config.load([f"model={name}"])
+    assert chosen.data.name == "synthetic_tokens"
+    assert chosen.data.sequence_length == 8192 <= chosen.model.max_position_embeddings
+    assert chosen.train.precision == "bf16"
+    assert chosen.train.activation_checkpointing in ("selective", "full")
+
+
+def test_a_small_model_stays_small():
+    chosen = config.load(["model=llama_debug"])
+    assert (chosen.data.name, chosen.data.sequence_length) == ("python_source", 128)
+    assert (chosen.train.precision, chosen.train.global_batch_size) == ("fp32", 16)
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key"),
+    [
+        ("data.sequence_length=512", "data", "sequence_length"),
+        ("train.precision=fp32", "train", "precision"),
+        ("train.activation_checkpointing=none", "train", "activation_checkpointing"),
+        ("train.global_batch_size=8", "train", "global_batch_size"),
+    ],
+)
+def test_a_preset_loses_against_the_command_line(override, section, key):
+    chosen = config.load(["model=llama3_8b", override])
+    assert str(getattr(getattr(chosen, section), key)) == override.partition("=")[2]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_preset_loses_against_data_that_is_chosen(before):
+    words = ["data=digits", "model=llama3_8b"]
+    assert config.load(words if before else words[::-1]).data.name == "digits"
+    kept = config.load(["model=llama3_8b", "data=text", "data.files=[x]"]).data
+    assert (kept.name, kept.sequence_length) == ("text", 8192)
+
+
+def test_a_preset_loses_against_an_experiment_and_a_users_file(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ntrain:\n  precision: fp32\n"
+    )
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "own.yaml").write_text("name: synthetic_tokens\nsequence_length: 64\n")
+    words = ["model=llama3_8b", "experiment=mine", "data=own"]
+    chosen = config.load(words, config_dirs=[tmp_path])
+    assert (chosen.train.precision, chosen.data.sequence_length) == ("fp32", 64)
+
+
+def test_a_model_of_ones_own_has_a_preset_too(tmp_path):
+    (tmp_path / "model").mkdir()
+    mine = tmp_path / "model" / "mine.yaml"
+    mine.write_text("name: gpt\npreset:\n  precision: bf16\n")
+    composed = config.compose(["model=mine"], config_dirs=[tmp_path])
+    assert composed.tree["train"]["precision"] == "bf16"
+    assert composed.origins()["train.precision"] == str(mine)
+    mine.write_text("name: gpt\npreset:\n  precison: bf16\n")
+    with pytest.raises(config.ConfigError, match=r"precison=bf16: .*did you mean prec"):
+        config.load(["model=mine"], config_dirs=[tmp_path])
+
+
+def test_explain_names_the_preset():
+    origins = config.compose(["model=llama3_8b", "train.precision=fp32"]).origins()
+    assert origins["data.name"] == origins["data.sequence_length"] == "model/llama3_8b.yaml"
+    assert origins["train.activation_checkpointing"] == "model/llama3_8b.yaml"
+    assert origins["train.precision"] == "override train.precision=fp32"
+    assert config.compose([]).origins()["train.precision"] == "config.yaml"

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from axonlaunch.config.errors import ConfigError
 from axonlaunch.config.model import MODEL_CONFIGS, CustomConfig, FreeModelConfig
-from axonlaunch.config.problem import ConfigError
 from axonlaunch.models import MODELS, register_model
 from axonlaunch.models.build import build, spec_for
-from axonlaunch.models.registration import announce_entry_points
+from axonlaunch.models.registry import announce_entry_points
 from axonlaunch.registry import UnknownNameError
 
 

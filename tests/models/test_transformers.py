@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from axonlaunch.config.errors import ConfigError
 from axonlaunch.config.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
-from axonlaunch.config.problem import ConfigError
 from axonlaunch.models.build import build, construct, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import IGNORE_INDEX

@@ -6,13 +6,13 @@ import functools
 from collections import Counter
 
 import pytest
+from configured import run_config
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from parity import Trained, assert_same, train
 from parity_table import MODELS, SCHEDULES
 
-from axonlaunch import config, preflight
-from axonlaunch.config import ConfigError, Problem
+from axonlaunch.config import ConfigError, ConfigIssue
 
 MOST_RANKS = 8
 KINDS = {
@@ -22,6 +22,15 @@ KINDS = {
     "fsdp": ["strategy.data_parallel=fsdp"],
     "hsdp": ["strategy=hsdp", "strategy.fsdp.replicate=2"],
 }
+RECOMPUTATION = ["none", "none", "full", "selective"]
+OF_ONE_KIND = [
+    "strategy.ddp.sync=no_sync",
+    "strategy.ddp.sync=synchronous",
+    "strategy.fsdp.cpu_offload=full",
+    "strategy.fsdp.sharding=no_shard",
+    "strategy.fsdp.replicate=2",
+]
+"""Settings that mean nothing, and are refused, where the data-parallel ranks do something else."""
 
 
 @st.composite
@@ -33,13 +42,19 @@ def runs(draw: st.DrawFn) -> tuple[int, str, list[str], list[str]]:
         draw(st.sampled_from([1, 1, 2, 2, 3, 4])),
         draw(st.sampled_from([1, 2, 3, 4])),
     )
+    context = draw(st.sampled_from([1, 1, 1, 2, 3]))
     data = draw(st.integers(1, 4))
-    ranks = min(MOST_RANKS, pipeline * tensor * data) + draw(st.sampled_from([0] * 9 + [1]))
+    ranks = min(MOST_RANKS, pipeline * context * tensor * data)
+    ranks += draw(st.sampled_from([0] * 9 + [1]))
     chosen = [
         *KINDS[draw(st.sampled_from(list(KINDS)))],
         f"strategy.pipeline.degree={pipeline}",
         f"strategy.tensor.degree={tensor}",
+        f"strategy.context.degree={context}",
+        f"train.activation_checkpointing={draw(st.sampled_from(RECOMPUTATION))}",
     ]
+    if draw(st.sampled_from([False, False, True])):
+        chosen.append(draw(st.sampled_from(OF_ONE_KIND)))
     if pipeline > 1:
         chosen.append(f"strategy.pipeline.schedule={draw(st.sampled_from(list(SCHEDULES)))}")
         each = draw(st.sampled_from(["auto", "auto", "1", "2", "3"]))
@@ -54,13 +69,13 @@ def runs(draw: st.DrawFn) -> tuple[int, str, list[str], list[str]]:
     return ranks, model, common, chosen
 
 
-def problems_of(overrides: list[str], ranks: int) -> list[Problem]:
+def problems_of(overrides: list[str], ranks: int) -> list[ConfigIssue]:
     """Return what ``axonlaunch train`` would refuse, before any rank starts."""
     try:
-        loaded = config.load([f"launch.nproc={ranks}", "launch.backend=mock", *overrides])
-        return preflight.check(loaded)
+        run_config([f"launch.nproc={ranks}", "launch.backend=mock", *overrides])
     except ConfigError as error:
         return error.problems
+    return []
 
 
 @functools.cache

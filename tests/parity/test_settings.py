@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from configured import run_config
 from parity import Trained, assert_same, train
 from parity_table import MODELS
 from torch import Tensor
 
-from axonlaunch import config, data
+from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.data.loader import Loader
 from axonlaunch.engines.build import build
@@ -123,7 +124,7 @@ def test_the_engine_computes_what_float64_by_hand_computes() -> None:
         "train.global_batch_size=8",
         "train.steps=3",
     ]
-    chosen = config.load([*overrides, "scheduler=constant", "scheduler.warmup_steps=0"])
+    chosen = run_config([*overrides, "scheduler=constant", "scheduler.warmup_steps=0"])
     loader = Loader(data.build(chosen.data), seed=chosen.seed, global_batch_size=8)
     lr, (b1, b2) = chosen.optimizer.lr, chosen.optimizer.betas  # type: ignore[union-attr]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch import config
-from axonlaunch.engines.pipeline_schedule import Action
-from axonlaunch.planning import actions
-from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.depth import peak
-from axonlaunch.planning.memory import estimate
-from axonlaunch.planning.trace import Event
+from axonlaunch.engines.pipeline.schedule import Action
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing import extrapolate_schedule
+from axonlaunch.planning.tracing.extrapolate_depth import peak
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.storage_trace import Event
 
 HIDDEN, LENGTH = 64, 32
 LONG = [
@@ -69,8 +69,8 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: str) -> None:
-    chosen = config.load([*LONG, *overrides.split()])
-    blueprint = Blueprint.of(chosen)
+    chosen = estimate_config([*LONG, *overrides.split()])
+    blueprint = ReducedRun.of(chosen)
     short, _ = blueprint.shorter(0)
     assert short.shares.micro_batches < blueprint.shares.micro_batches
     told, exact = estimate(chosen), estimate(chosen, exact=True)
@@ -82,8 +82,8 @@ def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: st
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_micro_batches_without_a_pipeline_add_their_samples_and_losses(strategy: str) -> None:
     words = [*LONG[:-1], f"strategy={strategy}", "launch.nproc=2", "train.global_batch_size=12"]
-    chosen = config.load([*words, "model.num_hidden_layers=2"])
-    assert Blueprint.of(chosen).shorter(0)[0].shares.micro_batches == 3
+    chosen = estimate_config([*words, "model.num_hidden_layers=2"])
+    assert ReducedRun.of(chosen).shorter(0)[0].shares.micro_batches == 3
     assert estimate(chosen) == estimate(chosen, exact=True)
 
 
@@ -95,6 +95,6 @@ def test_what_waits_for_its_backward_is_held_as_often_as_forwards_go_ahead() -> 
         held += 10 if action[0] == "F" else -10
     step.append(Event(("update",), [(held, 0), (held + 1, 0)]))
     ahead = [Action("F", 0, n) for n in range(20)] + [Action("B", 0, n) for n in range(20)]
-    long = actions.prolonged(step, rounds=[ahead])
+    long = extrapolate_schedule.extend_schedule(step, rounds=[ahead])
     assert peak(long) == ((5 + 20 * 10 + 12, 0), 0)
     assert long[-1].points == step[-1].points

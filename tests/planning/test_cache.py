@@ -7,12 +7,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from configured import estimate_config
+from parity_table import IMAGES
 
-from axonlaunch import config
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import resolved
-from axonlaunch.planning import cache
-from axonlaunch.planning.record import Estimate, RankEstimate
+from axonlaunch.planning import estimate_cache
+from axonlaunch.planning.records import Estimate, RankEstimate
 
 MADE = Estimate(
     world_size=2,
@@ -21,7 +21,6 @@ MADE = Estimate(
     peak_bytes=300,
     reserved_bytes=320,
     process_bytes=340,
-    fits=None,
     ranks=[RankEstimate(0, {"pp": 0}, 300, 5, {"parameters": 100, "activations": 200})],
 )
 
@@ -34,13 +33,13 @@ def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @lru_cache
 def run(*overrides: str) -> RunConfig:
-    return resolved(config.load(["strategy=fsdp", *overrides]), accelerators=0)
+    return estimate_config(["strategy=fsdp", *overrides])
 
 
 def test_what_was_kept_is_found_again_whole(kept_here: Path) -> None:
-    assert cache.read(run()) is None
-    cache.write(run(), MADE)
-    assert cache.read(run()) == MADE
+    assert estimate_cache.read(run()) is None
+    estimate_cache.write(run(), MADE)
+    assert estimate_cache.read(run()) == MADE
     assert len(list(kept_here.iterdir())) == 1
 
 
@@ -57,8 +56,8 @@ def test_what_was_kept_is_found_again_whole(kept_here: Path) -> None:
     ],
 )
 def test_what_plays_no_part_in_a_step_makes_no_difference(override: str) -> None:
-    cache.write(run(), MADE)
-    assert cache.read(run(override)) == MADE
+    estimate_cache.write(run(), MADE)
+    assert estimate_cache.read(run(override)) == MADE
 
 
 @pytest.mark.parametrize(
@@ -76,27 +75,27 @@ def test_what_plays_no_part_in_a_step_makes_no_difference(override: str) -> None
     ],
 )
 def test_another_run_is_another_estimate(override: str) -> None:
-    cache.write(run(), MADE)
-    assert cache.read(run(override)) is None
+    estimate_cache.write(run(), MADE)
+    assert estimate_cache.read(run(override)) is None
 
 
 def test_tracing_every_layer_is_kept_apart() -> None:
-    cache.write(run(), MADE)
-    assert cache.read(run(), exact=True) is None
+    estimate_cache.write(run(), MADE)
+    assert estimate_cache.read(run(), exact=True) is None
 
 
 @pytest.mark.parametrize("what", ["_source", "version"])
 def test_another_source_or_torch_is_another_estimate(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache.write(run(), MADE)
-    monkeypatch.setattr(cache, what, lambda *name: "other")
-    assert cache.read(run()) is None
+    estimate_cache.write(run(), MADE)
+    monkeypatch.setattr(estimate_cache, what, lambda *name: "other")
+    assert estimate_cache.read(run()) is None
 
 
 @pytest.mark.parametrize("damage", ["", "{", "half", "other", "binary"])
 def test_a_damaged_entry_is_passed_over_and_written_anew(damage: str, kept_here: Path) -> None:
-    cache.write(run(), MADE)
+    estimate_cache.write(run(), MADE)
     [file] = kept_here.iterdir()
     whole = file.read_bytes()
     content = {
@@ -105,31 +104,31 @@ def test_a_damaged_entry_is_passed_over_and_written_anew(damage: str, kept_here:
         "binary": b"\xff\xfe\x00",
     }.get(damage, damage.encode())
     file.write_bytes(content)
-    assert cache.read(run()) is None
-    cache.write(run(), MADE)
-    assert cache.read(run()) == MADE
+    assert estimate_cache.read(run()) is None
+    estimate_cache.write(run(), MADE)
+    assert estimate_cache.read(run()) == MADE
 
 
 def test_nothing_is_kept_of_a_model_whose_source_is_not_ours(kept_here: Path) -> None:
-    mine = run("model=custom", "model.target=torch.nn:Linear")
-    cache.write(mine, MADE)
-    assert cache.read(mine) is None
+    mine = run("model=custom", "model.target=normed:build", *IMAGES)
+    estimate_cache.write(mine, MADE)
+    assert estimate_cache.read(mine) is None
     with_plugin = run("plugins=[json]")
-    cache.write(with_plugin, MADE)
-    assert cache.read(with_plugin) is None
+    estimate_cache.write(with_plugin, MADE)
+    assert estimate_cache.read(with_plugin) is None
     assert not kept_here.exists()
 
 
 def test_of_too_many_the_oldest_are_forgotten(
     kept_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "_MOST", 3)
+    monkeypatch.setattr(estimate_cache, "_MOST", 3)
     kept_here.mkdir(parents=True)
     for age in range(4):
         (kept_here / f"{age}.json").write_text("")
         os.utime(kept_here / f"{age}.json", (1000 - age, 1000 - age))
-    cache.write(run(), MADE)
-    assert cache.read(run()) == MADE
+    estimate_cache.write(run(), MADE)
+    assert estimate_cache.read(run()) == MADE
     assert {"0.json", "1.json"} < {path.name for path in kept_here.iterdir()}
     assert len([*kept_here.iterdir()]) == 3
 
@@ -139,11 +138,11 @@ def test_a_folder_that_can_not_be_written_keeps_nothing(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    cache.write(run(), MADE)
-    assert cache.read(run()) is None
+    estimate_cache.write(run(), MADE)
+    assert estimate_cache.read(run()) is None
 
 
 def test_without_the_variable_it_is_the_users_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert cache.folder() == Path("/home/someone/.cache/axonlaunch/estimates")
+    assert estimate_cache.folder() == Path("/home/someone/.cache/axonlaunch/estimates")

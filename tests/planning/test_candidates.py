@@ -6,9 +6,9 @@ from typing import Any
 
 from axonlaunch import config
 from axonlaunch.config.layout import layout
-from axonlaunch.config.rules import broken_rules, broken_world_rules
-from axonlaunch.planning.candidates import SEARCHED, Candidate, candidates
-from axonlaunch.planning.planner import _overrides
+from axonlaunch.config.rules import broken_world_rules, find_rule_violations
+from axonlaunch.planning.search.candidates import SEARCHED, Candidate, candidates
+from axonlaunch.planning.search.search import _overrides
 
 TINY = [
     "model.hidden_size=32",
@@ -31,7 +31,7 @@ def test_each_fills_the_devices_and_breaks_no_rule() -> None:
     for one in found:
         axes = one.shares.axes
         assert axes["pp"] * axes["dp_replicate"] * axes["dp_shard"] * axes["cp"] * axes["tp"] == 8
-        assert broken_rules(one.config) == []
+        assert find_rule_violations(one.config) == []
         assert broken_world_rules(one.config, world_size=8) == []
 
 
@@ -40,7 +40,7 @@ def test_what_is_written_for_several_machines_is_the_layout_that_was_looked_at()
     for one in listed():
         words = _overrides(given, one, (2, 4))
         assert words[-2:] == ["launch.nnodes=2", "launch.nproc=4"]
-        run = config.replaced(given, {**one.settings, "launch.nnodes": 2, "launch.nproc": 4})
+        run = config.with_values(given, {**one.settings, "launch.nnodes": 2, "launch.nproc": 4})
         assert layout(run, world_size=8) == one.shares
 
 
@@ -71,7 +71,7 @@ def test_shards_are_offloaded_where_there_is_a_host_to_take_them() -> None:
     assert {offload for _, offload in offloads} == {"none", "optimizer_states", "params"}
     assert {one.offload for one in listed()} == {"none"}
     for one in found:
-        assert broken_rules(one.config) == []
+        assert find_rule_violations(one.config) == []
 
 
 def test_tensor_parallelism_stays_in_a_node_and_divides_the_heads() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from typing import Any
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch import config
-from axonlaunch.config import ConfigError, Problem, RunConfig
-from axonlaunch.config.layout import layout, resolved
-from axonlaunch.planning.changes import levers, remedies
-from axonlaunch.planning.record import Estimate, RankEstimate
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.hardware import GIB
+from axonlaunch.config.layout import layout
+from axonlaunch.planning.records import Estimate, RankEstimate
+from axonlaunch.planning.search.remedies import TRACED, candidate_changes, remedies
 
 HEADS = ["model.num_attention_heads=8", "data.sequence_length=64"]
 STATES = 1000
@@ -21,7 +23,7 @@ SAMPLE = 100
 @cache
 def run(*overrides: str) -> RunConfig:
     words = ["launch.nproc=8", "train.global_batch_size=64", *overrides]
-    return resolved(config.load(words), accelerators=0)
+    return estimate_config(words)
 
 
 def estimate(chosen: RunConfig) -> Estimate:
@@ -38,7 +40,7 @@ def estimate(chosen: RunConfig) -> Estimate:
     }
     peak = states + activations
     return Estimate(
-        8, shares.axes, 1, peak, peak, peak, None, [RankEstimate(0, {"pp": 0}, peak, 0, breakdown)]
+        8, shares.axes, 1, peak, peak, peak, [RankEstimate(0, {"pp": 0}, peak, 0, breakdown)]
     )
 
 
@@ -48,7 +50,7 @@ def formula(chosen: RunConfig) -> float:
 
 
 def told(chosen: RunConfig, memory: int) -> list[list[str]]:
-    found = remedies(chosen, estimate(chosen), memory=memory, formula=formula, estimate=estimate)
+    found = [*remedies(chosen, estimate(chosen), memory=memory, formula=formula, estimate=estimate)]
     assert all(one.process_bytes <= memory and one.costs for one in found)
     return [one.overrides for one in found]
 
@@ -74,7 +76,7 @@ def test_what_a_change_leaves_alone_is_not_traced_in_vain() -> None:
         tried.append(one)
         return estimate(one)
 
-    remedies(chosen, estimate(chosen), memory=800, formula=formula, estimate=counting)
+    [*remedies(chosen, estimate(chosen), memory=800, formula=formula, estimate=counting)]
     assert tried
     for one in tried:
         strategy = one.strategy
@@ -95,18 +97,18 @@ def test_where_no_one_change_is_enough_several_are_told() -> None:
 
 
 def test_replicas_are_sharded_before_anything_of_them_goes_to_the_host() -> None:
-    offloading = levers(run("strategy=ddp"))[-1]
+    offloading = candidate_changes(run("strategy=ddp"))[-1]
     assert [option.settings["strategy.fsdp.cpu_offload"] for option in offloading] == [
         "params",
         "optimizer_states",
         "full",
     ]
     assert all(option.settings["strategy.data_parallel"] == "fsdp" for option in offloading)
-    assert levers(run("strategy=tensor", "strategy.tensor.degree=8", *HEADS))[-1] == []
+    assert candidate_changes(run("strategy=tensor", "strategy.tensor.degree=8", *HEADS))[-1] == []
 
 
 def test_what_tensor_parallelism_leaves_whole_is_divided_by_the_sequence() -> None:
-    [*_, tensor, _, _] = levers(run("strategy=fsdp", *HEADS))
+    [*_, tensor, _, _] = candidate_changes(run("strategy=fsdp", *HEADS))
     assert tensor[0].settings == {
         "strategy.tensor.degree": 2,
         "strategy.tensor.sequence_parallel": True,
@@ -123,10 +125,10 @@ def test_what_can_not_be_run_is_passed_over() -> None:
 
     def picky(one: RunConfig) -> Estimate:
         if one.train.activation_checkpointing != "none" or one.strategy.tensor.degree > 1:
-            raise ConfigError([Problem("model", "no")])
+            raise ConfigError([ConfigIssue("model", "no")])
         return estimate(one)
 
-    found = remedies(chosen, estimate(chosen), memory=600, formula=formula, estimate=picky)
+    found = [*remedies(chosen, estimate(chosen), memory=600, formula=formula, estimate=picky)]
     assert [one.overrides for one in found] == [["train.micro_batch_size=4"]]
 
 
@@ -134,7 +136,10 @@ def test_traffic_is_told_as_the_engine_causes_it() -> None:
     """Shards are summed in every micro-batch, replicas once a step."""
     chosen = run("strategy=ddp", "train.micro_batch_size=2")
     costs = [
-        cost for lever in levers(chosen) for option in lever if "replicas" in (cost := option.cost)
+        cost
+        for lever in candidate_changes(chosen)
+        for option in lever
+        if "replicas" in (cost := option.cost)
     ]
     assert [cost.partition(": ")[2] for cost in costs] == [
         f"{times} times replicas' traffic" for times in ("1.5", "4", "6")
@@ -152,8 +157,84 @@ def test_traffic_is_told_as_the_engine_causes_it() -> None:
 def test_sharding_goes_on_from_where_it_is(words: list[str], first: str | None) -> None:
     kinds = [
         option.settings["strategy.fsdp.sharding"]
-        for lever in levers(run(*words))
+        for lever in candidate_changes(run(*words))
         for option in lever
         if "strategy.fsdp.sharding" in option.settings
     ]
     assert (kinds or [None])[0] == first
+
+
+def searched(chosen: RunConfig, **options: Any) -> tuple[list[list[str]], int]:
+    """Return the changes, and how many were left untried."""
+    search = remedies(chosen, estimate(chosen), memory=600, formula=formula, **options)
+    found: list[list[str]] = []
+    while True:
+        try:
+            found.append(next(search).overrides)
+        except StopIteration as end:
+            return found, end.value
+
+
+def test_changes_come_one_by_one_until_the_time_is_over() -> None:
+    chosen, tried = run("strategy=fsdp"), list[RunConfig]()
+
+    def counting(one: RunConfig) -> Estimate:
+        tried.append(one)
+        return estimate(one)
+
+    search = remedies(chosen, estimate(chosen), memory=600, formula=formula, estimate=counting)
+    assert [next(search).overrides] == told(chosen, 600)[:1]
+    assert len(tried) == 1
+    assert searched(chosen, estimate=counting, is_over=lambda: True) == ([], TRACED)
+    assert len(tried) == 1
+
+
+def test_what_fits_by_formulas_is_tried_before_what_fits_by_little_less() -> None:
+    chosen, tried = run("strategy=fsdp"), list[int]()
+
+    def too_high(one: RunConfig) -> float:
+        return estimate(one).process_bytes * (1.7 if one.train.micro_batch_size == 4 else 1.0)
+
+    def noting(one: RunConfig) -> Estimate:
+        tried.append(layout(one, world_size=8).micro_batch_size)
+        return estimate(one)
+
+    [*remedies(chosen, estimate(chosen), memory=800, formula=too_high, estimate=noting)]
+    assert tried[0] == 2
+
+
+def test_a_change_whose_estimate_runs_out_of_time_counts_as_untried() -> None:
+    def slow(one: RunConfig) -> Estimate:
+        raise TimeoutError
+
+    assert searched(run("strategy=fsdp"), estimate=slow) == ([], TRACED)
+
+
+@pytest.mark.parametrize(("node_gib", "fits"), [(None, None), (1, False), (64, True)])
+def test_what_is_offloaded_is_told_per_rank_and_node_and_needs_the_host(
+    node_gib: int | None, fits: bool | None
+) -> None:
+    words = ["hardware=h100_80gb", f"hardware.host_memory_gib={node_gib or 'null'}"]
+    words += ["train.micro_batch_size=1", "train.activation_checkpointing=full"]
+    chosen = run("strategy=fsdp", *words)
+
+    def offloading(one: RunConfig) -> Estimate | None:
+        if one.strategy.fsdp.cpu_offload == "none":
+            return None
+        [rank] = estimate(one).ranks
+        return dataclasses.replace(
+            estimate(one), ranks=[dataclasses.replace(rank, host_bytes=GIB)], process_bytes=1
+        )
+
+    found = [
+        *remedies(chosen, estimate(chosen), memory=1e9, formula=lambda _: 1.0, estimate=offloading)
+    ]
+    assert bool(found) == (fits is not False)
+    for one in found:
+        assert one.host_memory is not None
+        assert (one.host_memory.bytes_per_rank, one.host_memory.bytes_per_node) == (GIB, 8 * GIB)
+        assert one.host_memory.fits is fits
+
+
+def test_a_cpu_has_no_other_memory_to_offload_to() -> None:
+    assert candidate_changes(run("strategy=fsdp", "hardware=cpu"))[-1] == []

@@ -6,8 +6,8 @@ import pytest
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.planning.collective_cost import Links
-from axonlaunch.planning.operations import Amount, Exchange, ExchangeKind
+from axonlaunch.planning.throughput.collectives import Links
+from axonlaunch.planning.throughput.operations import Amount, Exchange, ExchangeKind
 
 HARDWARE = HardwareConfig(
     name="round",

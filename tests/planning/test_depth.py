@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from configured import estimate_config
 from torch import nn
 
-from axonlaunch import config
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
-from axonlaunch.planning import depth
-from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.memory import estimate
-from axonlaunch.planning.trace import Event
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing import extrapolate_depth
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.storage_trace import Event
 
 DEEP = [
     "model.hidden_size=64",
@@ -60,8 +60,8 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_they_give_what_tracing_every_block_gives(overrides: str) -> None:
-    chosen = config.load([*DEEP, "launch.nproc=2", *overrides.split()])
-    assert min(Blueprint.of(chosen).counts) > depth.SHALLOW + 1
+    chosen = estimate_config([*DEEP, "launch.nproc=2", *overrides.split()])
+    assert min(ReducedRun.of(chosen).counts) > extrapolate_depth.SHALLOW + 1
     assert estimate(chosen) == estimate(chosen, exact=True)
 
 
@@ -90,12 +90,15 @@ def events(*, blocks: int) -> list[Event]:
 
 
 def test_what_grows_with_depth_is_found_at_the_end_where_it_is_most() -> None:
-    deep = depth.deepened(events(blocks=6), events(blocks=7), blocks=94)
-    assert depth.peak(deep) == ((5 + 10 * 100 + 3, 0), 0)
-    assert len(deep) == 1 + 2 * 2 * depth.NEAR
+    deep = extrapolate_depth.extrapolate(events(blocks=6), events(blocks=7), blocks=94)
+    assert extrapolate_depth.peak(deep) == ((5 + 10 * 100 + 3, 0), 0)
+    assert len(deep) == 1 + 2 * 2 * extrapolate_depth.NEAR
 
 
 def test_an_event_with_more_moments_in_a_deeper_model_goes_on_as_its_highest_does() -> None:
     shallow = [Event(("update",), [(1, 0), (7, 0)])]
     deeper = [Event(("update",), [(1, 0), (2, 0), (9, 0)])]
-    assert depth.peak(depth.deepened(shallow, deeper, blocks=10)) == ((27, 0), 0)
+    assert extrapolate_depth.peak(extrapolate_depth.extrapolate(shallow, deeper, blocks=10)) == (
+        (27, 0),
+        0,
+    )

@@ -1,8 +1,8 @@
 """Compiled blocks allocate in a fake world what they allocate in this one.
 
-Where one of these fails after an update of torch: ``planning/fake_compiler.py`` alone stands in for
-parts of Inductor. Look at the code that it writes (``TORCH_LOGS=output_code``) for what allocates
-and for how kernels are made.
+Where one of these fails after an update of torch: ``planning/tracing/fake_inductor.py`` alone
+stands in for parts of Inductor. Look at the code that it writes (``TORCH_LOGS=output_code``) for
+what allocates and for how kernels are made.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from functools import partial
 
 import pytest
 import torch
+from configured import estimate_config
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from axonlaunch.config import load
-from axonlaunch.config.layout import resolved
-from axonlaunch.planning import fake_compiler, fake_world, forked
-from axonlaunch.planning.fake_tensors import tensors_without_bytes
-from axonlaunch.planning.memory import estimate
-from axonlaunch.planning.trace import StorageTrace
+from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing import fake_inductor, fake_world
+from axonlaunch.planning.tracing.storage_trace import StorageTrace
+from axonlaunch.system import forked_map
 
 HIDDEN, HEADS = 64, 4
 
@@ -80,7 +80,7 @@ def really(dtype: torch.dtype) -> int:
 
 def foretold(dtype: torch.dtype) -> int:
     fake_world.join(rank=0, world_size=1)
-    fake_compiler.install()
+    fake_inductor.install()
     with tensors_without_bytes():
         model, tokens = compiled(dtype), torch.zeros(4, 32, dtype=torch.int64)
         step(model, tokens)
@@ -99,13 +99,13 @@ def foretold(dtype: torch.dtype) -> int:
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
 def test_compiled_blocks_hold_what_is_foretold_to_the_byte(dtype: torch.dtype) -> None:
-    told, held = forked.run([partial(foretold, dtype), partial(really, dtype)])
+    told, held = forked_map.run([partial(foretold, dtype), partial(really, dtype)])
     assert told == held
 
 
 def test_no_kernel_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    [told] = forked.run([partial(foretold, torch.float32)])
+    [told] = forked_map.run([partial(foretold, torch.float32)])
     assert told > 0
 
 
@@ -131,7 +131,7 @@ LLAMA = [
 def test_what_a_compiler_computes_again_is_not_kept(words: str) -> None:
     def peak(compile_: str) -> int:
         overrides = [*LLAMA, *words.split(), f"train.compile={compile_}"]
-        return estimate(resolved(load(overrides), accelerators=0)).peak_bytes
+        return estimate(estimate_config(overrides)).peak_bytes
 
     eager, fused = peak("false"), peak("true")
     assert fused < eager or (fused == eager and "full" in words)

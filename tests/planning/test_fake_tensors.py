@@ -1,6 +1,6 @@
 """What is remembered of torch's fake tensors is what torch would make.
 
-If a private name of ``torch._subclasses.fake_tensor`` moved: ``planning/fake_tensors.py`` alone
+If a private name of ``torch._subclasses.fake_tensor`` moved: ``models/fake_tensor_cache.py`` alone
 uses them; ``FakeTensorMode(allow_non_fake_inputs=True)`` in its place is slower and says the same.
 """
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from axonlaunch.planning import fake_tensors, forked
-from axonlaunch.planning.fake_tensors import tensors_without_bytes
+from axonlaunch.models import fake_tensor_cache
+from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.system import forked_map
 
 
 def base() -> Tensor:
@@ -72,7 +73,7 @@ def told(result: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_tensors, "recipes", {})
+    monkeypatch.setattr(fake_tensor_cache, "recipes", {})
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -83,10 +84,10 @@ def test_a_result_from_memory_is_the_one_that_torch_makes(name: str) -> None:
     mode = tensors_without_bytes()
     with mode:
         first = told(run())
-        remembered = dict(fake_tensors.recipes)
+        remembered = dict(fake_tensor_cache.recipes)
         again = told(run())
     assert first == again == expected
-    assert remembered == fake_tensors.recipes  # nothing was worked out anew
+    assert remembered == fake_tensor_cache.recipes  # nothing was worked out anew
     assert all(recipe is not None for recipe in remembered.values())
 
 
@@ -115,11 +116,11 @@ def test_tensors_of_one_storage_are_remembered_apart_from_those_of_several() -> 
             left, right = x.chunk(2, dim=1)
             torch._foreach_add_([left, right], 1.0)
             assert torch.maximum(left, right).shape == (6, 2)
-        worked_out = len(fake_tensors.recipes)
+        worked_out = len(fake_tensor_cache.recipes)
         torch._foreach_add_([left, right], 1.0)
-        assert len(fake_tensors.recipes) == worked_out
+        assert len(fake_tensor_cache.recipes) == worked_out
         torch._foreach_add_([base(), base()], 1.0)
-        assert len(fake_tensors.recipes) == worked_out + 1
+        assert len(fake_tensor_cache.recipes) == worked_out + 1
 
 
 def test_another_default_type_is_another_result() -> None:
@@ -134,15 +135,15 @@ def test_another_default_type_is_another_result() -> None:
 
 def test_what_a_forked_process_worked_out_the_next_one_finds() -> None:
     def run() -> int:
-        before = len(fake_tensors.recipes)
+        before = len(fake_tensor_cache.recipes)
         with tensors_without_bytes():
             attended()
             normed()
-        return len(fake_tensors.recipes) - before
+        return len(fake_tensor_cache.recipes) - before
 
-    first, again = forked.run([run, run], at_once=1, memory=fake_tensors.recipes)
+    first, again = forked_map.run([run, run], at_once=1, memory=fake_tensor_cache.recipes)
     assert (first > 0, again) == (True, 0)
-    assert len(fake_tensors.recipes) == first
+    assert len(fake_tensor_cache.recipes) == first
 
 
 def test_numbers_that_are_equal_but_of_other_types_are_told_apart() -> None:
@@ -168,7 +169,7 @@ def test_gradients_are_the_shapes_that_torch_makes() -> None:
             return gradients(), gradients(), expected
 
     # Forked: after a backward here, a build for GPUs could do none in other tests' forks.
-    [(first, again, expected)] = forked.run([in_both])
+    [(first, again, expected)] = forked_map.run([in_both])
     assert first == again == expected
 
 
@@ -185,11 +186,11 @@ def test_what_changes_its_tensor_s_shape_is_done_each_time() -> None:
 def test_a_mode_remembers_for_the_next() -> None:
     with tensors_without_bytes():
         base()
-    before = dict(fake_tensors.recipes)
+    before = dict(fake_tensor_cache.recipes)
     with tensors_without_bytes() as second:
         assert isinstance(base(), FakeTensor)
         assert base().fake_mode is second  # type: ignore[attr-defined]
-    assert before == fake_tensors.recipes
+    assert before == fake_tensor_cache.recipes
 
 
 def test_the_private_names_are_where_they_were() -> None:
@@ -199,7 +200,9 @@ def test_the_private_names_are_where_they_were() -> None:
     assert isinstance(x, FakeTensor)
     assert (x.fake_mode, x.fake_device, x.constant) == (mode, torch.device("cpu"), None)
     assert torch.ops.aten.lift_fresh.default in mode.lift_fns
-    made = fake_tensors._Memory().fake(mode, torch.empty(2, device="meta"), torch.device("cpu"))
+    made = fake_tensor_cache._Memory().fake(
+        mode, torch.empty(2, device="meta"), torch.device("cpu")
+    )
     assert vars(made).keys() == vars(x).keys()
 
 

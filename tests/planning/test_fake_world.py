@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configured import estimate_config
 from torch._subclasses import fake_tensor
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,17 +23,16 @@ from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed import fake_pg
 
-from axonlaunch import config
 from axonlaunch.config import ConfigError
-from axonlaunch.planning import fake_world, forked
-from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.closed_memory import Formulas
-from axonlaunch.planning.fake_tensors import tensors_without_bytes
-from axonlaunch.planning.memory import estimate
-from axonlaunch.planning.place import traced
-from axonlaunch.planning.trace import StorageTrace, on_device
-from axonlaunch.planning.untraceable import UNTRACEABLE
-from axonlaunch.preflight import resolve_anywhere
+from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.planning.memory.analytic import Formulas
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing import fake_world
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.stage_trace import traced
+from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
+from axonlaunch.planning.tracing.untraceable import UNTRACEABLE
+from axonlaunch.system import forked_map
 
 TINY = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
 
@@ -75,7 +75,7 @@ def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
             trace.finish()
         return max(on_device(point) for event in trace.events for point in event.points)
 
-    assert forked.run([largest]) == [4 << 20]
+    assert forked_map.run([largest]) == [4 << 20]
 
 
 def test_a_backward_is_told_by_its_graph_task() -> None:
@@ -92,7 +92,7 @@ def test_a_value_that_is_asked_for_is_an_error_of_a_known_kind() -> None:
         value = torch.ones(2).sum()
         with pytest.raises(UNTRACEABLE):
             bool(value > 0)
-        with fake_world.answering_yes():
+        with fake_world.assume_true():
             assert bool(value > 0)
     assert issubclass(fake_tensor.DataDependentOutputException, UNTRACEABLE)
 
@@ -111,7 +111,7 @@ def branching() -> torch.nn.Module:
 
 def test_a_model_that_branches_on_values_is_refused_by_name() -> None:
     overrides = ["model=custom", f"model.target={__name__}:branching", "data=digits"]
-    chosen = config.load([*overrides, "launch.nproc=2", "data.image_size=28"])
+    chosen = estimate_config([*overrides, "launch.nproc=2", "data.image_size=28"])
     with pytest.raises(ConfigError, match=r"aten\._local_scalar_dense in Branching depends on v"):
         estimate(chosen)
 
@@ -119,7 +119,7 @@ def test_a_model_that_branches_on_values_is_refused_by_name() -> None:
 def test_a_module_that_fails_is_told_with_its_reason_and_the_line() -> None:
     overrides = ["model=custom", f"model.target={__name__}:misfitting", "data=digits"]
     overrides += ["data.image_size=8", "train.global_batch_size=32"]
-    chosen = config.load([*overrides, "launch.nproc=2"])
+    chosen = estimate_config([*overrides, "launch.nproc=2"])
     with pytest.raises(ConfigError) as refused:
         estimate(chosen)
     (problem,) = refused.value.problems
@@ -149,7 +149,7 @@ def test_a_model_that_starts_itself_is_told_without_its_storage() -> None:
         "data=digits",
         "data.image_size=8",
     ]
-    checked = resolve_anywhere(config.load([*overrides, "launch.nproc=2"]))
+    checked = estimate_config([*overrides, "launch.nproc=2"])
     assert estimate(checked).parameters == 64 << 34
 
 
@@ -161,14 +161,14 @@ def test_a_world_that_is_there_already_is_not_taken_for_another() -> None:
 
 
 def test_an_update_that_looks_for_overflow_is_traced() -> None:
-    chosen = config.load([*TINY, "train.precision=fp16", "strategy=fsdp", "launch.nproc=2"])
+    chosen = estimate_config([*TINY, "train.precision=fp16", "strategy=fsdp", "launch.nproc=2"])
     assert estimate(chosen).peak_bytes > 0
 
 
 def test_an_update_is_planned_as_torch_plans_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it moved: without ``_let_updates_stay_where_they_are`` a trace is slower and no other."""
     words = ["strategy=hybrid", "strategy.pipeline.degree=1", "strategy.tensor.degree=2"]
-    chosen = config.load([*TINY, *words, "launch.nproc=4"])
+    chosen = estimate_config([*TINY, *words, "launch.nproc=4"])
     alike, torchs = (
         fake_world._are_divided_alike,
         ShardingPropagator.propagate_op_sharding_non_cached,
@@ -182,12 +182,12 @@ def test_an_update_is_planned_as_torch_plans_it(monkeypatch: pytest.MonkeyPatch)
             return alike(schema)
 
         monkeypatch.setattr(fake_world, "_are_divided_alike", look)
-        traced(Blueprint.of(chosen), 0)
+        traced(ReducedRun.of(chosen), 0)
         propagator = DTensor._op_dispatcher.sharding_propagator
         assert all(alike(schema) for schema in seen)
         return [torchs(propagator, schema) == OutputSharding(None) for schema in seen]
 
-    [found] = forked.run([planned])
+    [found] = forked_map.run([planned])
     assert found
     assert all(found)
 
@@ -205,8 +205,8 @@ def test_what_forks_its_traces_computes_no_gradient_itself(
 
     for owner in (graph, torch.autograd):
         monkeypatch.setattr(owner, "_engine_run_backward", run_elsewhere)
-    chosen = config.load([*TINY, "strategy=pipeline", "launch.nproc=2", "hardware=h100_80gb"])
-    assert estimate(chosen).fits
+    chosen = estimate_config([*TINY, "strategy=pipeline", "launch.nproc=2", "hardware=h100_80gb"])
+    assert estimate(chosen).process_bytes > 0
     assert Formulas.of(chosen).process_bytes(chosen) > 0
 
 
@@ -214,12 +214,12 @@ def test_a_plan_that_divides_some_blocks_alone_is_traced_with_all_of_them() -> N
     words = ["model=llama_debug", "strategy=tensor", "launch.nproc=2", "model.num_hidden_layers=8"]
     styles = {"up_proj": "column", "gate_proj": "column", "down_proj": "row"}
     plan = ",".join(f"layers.5.mlp.{name}: {style}" for name, style in styles.items())
-    chosen = config.load([*TINY, *words, f"strategy.tensor.plan={{{plan}}}"])
+    chosen = estimate_config([*TINY, *words, f"strategy.tensor.plan={{{plan}}}"])
     assert estimate(chosen) == estimate(chosen, exact=True)
 
 
 def test_a_plan_that_fits_no_model_is_told_by_its_key() -> None:
     words = ["model=llama_debug", "strategy=tensor", "launch.nproc=2"]
-    chosen = config.load([*TINY, *words, "strategy.tensor.plan={*.up_proj: column}"])
+    chosen = estimate_config([*TINY, *words, "strategy.tensor.plan={*.up_proj: column}"])
     with pytest.raises(ConfigError, match=r"strategy\.tensor\.plan: the model, divided so, fails"):
         estimate(chosen)

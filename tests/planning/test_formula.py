@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch import config
-from axonlaunch.planning import formula, memory
+from axonlaunch.planning.memory import estimate as memory_estimate
+from axonlaunch.planning.memory import states_only
 
 SMALL = [
     "model.hidden_size=64",
@@ -30,8 +31,8 @@ SMALL = [
     ],
 )
 def test_states_are_those_that_a_trace_counts(overrides: str) -> None:
-    chosen = config.load([*SMALL, *overrides.split()])
-    told, traced = formula.estimate(chosen), memory.estimate(chosen)
+    chosen = estimate_config([*SMALL, *overrides.split()])
+    told, traced = states_only.estimate(chosen), memory_estimate.estimate(chosen)
     assert (told.mesh, told.parameters) == (traced.mesh, traced.parameters)
     for one, other in zip(told.ranks, traced.ranks, strict=True):
         assert (one.rank, one.coords) == (other.rank, other.coords)

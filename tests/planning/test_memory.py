@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch import config
 from axonlaunch.config import RunConfig
-from axonlaunch.planning import memory
-from axonlaunch.planning.memory import estimate, estimate_fitting
-from axonlaunch.planning.process import besides
+from axonlaunch.planning.memory import estimate as memory_estimate
+from axonlaunch.planning.memory.cuda_process import besides
+from axonlaunch.planning.memory.estimate import estimate, estimate_fitting
 
 TINY = [
     *("model.hidden_size=64", "model.num_hidden_layers=8", "model.num_attention_heads=2"),
@@ -25,18 +25,18 @@ PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=4"]
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Places on the pp axis whose allocator is recorded."""
     places: list[int] = []
-    record = memory._recorded
+    record = memory_estimate._recorded
 
     def noting(blueprint: Any, place: int) -> Callable[[], Any]:
         places.append(place)
         return record(blueprint, place)
 
-    monkeypatch.setattr(memory, "_recorded", noting)
+    monkeypatch.setattr(memory_estimate, "_recorded", noting)
     return places
 
 
 def run(*words: str) -> RunConfig:
-    return config.load([*TINY, *words])
+    return estimate_config([*TINY, *words])
 
 
 @pytest.mark.parametrize("words", [["strategy=fsdp"], PIPELINE], ids=["fsdp", "pipeline"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from configured import estimate_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from axonlaunch import config
-from axonlaunch.planning.memory import estimate
+from axonlaunch.planning.memory.estimate import estimate
 
 TINY = ["model.num_attention_heads=2", "data=synthetic_tokens", "hardware=cpu"]
 GROWING = {
@@ -20,7 +20,7 @@ GROWING = {
 
 
 def peak(*, ranks: int, samples: int, length: int, depth: int, words: tuple[str, ...]) -> int:
-    chosen = config.load(
+    chosen = estimate_config(
         [
             *TINY,
             *words,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import live_storages
 import pytest
+from configured import estimate_config
 from live_storages import SMALL
 
-from axonlaunch import config
 from axonlaunch.config import RunConfig
-from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.memory import estimate
-from axonlaunch.planning.memory_stats import fsdp_stats, pipeline_stats
+from axonlaunch.planning.memory.engine_stats import fsdp_stats, pipeline_stats
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 
 SHARDED = ["strategy=fsdp", "strategy=zero2", "strategy=fsdp strategy.tensor.degree=2"]
 PIPELINES = [
@@ -21,7 +21,7 @@ PIPELINES = [
 
 
 def run(case: str, ranks: int) -> RunConfig:
-    return config.load([*SMALL, f"launch.nproc={ranks}", "hardware=cpu", *case.split()])
+    return estimate_config([*SMALL, f"launch.nproc={ranks}", "hardware=cpu", *case.split()])
 
 
 @pytest.mark.timeout(120)
@@ -45,7 +45,7 @@ def test_sharded_parameters_are_foretold_as_the_engine_tells_them(case: str) -> 
 def test_a_pipeline_s_activations_are_foretold_as_its_storages_show_them(case: str) -> None:
     chosen = run(case, 2)
     told = estimate(chosen)
-    schedule = Blueprint.of(chosen).schedule
+    schedule = ReducedRun.of(chosen).schedule
     stats = pipeline_stats(told, schedule)
     left: dict[int, int] = {}
     for _, of_rank in live_storages.stats(tuple(case.split()), ranks=2):

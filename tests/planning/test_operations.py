@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from axonlaunch.planning.fake_tensors import tensors_without_bytes
-from axonlaunch.planning.operations import (
+from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.planning.throughput.operations import (
     Amount,
     Attention,
     Kernel,

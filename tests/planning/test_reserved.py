@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from axonlaunch.planning.process import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING, held
-from axonlaunch.planning.reserved import MIB, Allocator, Change
+from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
+from axonlaunch.planning.memory.cuda_process import CUDA_CONTEXT, NCCL_PAIR, NCCL_RING, held
 
 
 def reserved(*sizes: float, expandable: bool = False) -> float:

@@ -7,8 +7,8 @@ import torch
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.planning.operations import Amount, Attention, Kernel, Product
-from axonlaunch.planning.roofline import Roofline
+from axonlaunch.planning.throughput.operations import Amount, Attention, Kernel, Product
+from axonlaunch.planning.throughput.roofline import Roofline
 
 HARDWARE = HardwareConfig(
     name="round",

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch import config
 from axonlaunch.config.layout import layout
-from axonlaunch.planning import closed_memory, forked
-from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.closed_memory import on_one_device
-from axonlaunch.planning.memory import estimate
-from axonlaunch.planning.operations import Attention, Exchange, Product, Work
-from axonlaunch.planning.place import traced
-from axonlaunch.planning.scaled_work import scaled
-from axonlaunch.planning.step_work import StepWork, step_work
-from axonlaunch.planning.trace import CATEGORIES
+from axonlaunch.planning.memory import analytic
+from axonlaunch.planning.memory.analytic import on_one_device
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.throughput.analytic_work import scaled
+from axonlaunch.planning.throughput.operations import Attention, Exchange, Product, Work
+from axonlaunch.planning.throughput.step_work import StepWork, step_work
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.stage_trace import traced
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES
+from axonlaunch.system import forked_map
 
 MODEL = [
     "model=llama_debug",
@@ -33,15 +34,15 @@ MODEL = [
 
 @pytest.fixture(scope="module")
 def one() -> StepWork:
-    chosen = on_one_device(config.load([*MODEL, "launch.nproc=1"]))
-    [found] = forked.run([lambda: step_work(chosen, world_size=1)])
+    chosen = on_one_device(estimate_config([*MODEL, "launch.nproc=1"]))
+    [found] = forked_map.run([lambda: step_work(chosen, world_size=1)])
     return found
 
 
 @pytest.fixture(scope="module")
-def held() -> dict[str, closed_memory.Held]:
-    chosen = on_one_device(config.load([*MODEL, "launch.nproc=1"]))
-    [found] = forked.run([lambda: closed_memory.activations(chosen)])
+def held() -> dict[str, analytic.Held]:
+    chosen = on_one_device(estimate_config([*MODEL, "launch.nproc=1"]))
+    [found] = forked_map.run([lambda: analytic.activations(chosen)])
     return found
 
 
@@ -69,10 +70,10 @@ def sent(work: Work) -> float:
     ],
 )
 def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -> None:
-    chosen = config.load([*MODEL, *words.split()])
+    chosen = estimate_config([*MODEL, *words.split()])
     shares = layout(chosen, world_size=2)
     told = scaled(one, chosen, shares, layers=(4,)).first.micro_layer.work
-    [counted] = forked.run([lambda: step_work(chosen, world_size=2)])
+    [counted] = forked_map.run([lambda: step_work(chosen, world_size=2)])
     seen = counted.first.micro_layer.work
     # torch recomputes no further than backward needs: not a block's last product.
     assert flops(told, Product) == pytest.approx(flops(seen, Product), rel=0.07)
@@ -92,42 +93,42 @@ def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -
     ],
 )
 def test_memory_by_formulas_is_near_what_is_traced(
-    words: str, one: StepWork, held: dict[str, closed_memory.Held]
+    words: str, one: StepWork, held: dict[str, analytic.Held]
 ) -> None:
-    chosen = config.load([*MODEL, *words.split()])
+    chosen = estimate_config([*MODEL, *words.split()])
     shares = layout(chosen, world_size=2)
-    told = closed_memory.peak_bytes(chosen, shares, one=one, held=held, layers=4)
+    told = analytic.peak_bytes(chosen, shares, one=one, held=held, layers=4)
     assert told == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
 
 
 def test_a_model_that_takes_no_single_sample_has_formulas_too() -> None:
     words = ["model=custom", "model.target=normed:build", "data=digits", "data.image_size=8"]
     words += ["hardware=h100_80gb", "train.global_batch_size=4"]
-    chosen = config.load([*words, "launch.nproc=2", "train.micro_batch_size=2"])
-    assert closed_memory.Formulas.of(chosen).process_bytes(chosen) > 0
+    chosen = estimate_config([*words, "launch.nproc=2", "train.micro_batch_size=2"])
+    assert analytic.Formulas.of(chosen).process_bytes(chosen) > 0
 
 
 def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
-    held: dict[str, closed_memory.Held],
+    held: dict[str, analytic.Held],
 ) -> None:
     def most(layers: int) -> int:
         words = ["strategy=fsdp", "launch.nproc=2", f"model.num_hidden_layers={layers}"]
-        events = traced(Blueprint.of(config.load([*MODEL, *words])), 0).events
+        events = traced(ReducedRun.of(estimate_config([*MODEL, *words])), 0).events
         saved = CATEGORIES.index("activations")
         return max(point[saved] for event in events for point in event.points)
 
-    few, more = forked.run([lambda: most(2), lambda: most(3)])
+    few, more = forked_map.run([lambda: most(2), lambda: most(3)])
     samples = 2  # of a micro-batch
     assert held["none"].layer == pytest.approx((more - few) / samples, rel=0.02)
 
 
 def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
-    one: StepWork, held: dict[str, closed_memory.Held]
+    one: StepWork, held: dict[str, analytic.Held]
 ) -> None:
     def of_ranks(ranks: int) -> float:
         words = ["strategy=pipeline", f"strategy.pipeline.degree={ranks}", f"launch.nproc={ranks}"]
-        chosen = config.load([*MODEL, *words])
-        formulas = closed_memory.Formulas(replace(one, layers=(0,)), held)
+        chosen = estimate_config([*MODEL, *words])
+        formulas = analytic.Formulas(replace(one, layers=(0,)), held)
         return formulas.process_bytes(chosen)
 
     whole, halves, quarters = of_ranks(1), of_ranks(2), of_ranks(4)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from configured import estimate_config
 
 from axonlaunch import config as configs
 from axonlaunch.config import ConfigError
-from axonlaunch.planning import forked, step_work
-from axonlaunch.planning.operations import Amount, Kernel, Product, Work, add
-from axonlaunch.planning.step_work import StageWork, StepWork
+from axonlaunch.planning.throughput import step_work
+from axonlaunch.planning.throughput.operations import Amount, Kernel, Product, Work, add
+from axonlaunch.planning.throughput.step_work import StageWork, StepWork
+from axonlaunch.system import forked_map
 
 SMALL = [
     "model=llama_debug",
@@ -28,14 +30,14 @@ def summed(stage: StageWork, *, layers: int, micro_batches: int) -> Work:
 
 
 def whole(overrides: list[str], *, stage: int = 0) -> Work:
-    config = configs.load(overrides)
-    ((traced,),) = forked.run([lambda: step_work._trace([config], stage=stage)])
+    config = estimate_config(overrides)
+    ((traced,),) = forked_map.run([lambda: step_work._trace([config], stage=stage)])
     return traced.share.work
 
 
 @pytest.fixture(scope="module")
 def alone() -> StepWork:
-    return step_work.step_work(configs.load([*SMALL, "launch.nproc=1"]), world_size=1)
+    return step_work.step_work(estimate_config([*SMALL, "launch.nproc=1"]), world_size=1)
 
 
 def same(first: Work, second: Work) -> bool:
@@ -65,7 +67,7 @@ def test_layers_and_micro_batches_follow_lines(strategy: list[str]) -> None:
     samples = 4 if "strategy=tensor" in strategy else 16  # 4 micro-batches of each data rank
     overrides = [*SMALL, *strategy, f"train.global_batch_size={samples}"]
     overrides += ["train.micro_batch_size=1"]
-    config = configs.load(overrides)
+    config = estimate_config(overrides)
     ranks = config.launch.nproc
     assert ranks != "auto"
     told = step_work.step_work(config, world_size=ranks)
@@ -85,7 +87,7 @@ def test_the_ends_of_a_pipeline_follow_lines() -> None:
         "train.global_batch_size=4",
         "train.micro_batch_size=1",
     ]
-    told = step_work.step_work(configs.load(overrides), world_size=2)
+    told = step_work.step_work(estimate_config(overrides), world_size=2)
     assert told.layers == (3, 3)
     for stage, mine in enumerate((told.first, told.last)):
         assert same(summed(mine, layers=3, micro_batches=4), whole(overrides, stage=stage))
@@ -118,7 +120,7 @@ def test_every_product_of_a_layer_comes_once_forward_and_twice_backward(alone: S
 
 
 def test_a_pipeline_of_a_model_without_depth_is_refused() -> None:
-    config = configs.load(
+    config = estimate_config(
         [*SMALL, "strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"]
     )
     custom = dataclasses.replace(config, model=configs.model.FreeModelConfig(name="llama"))

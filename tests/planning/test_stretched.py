@@ -1,14 +1,14 @@
 """A shallow model's recording, stretched, is the deeper model's own."""
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch.config import load
-from axonlaunch.config.layout import resolved
-from axonlaunch.planning import forked, process
-from axonlaunch.planning.blueprint import Blueprint
-from axonlaunch.planning.recorded import Recording
-from axonlaunch.planning.reserved import Allocator, Change
-from axonlaunch.planning.stretched import stretched
+from axonlaunch.planning.memory import cuda_process
+from axonlaunch.planning.memory.allocation_trace import Recording
+from axonlaunch.planning.memory.caching_allocator import Allocator, Change
+from axonlaunch.planning.memory.extend_trace import stretched
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.system import forked_map
 
 MODEL = (
     "model=llama_debug",
@@ -49,10 +49,10 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
     """What rank 0 of a model of 8 blocks a stage asks of its allocator."""
     layers = 32 if layout == "interleaved" else 8
     overrides = [*MODEL, *LAYOUTS[layout], f"model.num_hidden_layers={layers}"]
-    blueprint = Blueprint.of(resolved(load(overrides), accelerators=0))
+    blueprint = ReducedRun.of(estimate_config(overrides))
     if whole:
-        return process._run(blueprint, 0, ())[0].changes
-    return process.record(blueprint, rank=0, stages=blueprint.stages_of(0))
+        return cuda_process._run(blueprint, 0, ())[0].changes
+    return cuda_process.record(blueprint, rank=0, stages=blueprint.stages_of(0))
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
     ],
 )
 def test_a_stretched_recording_is_the_deep_models(layout: str) -> None:
-    short, long = forked.run(
+    short, long = forked_map.run(
         [lambda: asked(layout, whole=False), lambda: asked(layout, whole=True)], at_once=1
     )
-    assert process._most(short) == process._most(long)
+    assert cuda_process._most(short) == cuda_process._most(long)
     held = []
     for changes in (short, long):
         allocator = Allocator()

@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from configured import estimate_config
 
-from axonlaunch import config as configs
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.planning.step_work import StepWork, step_work
-from axonlaunch.planning.throughput import Throughput, flops_per_token, throughput, timed
+from axonlaunch.planning.throughput.step_work import StepWork, step_work
+from axonlaunch.planning.throughput.throughput import Throughput, flops_per_token, throughput, timed
 
 LLAMA = [
     "model=llama3_8b",
@@ -21,7 +21,7 @@ LLAMA = [
 
 
 def run(*overrides: str, hardware: str = "h100_80gb") -> RunConfig:
-    return configs.load([*LLAMA, f"hardware={hardware}", *overrides])
+    return estimate_config([*LLAMA, f"hardware={hardware}", *overrides])
 
 
 def told(config: RunConfig, work: StepWork | None = None) -> Throughput:
@@ -115,7 +115,7 @@ def test_a_users_own_hardware_works(tmp_path: Path, fsdp: StepWork) -> None:
     text = ours.read_text().replace("name: h100_80gb", "name: twice")
     (folder / "twice.yaml").write_text(text.replace("bf16_tflops: 989", "bf16_tflops: 1978"))
     overrides = [*LLAMA, "strategy=fsdp", "launch.nproc=8", "hardware=twice"]
-    config = configs.load(overrides, config_dirs=[tmp_path])
+    config = estimate_config(overrides, config_dirs=[tmp_path])
     plain = told(run("strategy=fsdp", "launch.nproc=8"), fsdp)
     assert told(config, fsdp).breakdown["matrix products"] < plain.breakdown["matrix products"]
 

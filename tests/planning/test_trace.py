@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from axonlaunch.planning.trace import CATEGORIES, StorageTrace, on_device
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
 
 KIB = 1024
 

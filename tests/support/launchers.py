@@ -72,6 +72,12 @@ class By(Command):
         return _Process(process, outputs)
 
 
+def torchrun(folder: Path, nproc: int, *options: str) -> By:
+    """Return the command, started by torchrun on this node."""
+    prefix = [str(BIN / "torchrun"), f"--nproc-per-node={nproc}", "--no-python", *options]
+    return By(folder, prefix)
+
+
 class _Process:
     """A process whose children may keep its output open after its end."""
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from configured import run_config
 
-from axonlaunch import config, data
+from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig
@@ -20,12 +23,13 @@ from axonlaunch.data.dataset import Batch, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
-from axonlaunch.engines.fsdp_memory import FSDPMemoryStats
-from axonlaunch.launch import forkserver
+from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import spec_for
-from axonlaunch.planning import actions, depth
-from axonlaunch.planning.place import host_categories, measure, step
-from axonlaunch.planning.trace import CATEGORIES, StorageTrace, on_device
+from axonlaunch.planning.memory.live_peak import WATCHED, CpuPeakMemory
+from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule
+from axonlaunch.planning.tracing.stage_trace import host_categories, measure, step
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
+from axonlaunch.system import forked_call
 
 SMALL = [
     "model.hidden_size=64",
@@ -45,13 +49,22 @@ def held(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Held]]:
 
     Returns:
         By case, then by rank: bytes of a steady step's peak by category, and ``total``; beside it
-        the ``evaluation``'s.
+        the ``evaluation``'s. ``context_rank`` is the rank's place in a ring of attention.
     """
+    return _by_case("live_storages:_on_rank", cases, ranks=ranks)
+
+
+def measured(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[int]]:
+    """Train each case's overrides and return the peak that a run reports, by case and rank."""
+    return _by_case("live_storages:_measured_on_rank", cases, ranks=ranks)
+
+
+def _by_case(function: str, cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Any]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     with tempfile.TemporaryDirectory() as folder:
         calls = [(cases, rank, ranks, folder) for rank in range(ranks)]
-        by_rank = forkserver.call_together(context, "live_storages:_on_rank", calls)
+        by_rank = forked_call.call_together(context, function, calls)
     return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
 
@@ -63,10 +76,10 @@ def stats(overrides: tuple[str, ...], *, ranks: int) -> list[Stats]:
         activations that a micro-batch left on each stage.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["axonlaunch.launch.preload"])
+    context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     with tempfile.TemporaryDirectory() as folder:
         calls = [(overrides, rank, ranks, folder) for rank in range(ranks)]
-        return forkserver.call_together(context, "live_storages:_stats_on_rank", calls)
+        return forked_call.call_together(context, "live_storages:_stats_on_rank", calls)
 
 
 def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: str) -> Stats:
@@ -75,8 +88,8 @@ def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: st
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     with World.init(backend="gloo", store=store) as world:
         trace = StorageTrace()
-        actions.watch(trace)
-        engine, batch = _engine(overrides, world, trace)
+        extrapolate_schedule.watch(trace)
+        engine, batch = _engine(overrides, world, storing=lambda: trace)
         with trace:
             for _ in range(2):
                 engine.backward(batch)
@@ -84,7 +97,7 @@ def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: st
                 engine.update()
                 stats = engine.memory_stats()
                 trace.finish()
-                left = actions.left_by_forward(trace.events)
+                left = extrapolate_schedule.left_by_forward(trace.events)
                 trace.forget()
         return stats, left
 
@@ -94,43 +107,78 @@ def _on_rank(cases: Sequence[tuple[str, ...]], rank: int, ranks: int, folder: st
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     with World.init(backend="gloo", store=store) as world:
-        return [_held(case, world) for case in cases]
+        return [_together(_held(case, world)) for case in cases]
 
 
-def _chosen(overrides: tuple[str, ...], world: World) -> RunConfig:
-    return config.load([*SMALL, f"launch.nproc={world.world_size}", *overrides])
+def _measured_on_rank(
+    cases: Sequence[tuple[str, ...]], rank: int, ranks: int, folder: str
+) -> list[int | None]:
+    os.environ.update(local_place(rank, ranks))
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    with World.init(backend="gloo", store=store) as world:
+        return [_together(_measured(case, world)) for case in cases]
 
 
-def _engine(overrides: tuple[str, ...], world: World, trace: StorageTrace) -> tuple[Engine, Batch]:
-    chosen = _chosen(overrides, world)
-    shares = layout(chosen, world_size=world.world_size)
-    loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
+def _together(result: Any) -> Any:
+    """Return a rank's result when all have theirs: one that ended would reset connections."""
+    dist.barrier()
+    return result
+
+
+def _measured(overrides: tuple[str, ...], world: World) -> int | None:
+    live = CpuPeakMemory(chosen(overrides, ranks=world.world_size))
+    engine, batch = _engine(overrides, world, storing=live.storing)
+    for _ in range(WATCHED):
+        with live.step(engine):
+            engine.train_step(batch)
+    return live.peak_bytes()
+
+
+def chosen(overrides: Sequence[str], *, ranks: int) -> RunConfig:
+    """Return a small model's configuration as a command resolves it."""
+    return run_config([*SMALL, f"launch.nproc={ranks}", *overrides])
+
+
+def _engine(
+    overrides: tuple[str, ...], world: World, *, storing: Callable[[], AbstractContextManager[Any]]
+) -> tuple[Engine, Batch]:
+    config = chosen(overrides, ranks=world.world_size)
+    shares = layout(config, world_size=world.world_size)
+    loader = rank_loader(config, data.build(config.data), shares=shares, rank=world.rank)
     # Rows of the loader's batch have a target more than inputs between them: laid out otherwise.
     given = loader.batch(0)
     batch = Batch(given.inputs.contiguous(), given.targets.contiguous())
     # Meshes, which are made before there is any storage, hold a few bytes on the host.
-    source = Source(storing=lambda: trace)
-    return build(chosen, world, sample=sample_inputs(loader.dataset), source=source), batch
+    source = Source(storing=storing)
+    return build(config, world, sample=sample_inputs(loader.dataset), source=source), batch
 
 
 def _held(overrides: tuple[str, ...], world: World) -> Held:
-    chosen = _chosen(overrides, world)
-    trace = StorageTrace(on_host=host_categories(chosen))
-    engine, batch = _engine(overrides, world, trace)
+    config = chosen(overrides, ranks=world.world_size)
+    trace = StorageTrace(on_host=host_categories(config))
+    engine, batch = _engine(overrides, world, storing=lambda: trace)
     with trace:
         engine.backward(batch)
         with trace.during("temporary"):
             engine.update()
-        measure(engine, batch, trace, spec=spec_for(chosen.model))
-        peaks = [depth.peak(trace.events)]
+        measure(engine, batch, trace, spec=spec_for(config.model))
+        peaks = [extrapolate_depth.peak(trace.events)]
         # Gloo's threads may let go of a buffer late, which only ever adds.
         for _ in range(2):
             step(engine, batch, trace)
-            peaks.append(depth.peak(trace.events))
+            peaks.append(extrapolate_depth.peak(trace.events))
         trace.forget()
         engine.evaluate(batch)
         trace.finish()
     point, host = min(peaks, key=lambda peak: on_device(peak[0]))
     categories = dict(zip(CATEGORIES, point, strict=False))
-    evaluation = on_device(depth.peak(trace.events)[0])
-    return {**categories, "total": on_device(point), "host": host, "evaluation": evaluation}
+    evaluation = on_device(extrapolate_depth.peak(trace.events)[0])
+    place = layout(config, world_size=world.world_size).coordinates(world.rank)["cp"]
+    return {
+        **categories,
+        "total": on_device(point),
+        "host": host,
+        "evaluation": evaluation,
+        "context_rank": place,
+    }

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from configured import run_config
 from rank_engine import rank_engine
 from torch import Tensor
 
-from axonlaunch import config
 from axonlaunch.comm import World
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch
-from axonlaunch.models.placement import whole
+from axonlaunch.models.dtensor_regions import whole
 
 STEPS = 2  # the second takes the first update, and the states that it made
 # The key projection's bias has a gradient of zero, for softmax ignores it, so what rounding leaves
@@ -33,7 +33,7 @@ class Trained:
 
 def train(overrides: list[str], ranks: int) -> Trained:
     """Train for some steps on the mock world; every rank must tell the same."""
-    chosen = config.load(
+    chosen = run_config(
         [
             *("train.global_batch_size=8", "train.steps=10", "scheduler.warmup_steps=0"),
             *(f"launch.nproc={ranks}", *overrides),

@@ -161,6 +161,9 @@ def layouts() -> Iterator[Layout]:
     yield Layout("context", 2, (f"{CONTEXT}2",), 1)
     yield Layout("tensor x context", 4, ("strategy=tensor", f"{TENSOR}2", f"{CONTEXT}2"), 1)
     yield Layout("pipeline x context", 4, ("strategy=pipeline", f"{CONTEXT}2"), 1, 2)
+    for label in ("ddp", "zero1", "fsdp"):
+        both = (*kinds[label], f"{PIPELINE}2", f"{CONTEXT}2")
+        yield Layout(f"{label} x pipeline x context", 8, both, 2, 2, repeats=label != "ddp")
     for schedule, each in SCHEDULES.items():
         if each > 1:
             chosen = ("strategy=fsdp", f"{PIPELINE}2", SCHEDULE + schedule)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, folders, writer
+from axonlaunch.checkpoint import Retention, dcp_writer, step_folders
 from axonlaunch.checkpoint.saver import SaveError, Saver
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
@@ -67,7 +67,7 @@ def failing(world: World, saver: Saver, run_dir: Path) -> Any:
     saver.save(state(), step=1, samples=8)
     saver.finished(wait=True)
     full = OSError(28, "No space left on device")
-    broken = mock.patch.object(writer.DirectFile, "write", side_effect=full)
+    broken = mock.patch.object(dcp_writer.DirectFile, "write", side_effect=full)
     if world.rank == 1:
         broken.start()
     saver.save(state(), step=2, samples=16)
@@ -88,11 +88,11 @@ def early(world: World, saver: Saver, run_dir: Path) -> Any:
     met: list[bool] = []
 
     def slow(folder: Path) -> None:
-        folders.prepare(folder)
+        step_folders.prepare(folder)
         time.sleep(0.3)  # the others come meanwhile
         met.append(left.exists())
 
-    with mock.patch.object(writer, "prepare", slow):
+    with mock.patch.object(dcp_writer, "prepare", slow):
         saver.save(state(), step=1, samples=8)
         saver.close()
     return met, [one.step for one in checkpoint.listed(run_dir)]

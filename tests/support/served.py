@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from axonlaunch.launch import forkserver as ours
+from axonlaunch.system import forkserver as ours
 
 SERVER: Any = forkserver._forkserver
 # Where the server listens and, from Python 3.14, the key that it asks for.

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
 from axonlaunch.config.model import GPTConfig, LlamaConfig, ViTConfig
-from axonlaunch.engines.tensor_plan import has_divided_logits
+from axonlaunch.engines.tensor.parallelize import has_divided_logits
 from axonlaunch.models.build import build
 from axonlaunch.models.initialization import reset_buffers
 from axonlaunch.models.loss import cross_entropy_sum

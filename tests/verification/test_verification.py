@@ -10,19 +10,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configured import run_config
 from parity_table import MODELS
 from torch import Tensor, nn
 from torch.nn import functional
 
-from axonlaunch import config, verification
-from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm import ProcessGroup, gradient_bucket
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
-from axonlaunch.engines import build, ddp, mesh_engine, passes, pipeline, tensor, tied, update
-from axonlaunch.engines.zero1 import ShardedUpdate
+from axonlaunch.engines import build, forward_backward, mesh_engine
+from axonlaunch.engines.data_parallel import gradient_synchronizer
+from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
+from axonlaunch.engines.optimizer import step
+from axonlaunch.engines.pipeline import pipeline, tied_weights
+from axonlaunch.engines.tensor import layers
 from axonlaunch.models import attention
 from axonlaunch.models import build as models_build
-from axonlaunch.verification import Verdict
+from axonlaunch.verification import compare
+from axonlaunch.verification.compare import ParityResult
 
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
 PIPELINE = ["strategy=pipeline", "launch.nproc=2"]
@@ -30,11 +35,11 @@ SEQUENCE = [*TENSOR, "strategy.tensor.sequence_parallel=true"]
 ONE_BY_ONE = ["strategy=ddp", "strategy.ddp.sync=no_sync", "launch.nproc=2"]
 
 
-def verify(overrides: list[str], *, model: str = "gpt", steps: int = 2) -> Verdict:
-    chosen = config.load(
+def verify(overrides: list[str], *, model: str = "gpt", steps: int = 2) -> ParityResult:
+    chosen = run_config(
         [*MODELS[model], "train.global_batch_size=8", "scheduler.warmup_steps=0", *overrides]
     )
-    return verification.on_mock(chosen, steps)
+    return compare.on_mock(chosen, steps)
 
 
 @pytest.mark.parametrize("overrides", [TENSOR, PIPELINE, SEQUENCE, ONE_BY_ONE], ids=" ".join)
@@ -62,34 +67,36 @@ Patch = pytest.MonkeyPatch
 
 
 def gradients_are_not_averaged(patch: Patch) -> None:
-    patch.setattr(ddp.GradientSynchronizer, "sync", nothing)
+    patch.setattr(gradient_synchronizer.GradientSynchronizer, "sync_all", nothing)
 
 
 def gradients_are_summed_not_averaged(patch: Patch) -> None:
-    finish = ddp.GradientBucket.finish
-    patch.setattr(ddp.GradientBucket, "finish", lambda bucket, size: finish(bucket, 1))
+    finish = gradient_bucket.GradientBucket.finish
+    patch.setattr(gradient_bucket.GradientBucket, "finish", lambda bucket, size: finish(bucket, 1))
 
 
 def a_bias_is_added_on_every_rank(patch: Patch) -> None:
     def forward(layer: Any, x: Tensor) -> Tensor:
-        weight, bias = map(tensor.local_part, (layer.weight, layer.bias))
+        weight, bias = map(layers.local_part, (layer.weight, layer.bias))
         y = torch.nn.functional.linear(x, weight, bias)
-        return tensor.leave(y, layer.axis.group, sequence_parallel=False)
+        return layers.leave(y, layer.axis.group, sequence_parallel=False)
 
-    patch.setattr(tensor.RowParallelLinear, "forward", forward)
+    patch.setattr(layers.RowParallelLinear, "forward", forward)
 
 
 def a_row_parallel_result_is_not_summed(patch: Patch) -> None:
-    patch.setattr(tensor, "leave", lambda x, group, *, sequence_parallel: x)
+    patch.setattr(layers, "leave", lambda x, group, *, sequence_parallel: x)
 
 
 def a_micro_batch_is_dropped(patch: Patch) -> None:
-    every = passes.WholePasses._micro_batches
+    every = forward_backward.LocalForwardBackward._micro_batches
 
     def but_one(self: Any, batch: Batch) -> Any:
         yield from [*every(self, batch)][1:]
 
-    patch.setattr(passes.WholePasses, "_micro_batches", in_layout(but_one, every))
+    patch.setattr(
+        forward_backward.LocalForwardBackward, "_micro_batches", in_layout(but_one, every)
+    )
 
 
 def a_pipeline_round_sees_another_s_targets(patch: Patch) -> None:
@@ -102,7 +109,7 @@ def a_pipeline_round_sees_another_s_targets(patch: Patch) -> None:
 
 
 def a_tied_weight_is_not_synced(patch: Patch) -> None:
-    patch.setattr(tied.TiedGradients, "sync", nothing)
+    patch.setattr(tied_weights.TiedGradients, "sync", nothing)
 
 
 def positions_are_one_off(patch: Patch) -> None:
@@ -115,12 +122,12 @@ def positions_are_one_off(patch: Patch) -> None:
 
 
 def a_norm_counts_one_stage_alone(patch: Patch) -> None:
-    right = update.gradient_norm
-    patch.setattr(update, "gradient_norm", lambda p, *, across=None: right(p))
+    right = step.gradient_norm
+    patch.setattr(step, "gradient_norm", lambda p, *, across=None: right(p))
 
 
 def a_norm_counts_one_shard_alone(patch: Patch) -> None:
-    patch.setattr(update, "_division", lambda gradient: (None, ()))
+    patch.setattr(step, "_division", lambda gradient: (None, ()))
 
 
 def losses_are_normalised_by_the_rank_s_own_targets(patch: Patch) -> None:
@@ -157,24 +164,24 @@ def the_learning_rate_grows_with_the_world(patch: Patch) -> None:
 
 
 def a_region_s_gradient_is_not_summed(patch: Patch) -> None:
-    from axonlaunch.engines import tensor_region
+    from axonlaunch.engines.tensor import fused_region
 
-    patch.setattr(tensor_region, "start_sum", lambda x, group: x)
+    patch.setattr(fused_region, "start_sum", lambda x, group: x)
 
 
 def norms_of_a_part_keep_their_own_gradients(patch: Patch) -> None:
-    from axonlaunch.engines import tensor_axis
+    from axonlaunch.engines.tensor import local_parameters
 
-    patch.setattr(tensor_axis, "sum_over", lambda x, group: x)
+    patch.setattr(local_parameters, "sum_over", lambda x, group: x)
 
 
 def logits_of_one_rank_alone_are_normalised(patch: Patch) -> None:
-    from axonlaunch.engines import tensor_loss
+    from axonlaunch.engines.tensor import loss
 
     def own(x: Tensor, group: ProcessGroup) -> Tensor:
         return x
 
-    patch.setattr(tensor_loss, "sum_over", own)
+    patch.setattr(loss, "sum_over", own)
 
 
 def an_embedding_gets_no_gradient(patch: Patch) -> None:
@@ -258,7 +265,7 @@ def test_a_layout_that_fails_to_run_is_no_pass(monkeypatch: Patch) -> None:
     def broken(self: Any, batch: Batch, *, loss: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(passes.PipelinePasses, "train", broken)
+    monkeypatch.setattr(forward_backward.PipelineForwardBackward, "train", broken)
     verdict = verify(PIPELINE)
     assert not verdict.passed
     assert "out of luck" in str(verdict.failure)
@@ -318,6 +325,6 @@ def test_batch_norm_sees_the_same_micro_batches(overrides: list[str], monkeypatc
 
 
 def test_a_number_that_is_none_is_a_difference() -> None:
-    one = verification._of_number(0, "loss", float("nan"), 1.0)
+    one = compare._of_number(0, "loss", float("nan"), 1.0)
     assert one.relative == float("inf")
     assert str(dataclasses.replace(one, seen=None)) == "step 1: no rank has the loss of "

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from axonlaunch.comm.errors import say_ranks
-from axonlaunch.comm.mock.meeting import Board, here
+from axonlaunch.comm.mock.exchange import Exchange, here
 
 # The methods are torch's, and documented there.
 # ruff: noqa: D102
@@ -33,7 +33,7 @@ class _Keys:
 class MockStore(dist.Store):
     """The store that the ranks of one mock world share."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Exchange) -> None:
         super().__init__()
         self._board = board
         self._values: dict[str, bytes] = {}

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
-from axonlaunch.comm.mock.baton import Baton
-from axonlaunch.comm.mock.meeting import Errand, Letter
+from axonlaunch.comm.mock.exchange import PendingMessage, PendingOperation
+from axonlaunch.comm.mock.turn_scheduler import TurnScheduler
 
 
 class MockWork(dist.Work):
@@ -18,9 +18,9 @@ class MockWork(dist.Work):
 
     def __init__(
         self,
-        baton: Baton,
+        baton: TurnScheduler,
         rank: int,
-        errands: Sequence[Errand],
+        errands: Sequence[PendingOperation],
         *,
         result: Any,
         ranks: Sequence[int],
@@ -59,7 +59,7 @@ class MockWork(dist.Work):
 
     def _source_rank(self) -> int:
         letter = self._errands[0]
-        assert isinstance(letter, Letter)
+        assert isinstance(letter, PendingMessage)
         assert letter.source is not None
         return self._ranks.index(letter.source)
 

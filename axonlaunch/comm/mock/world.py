@@ -22,11 +22,11 @@ import torch.distributed.nn.functional
 
 from axonlaunch.comm.backend import Backend
 from axonlaunch.comm.errors import CommError, RankFailedError
-from axonlaunch.comm.mock.baton import Baton
-from axonlaunch.comm.mock.group import MockProcessGroup
-from axonlaunch.comm.mock.internals import forget_meshes_of_thread, isolated_threads
-from axonlaunch.comm.mock.meeting import Board, here
+from axonlaunch.comm.mock.exchange import Exchange, here
+from axonlaunch.comm.mock.process_group import MockProcessGroup
 from axonlaunch.comm.mock.store import MockStore
+from axonlaunch.comm.mock.torch_internals import forget_meshes_of_thread, isolated_threads
+from axonlaunch.comm.mock.turn_scheduler import TurnScheduler
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -88,8 +88,8 @@ class MockWorld(Generic[W]):
             _one_at_a_time.release()
 
     def _run(self, fn: Callable[[W], R]) -> list[R]:
-        baton = Baton(self.world_size, timeout_s=self.timeout_s)
-        board = Board(baton)
+        baton = TurnScheduler(self.world_size, timeout_s=self.timeout_s)
+        board = Exchange(baton)
         store = MockStore(board)
         results: dict[int, R] = {}
         isolated = True

@@ -1,0 +1,198 @@
+"""Torch's writer of checkpoints, with a checksum of each file and an end that all ranks reached.
+
+It writes what it is given, once there is room, and makes a checkpoint of it; when, is the saver's.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import futures
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.storage import WriteResult
+from zlib_ng.zlib_ng import crc32
+
+from axonlaunch.checkpoint import index
+from axonlaunch.checkpoint.dcp_reader import FileSystem as Remote
+from axonlaunch.checkpoint.direct_io import DirectFile
+from axonlaunch.checkpoint.manifest import INDEX, Checkpoint, Sum
+from axonlaunch.checkpoint.step_folders import complete, partial_of, prepare
+from axonlaunch.checkpoint.storage import is_remote
+
+_LOWEST = 19
+
+
+class Writer(FileSystemWriter):
+    """Writes a rank's part of a checkpoint; every file is stored before it counts as written."""
+
+    def __init__(
+        self,
+        about: Checkpoint,
+        *,
+        done: Callable[[], object] = lambda: None,
+        background: bool = False,
+    ) -> None:
+        """Remember what is to be written.
+
+        Args:
+            about: The checkpoint that is to be.
+            done: Called on the main rank once it is complete.
+            background: A thread writes that has nothing else to do, while others train.
+        """
+        folder = partial_of(about.path)
+        where = str(folder)
+        super().__init__(where, sync_files=False)  # ours are on disk once closed
+        self._summing = _SummingRemote() if is_remote(folder) else _SummingLocal()
+        self._summing.sums = {}
+        self.fs = cast("FileSystem", self._summing)
+        self.path = self.fs.init_path(where)
+        self._about = about
+        self._done = done
+        self._background = background
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy a state to host memory, once; torch's own copies what is there already three times.
+
+        Args:
+            state_dict: Nested, of tensors.
+        """
+        return {
+            name: self.stage(value) if isinstance(value, dict) else _on_host(value)
+            for name, value in state_dict.items()
+        }
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the disk alone: the main rank may still be clearing what an old save has left."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the folder, on the main rank; no other writes before it has.
+
+        Raises:
+            OSError: There is no room.
+        """
+        prepare(self._about.path)
+        self.fs.mkdir(self.path)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
+        """Write; what was written goes to the main rank, with the sums."""
+        if self._background:
+            _step_back()
+        computing = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)  # of each tensor: a file's own is enough
+        try:
+            results = _Written(super().write_data(plan, planner).wait())
+        finally:
+            torch.serialization.set_crc32_options(computing)
+        results.sums = dict(self._summing.sums)
+        told: futures.Future[list[WriteResult]] = futures.Future()
+        told.set_result(results)
+        return told
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, on the main rank, and make a checkpoint of what is there."""
+        metadata.storage_data = {one.index: one.storage_data for rank in results for one in rank}
+        with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "wb") as stream:
+            stream.write(index.written(metadata))
+        found = dict(self._summing.sums)
+        for of_rank in results:
+            found.update(cast("_Written", of_rank).sums)
+        complete(partial_of(self._about.path), self._about, found)
+        self._done()
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _step_back() -> None:
+    """Let training go first on cores that both want; on Linux threads have priorities."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+
+
+class _Written(list[WriteResult]):
+    """What a rank wrote, which torch sends to the main one."""
+
+    sums: dict[str, Sum]
+
+
+class _Local(FileSystem):
+    """Files of this machine."""
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        if mode == "wb":
+            with DirectFile(path) as file:
+                yield file
+            return
+        with super().create_stream(path, mode) as stream:
+            yield stream
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        folder = Path(path)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()  # a link that leads elsewhere is an error
+
+
+class _Sums:
+    """Comes before files' own class: each is summed while it is written."""
+
+    sums: dict[str, Sum]
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        files = cast("FileSystem", super())
+        with files.create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            summed = _SummedStream(stream)
+            yield summed
+        self.sums[os.fspath(path).rpartition("/")[2]] = summed.sum
+
+
+class _SummingLocal(_Sums, _Local):
+    """Files of this machine, summed."""
+
+
+class _SummingRemote(_Sums, Remote):
+    """Files of a remote place, summed."""
+
+
+class _SummedStream(io.RawIOBase):
+    """A stream that counts and sums what goes through it."""
+
+    def __init__(self, stream: io.IOBase) -> None:
+        self.sum = Sum(0, 0)
+        self._stream: Any = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.sum = _added(self.sum, view)
+        self._stream.write(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.sum.bytes
+
+
+def _added(known: Sum, view: memoryview) -> Sum:
+    return Sum(known.bytes + len(view), crc32(view, known.crc32 or 0))

@@ -1,0 +1,83 @@
+"""A checkpoint held against its own run, and against another checkpoint.
+
+Tensors are read some at a time, so that no checkpoint need fit in memory whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from axonlaunch.checkpoint import reader, step_folders
+from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
+from axonlaunch.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor is from one of the same name.
+
+    Attributes:
+        name: Of the tensor, ``"model."`` or ``"optimizer."`` first.
+        largest: Difference of an element; None where only one has the tensor, or shapes differ.
+        relative: The norm of the difference over the norm of the first; None likewise.
+        reason: Why there is no number.
+    """
+
+    name: str
+    largest: float | None
+    relative: float | None
+    reason: str = ""
+
+
+def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
+    """Return what is wrong with a checkpoint whose sizes are right: contents, and what it lacks.
+
+    Args:
+        checkpoint: It is read whole.
+        config: Of its run.
+    """
+    from axonlaunch.models.build import on_meta
+
+    found = [f"{name} {step_folders.CHANGED}" for name in step_folders.damage(checkpoint)]
+    if found:
+        return found
+    model = on_meta(config.model, seed=config.seed)
+    try:
+        return reader.differences(checkpoint, model)
+    except CorruptCheckpointError as error:
+        return [str(error).removeprefix(f"{checkpoint.path} ")]
+
+
+def compare(first: Checkpoint, second: Checkpoint) -> list[Difference]:
+    """Return how two checkpoints differ, parameters first, the farthest before others.
+
+    Equal tensors are left out.
+    """
+    ours, theirs = reader.contents(first), reader.contents(second)
+    for one in (first, second):
+        reader.refuse_damage(one)
+    found = [
+        Difference(name, None, None, f"only in {(first if name in ours else second).path}")
+        for name in sorted(ours.keys() ^ theirs.keys())
+    ]
+    alike = []
+    for name in sorted(ours.keys() & theirs.keys()):
+        sizes = [list(one[name].size) for one in (ours, theirs)]
+        if sizes[0] == sizes[1]:
+            alike.append(name)
+        else:
+            found.append(Difference(name, None, None, f"{sizes[0]} and {sizes[1]}"))
+    read = (reader.tensors(first, alike, ours), reader.tensors(second, alike, theirs))
+    for name, *pair in zip(alike, *read, strict=True):
+        a, b = (tensor.double() for tensor in pair)
+        apart = (a - b).abs()
+        if apart.numel() and float(apart.max()) > 0:
+            norm = float(a.norm())
+            relative = float(apart.norm()) / norm if norm else float("inf")
+            found.append(Difference(name, float(apart.max()), relative))
+    return sorted(found, key=_order)
+
+
+def _order(one: Difference) -> tuple[bool, bool, float, str]:
+    elsewhere = not one.name.startswith("model.")
+    return elsewhere, one.largest is not None, -(one.largest or 0.0), one.name

@@ -1,0 +1,167 @@
+"""The index of a checkpoint: which tensor lies where, as JSON and as torch's own objects.
+
+One that names what its manifest does not list, or that its files can't hold, is refused, whoever
+wrote it. Torch keeps its index as a pickle; checkpoints of formats before 3 have such a one, of
+which nothing is unpickled that has no place in an index.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from axonlaunch.checkpoint.manifest import INDEX, PICKLED_INDEX, CorruptCheckpointError, Sum
+
+_DTYPES = {
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2"),
+}
+_CHECKPOINT = "torch.distributed.checkpoint"
+_IN_PICKLE = {
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
+    "torch": {"Size", *_DTYPES},
+    "torch.serialization": {"_get_layout"},
+    f"{_CHECKPOINT}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    f"{_CHECKPOINT}.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+}
+"""Module -> names that a pickled index may hold."""
+
+
+def written(metadata: Metadata) -> bytes:
+    """Return the JSON of an index whose ``storage_data`` says where each part lies.
+
+    Raises:
+        TypeError: A value that is to be saved is no tensor.
+    """
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise TypeError(f"{name} is no tensor; a checkpoint holds tensors alone")
+        tensors[name] = {
+            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "size": list(entry.size),
+            "chunks": [_written(name, chunk, metadata) for chunk in entry.chunks],
+        }
+    return json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
+
+
+def _written(name: str, chunk: ChunkStorageMetadata, metadata: Metadata) -> dict[str, Any]:
+    where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    assert not where.transform_descriptors, "what is written is not transformed"
+    return {
+        "offsets": list(chunk.offsets),
+        "sizes": list(chunk.sizes),
+        "file": where.relative_path,
+        "offset": where.offset,
+        "length": where.length,
+    }
+
+
+def read(content: bytes, files: Mapping[str, Sum], *, pickled: bool) -> Metadata:
+    """Return torch's index of what a file of it holds.
+
+    Args:
+        content: Of the file.
+        files: Of the checkpoint, as its manifest lists them.
+        pickled: Whether it is torch's own.
+
+    Raises:
+        DamagedError: It is none, or says what can't be.
+    """
+    name = PICKLED_INDEX if pickled else INDEX
+    try:
+        index = _Index(io.BytesIO(content)).load() if pickled else _typed(json.loads(content))
+        _refuse_impossible(index, files)
+    except (CorruptCheckpointError, pickle.UnpicklingError) as error:
+        raise CorruptCheckpointError(f"has an {name} that {error}") from None
+    except Exception as error:  # what is no index fails in any way
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise CorruptCheckpointError(f"has an {name} that can't be understood ({reason})") from None
+    return index
+
+
+def _typed(content: Any) -> Metadata:
+    """Turn JSON into torch's objects."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for name, entry in content["tensors"].items():
+        if entry["dtype"] not in _DTYPES or not name.isprintable():
+            raise CorruptCheckpointError(f"gives {name!a} no dtype or name that there is")
+        chunks = []
+        for chunk in entry["chunks"]:
+            offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            offset, length = _numbers([chunk["offset"], chunk["length"]])
+            places[MetadataIndex(name, offsets)] = _StorageInfo(chunk["file"], offset, length)
+        properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+        tensors[name] = TensorStorageMetadata(properties, _numbers(entry["size"]), chunks)
+    return Metadata(tensors, storage_data=places)
+
+
+def _numbers(values: Any) -> torch.Size:
+    if not isinstance(values, list):
+        raise TypeError(values)
+    for value in values:
+        if type(value) is not int or value < 0:
+            raise TypeError(value)
+    return torch.Size(values)
+
+
+def _refuse_impossible(index: Any, files: Mapping[str, Sum]) -> None:
+    """Hold an index against the files of its checkpoint.
+
+    What a tensor is said to hold is made room for before it is read, so it may not be said to hold
+    more than its files do.
+
+    Raises:
+        DamagedError: It says what can't be.
+    """
+    if not isinstance(index, Metadata):
+        raise CorruptCheckpointError(f"is no index but {type(index).__name__}")
+    for place in index.storage_data.values():
+        if place.relative_path not in files:
+            name = place.relative_path
+            raise CorruptCheckpointError(f"names {name}, which the manifest does not list")
+    for name, entry in index.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            continue  # whoever reads it refuses it
+        covered = 0
+        for chunk in entry.chunks:
+            place = index.storage_data[MetadataIndex(name, chunk.offsets)]
+            numel = math.prod(chunk.sizes)
+            covered += numel
+            if place.offset + place.length > files[place.relative_path].bytes:
+                raise CorruptCheckpointError(f"puts {name} beyond the end of {place.relative_path}")
+            if numel * entry.properties.dtype.itemsize > place.length:
+                raise CorruptCheckpointError(f"gives {name} more values than its file holds")
+        if covered != math.prod(entry.size):
+            raise CorruptCheckpointError(f"lacks parts of {name}")
+
+
+class _Index(pickle.Unpickler):
+    """Unpickles an index and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _IN_PICKLE.get(module, ()):
+            raise pickle.UnpicklingError(f"names {module}.{name}, which no index needs")
+        return super().find_class(module, name)

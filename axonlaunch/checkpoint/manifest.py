@@ -1,0 +1,216 @@
+"""The manifest of a checkpoint: what was saved, every file with its size and checksum, and its own.
+
+It is the whole truth of a folder: files that it does not list don't count, and a manifest that was
+edited, or that mixes formats, is refused. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.system.files import read_text
+
+FORMAT = 3
+"""1: sizes alone, 2: checksums beside torch's pickled index, 3: an index that is no pickle, and a
+checksum of the manifest itself."""
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+PICKLED_INDEX = ".metadata"
+"""Torch's own index, of formats before 3."""
+
+_LARGEST = 256 << 20
+_OWN_SUM = "sha256"
+_NOT_UNDERSTOOD = (
+    *(ValueError, KeyError, TypeError, AttributeError),
+    *(RecursionError, OverflowError),
+)
+_SINCE_SECOND = {"eval_loss", "layout", "saved_at"}
+
+
+class CorruptCheckpointError(Exception):
+    """A saved file is not what was written."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A file's size in bytes and, but for those of format 1, its CRC-32."""
+
+    bytes: int
+    crc32: int | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        path: Its folder.
+        step: Optimizer steps done.
+        samples: Samples seen: the global index of the next one.
+        world_size: Ranks that wrote it.
+        loss: Training loss of the last step; None if it was not known.
+        eval_loss: Loss of the last evaluation; None without one.
+        layout: Of the run that wrote it, in words.
+        saved_at: Seconds since the epoch.
+    """
+
+    path: Path
+    step: int
+    samples: int
+    world_size: int
+    loss: float | None
+    eval_loss: float | None = None
+    layout: str = ""
+    saved_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says.
+
+    Attributes:
+        checkpoint: That it describes.
+        format: Of the folder.
+        files: Name -> size and checksum; all are names of files in the folder itself.
+    """
+
+    checkpoint: Checkpoint
+    format: int
+    files: dict[str, Sum]
+
+    @property
+    def index(self) -> str:
+        """The file that says which tensor lies where."""
+        return INDEX if self.format > 2 else PICKLED_INDEX
+
+    @property
+    def foreign_index(self) -> str:
+        """What such a file is called in other formats: there must be none."""
+        return PICKLED_INDEX if self.format > 2 else INDEX
+
+
+def written(checkpoint: Checkpoint, files: Mapping[str, Sum]) -> str:
+    """Return the text of a checkpoint's manifest."""
+    about = {**asdict(checkpoint), "format": FORMAT}
+    about["files"] = {name: asdict(files[name]) for name in sorted(files)}
+    del about["path"]
+    return json.dumps({**about, _OWN_SUM: _own_sum(about)}, indent=1)
+
+
+def read(folder: Path) -> Manifest:
+    """Read the manifest of a folder.
+
+    Raises:
+        DamagedError: It is none, was edited, or is of a format that is not known; the text says so
+            of the folder: "has a manifest.json that ...".
+        OSError: It can't be read.
+    """
+    try:
+        about = json.loads(read_text(folder / MANIFEST, at_most=_LARGEST))
+        if _number(about["format"], above=0) > FORMAT:
+            known = f"and this version knows up to {FORMAT}"
+            raise CorruptCheckpointError(f"is of format {about['format']}, {known}")
+        found = Manifest(_described(folder, about), about["format"], _sums(about))
+    except _NOT_UNDERSTOOD:
+        raise CorruptCheckpointError(f"has a {MANIFEST} that can't be understood") from None
+    _refuse_edited(found, about)
+    return found
+
+
+def is_name(name: object) -> bool:
+    """Whether something is a name of a file in a folder, leads nowhere else, and can be shown."""
+    if not isinstance(name, str) or name in ("", os.curdir, os.pardir):
+        return False
+    return name.isprintable() and not any(mark in name for mark in "/\\")
+
+
+def _refuse_edited(found: Manifest, about: Mapping[str, Any]) -> None:
+    """Hold a manifest against itself.
+
+    Raises:
+        DamagedError: It was edited.
+    """
+    for name in found.files:
+        if not is_name(name):
+            raise CorruptCheckpointError(
+                f"has a {MANIFEST} that names {name!r}, which is no file's name"
+            )
+    has_sums = [known.crc32 is not None for known in found.files.values()]
+    own_sum = about.get(_OWN_SUM)
+    consistent = {
+        1: not any(has_sums) and not _SINCE_SECOND & about.keys() and own_sum is None,
+        2: all(has_sums) and own_sum is None,
+        3: all(has_sums) and own_sum is not None,
+    }[found.format]
+    if not consistent or found.foreign_index in found.files:
+        raise CorruptCheckpointError(f"has a {MANIFEST} that mixes formats")
+    if found.format > 2 and own_sum != _own_sum(about):
+        raise CorruptCheckpointError(
+            f"has a {MANIFEST} that is not what was written (its SHA-256 differs)"
+        )
+    if found.index not in found.files:
+        raise CorruptCheckpointError(f"has a {MANIFEST} that does not list {found.index}")
+
+
+def _own_sum(about: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of all that a manifest says but for this."""
+    rest = {key: value for key, value in about.items() if key != _OWN_SUM}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _described(folder: Path, about: Mapping[str, Any]) -> Checkpoint:
+    """Type what a manifest says of the checkpoint.
+
+    Raises:
+        TypeError: A value is of another type.
+        KeyError: One is missing.
+    """
+    layout = about.get("layout", "")
+    if not isinstance(layout, str) or not layout.isprintable():
+        raise TypeError("layout")
+    return Checkpoint(
+        folder,
+        step=_number(about["step"]),
+        samples=_number(about["samples"]),
+        world_size=_number(about["world_size"], above=0),
+        loss=_float(about["loss"]),
+        eval_loss=_float(about.get("eval_loss")),
+        layout=layout,
+        saved_at=_float(about.get("saved_at", 0.0)) or 0.0,
+    )
+
+
+def _sums(about: Mapping[str, Any]) -> dict[str, Sum]:
+    """Type the files of a manifest; those of format 1 have a size alone.
+
+    Raises:
+        TypeError: A value is of another type.
+    """
+    found = {}
+    for name, known in about["files"].items():
+        if isinstance(known, int):
+            found[name] = Sum(_number(known), None)
+        else:
+            found[name] = Sum(_number(known["bytes"]), _number(known["crc32"]))
+    return found
+
+
+def _number(value: Any, *, above: int = -1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= above:
+        raise TypeError(value)
+    return value
+
+
+def _float(value: Any) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(value)
+    return float(value)

@@ -1,0 +1,54 @@
+"""Figures as files, PNG or SVG, written whole or not at all.
+
+It draws nothing itself and refuses other kinds of files; without matplotlib it says how to install
+it.
+"""
+
+from __future__ import annotations
+
+import io
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def check_plot(path: Path) -> None:
+    """Say before any work whether a picture can be drawn there.
+
+    Raises:
+        ConfigError: The ending is neither .png nor .svg, there is no such folder, the path is a
+            folder itself, or matplotlib is not installed.
+    """
+    reason = ""
+    if path.is_dir():
+        reason = "is a folder; give a file in it, ending in .png or .svg"
+    elif path.suffix.lower() not in (".png", ".svg"):
+        reason = "must end in .png or .svg"
+    elif not path.parent.is_dir():
+        reason = f"there is no folder {path.parent}; make it, or write elsewhere"
+    elif find_spec("matplotlib") is None:
+        reason = "matplotlib is not installed; pip install 'axonlaunch[plot]'"
+    if reason:
+        from axonlaunch.config import ConfigError, ConfigIssue
+
+        raise ConfigError([ConfigIssue("--plot", reason, str(path))])
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, as its file's ending says.
+
+    Raises:
+        ConfigError: The file can't be written.
+    """
+    drawn = io.BytesIO()  # the file appears whole or not at all
+    figure.savefig(drawn, format=path.suffix.lower()[1:], dpi=150, facecolor="white")
+    try:
+        path.write_bytes(drawn.getvalue())
+    except OSError as error:
+        from axonlaunch.config import ConfigError, ConfigIssue
+
+        reason = f"can't be written: {error.strerror}"
+        raise ConfigError([ConfigIssue("--plot", reason, str(path))]) from None

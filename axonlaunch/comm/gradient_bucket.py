@@ -1,0 +1,156 @@
+"""Gradients laid out flat, so that many of them travel as one message.
+
+It holds and averages values; which gradients go together, and when, is for others to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+
+class GradientBucket:
+    """Tensors of one dtype and device, copied one after another into a flat one.
+
+    Attributes:
+        capacity: Elements that it has room for.
+        size: Elements that are in it.
+    """
+
+    def __init__(self, capacity: int, *, dtype: torch.dtype | None = None) -> None:
+        """Make an empty bucket; its storage is allocated with the first tensor.
+
+        Args:
+            capacity: Elements that it has room for.
+            dtype: Type in which tensors are kept and summed; None: that of the first tensor.
+
+        Raises:
+            ValueError: The capacity is negative.
+        """
+        if capacity < 0:
+            raise ValueError(f"capacity={capacity}: use 0 or more elements")
+        self.capacity = capacity
+        self.size = 0
+        self._dtype = dtype
+        self._storage: Tensor | None = None
+        self._shapes: list[torch.Size] = []
+        self._source: torch.dtype | None = None
+        self._work: dist.Work | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return not self._shapes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room for another element."""
+        return self.size >= self.capacity
+
+    @property
+    def data(self) -> Tensor:
+        """What is in it, flat, [size]; writing to it writes to the bucket."""
+        if self._storage is None:
+            return torch.empty(0, dtype=self._dtype)
+        return self._storage[: self.size]
+
+    def add(self, tensor: Tensor) -> bool:
+        """Copy a tensor, or a DTensor's local part, behind what is there.
+
+        Returns:
+            Whether there was room; without it nothing changes.
+
+        Raises:
+            ValueError: Its dtype or device is not that of the tensors before.
+        """
+        return self.add_all([tensor])
+
+    @torch.no_grad()
+    def add_all(self, tensors: Sequence[Tensor]) -> bool:
+        """Copy tensors behind what is there, all of them or, without room for all, none.
+
+        Raises:
+            ValueError: Their dtypes or devices are not one, or not those of the tensors before.
+        """
+        parts = [_local(tensor.detach()) for tensor in tensors]
+        added = sum(part.numel() for part in parts)
+        if self.size + added > self.capacity:
+            return False
+        if not parts:
+            return True
+        self._refuse_another_kind(parts)
+        if self._storage is None:
+            self._source = parts[0].dtype
+            self._storage = parts[0].new_empty(self.capacity, dtype=self._dtype)
+        place = self._storage[self.size : self.size + added]
+        torch.cat([part.reshape(-1) for part in parts], out=place)
+        self._shapes += [part.shape for part in parts]
+        self.size += added
+        return True
+
+    def extract(self) -> list[Tensor]:
+        """Return what was added, in order and shape: views into ``data``."""
+        flat = self.data.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(flat, self._shapes, strict=True)]
+
+    def clear(self) -> None:
+        """Empty it and let its storage go; views that were extracted keep theirs."""
+        if self._work is not None:
+            self._work.wait()
+        self._storage, self._source, self._work = None, None, None
+        self._shapes, self.size = [], 0
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Begin to average ``data`` over a group, all of whose ranks call this with equal sizes."""
+        if self._narrows:
+            self.data.div_(dist.get_world_size(group))  # before the sum, which could overflow
+        self._work = dist.all_reduce(self.data, group=group, async_op=True)
+
+    def finish(self, world_size: int) -> None:
+        """Wait until ``data`` is the mean over a group of so many ranks."""
+        assert self._work is not None, "nothing was started"
+        self._work.wait()
+        self._work = None
+        if not self._narrows:
+            self.data.div_(world_size)
+
+    @property
+    def _narrows(self) -> bool:
+        """Whether the sum's type is smaller than that of what is summed."""
+        dtype, source = self._dtype, self._source
+        return dtype is not None and source is not None and dtype.itemsize < source.itemsize
+
+    def _refuse_another_kind(self, parts: Sequence[Tensor]) -> None:
+        if self._storage is None:
+            first = (parts[0].dtype, parts[0].device)
+        else:
+            assert self._source is not None
+            first = (self._source, self._storage.device)
+        for dtype, device in ((part.dtype, part.device) for part in parts):
+            if (dtype, device) != first:
+                raise ValueError(
+                    f"a tensor of {dtype} on {device} can't join those of {first[0]} on "
+                    f"{first[1]}: use a bucket for each dtype and device"
+                )
+
+
+def buckets(tensors: Iterable[AnyTensor], *, limit: int) -> Iterator[list[AnyTensor]]:
+    """Yield tensors of one type and device that reach so many bytes together, then what is left."""
+    filling: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
+    for tensor in tensors:
+        bucket = filling.setdefault((tensor.dtype, tensor.device), [])
+        bucket.append(tensor)
+        if sum(one.numel() * one.element_size() for one in bucket) >= limit:
+            yield filling.pop((tensor.dtype, tensor.device))
+    yield from filling.values()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,371 @@
+"""A torch process group between the rank threads of a mock world.
+
+It answers to the wire names of torch's ``ProcessGroup``, old and new, so that everything above
+runs unchanged; who meets whom, and whose turn it is, is decided elsewhere.
+"""
+
+# The methods and their arguments are torch's, and documented there.
+# ruff: noqa: A002, ARG002, D102
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from axonlaunch.comm.mock.exchange import (
+    Call,
+    Exchange,
+    PendingMessage,
+    PendingOperation,
+    call,
+    here,
+)
+from axonlaunch.comm.mock.work import MockWork
+
+_COMBINE: dict[Any, Callable[[Tensor, Tensor], Any]] = {
+    dist.ReduceOp.SUM: Tensor.add_,
+    dist.ReduceOp.AVG: Tensor.add_,
+    dist.ReduceOp.PRODUCT: Tensor.mul_,
+    dist.ReduceOp.MIN: lambda total, value: torch.minimum(total, value, out=total),
+    dist.ReduceOp.MAX: lambda total, value: torch.maximum(total, value, out=total),
+    dist.ReduceOp.BAND: Tensor.bitwise_and_,
+    dist.ReduceOp.BOR: Tensor.bitwise_or_,
+    dist.ReduceOp.BXOR: Tensor.bitwise_xor_,
+}
+
+
+def reduce_in_rank_order(tensors: Sequence[Tensor], op: Any) -> Tensor:
+    """Combine a tensor of each rank, the first rank's first, in their own dtype."""
+    if op not in _COMBINE:
+        raise ValueError(
+            f"mock, like gloo, has no {op.name}: use SUM and divide "
+            "(FSDP: set_force_sum_reduction_for_comms(True))"
+        )
+    total = tensors[0].clone(memory_format=torch.contiguous_format)
+    for tensor in tensors[1:]:
+        _COMBINE[op](total, tensor)
+    return total.div_(len(tensors)) if op == dist.ReduceOp.AVG else total
+
+
+class MockProcessGroup(dist.ProcessGroup):
+    """One rank's end of a group of a mock world."""
+
+    def __init__(self, rank: int, size: int, *, ranks: Sequence[int], name: str) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._board: Exchange = here.board
+        self._global_rank: int = here.rank
+        self._ranks = tuple(ranks)
+        self._name = name
+        self._key = self._board.join_group(name, self._ranks, self._global_rank)
+        self._num_calls = 0
+        self._num_exchanges: Counter[int] = Counter()
+        self._coalesced: list[MockWork] | None = None
+
+    def exchange(self, line: str) -> list[str]:
+        """Give each rank the line of every rank, by rank in the group."""
+        key = (self._key, self._num_calls)
+        self._num_calls += 1
+        return self._exchange(key, self._ranks, line)
+
+    def exchange_with(self, peer: int, line: str) -> str:
+        """Give a global rank this rank's line, and return its line."""
+        pair = (min(self._global_rank, peer), max(self._global_rank, peer))
+        key = ((self._key, pair), self._num_exchanges[peer])
+        self._num_exchanges[peer] += 1
+        return self._exchange(key, pair, line)[pair.index(peer)]
+
+    def _exchange(self, key: Any, ranks: tuple[int, ...], line: str) -> list[str]:
+        lines: list[str] = []
+
+        def work(payloads: list[tuple[str, list[str]]]) -> None:
+            for _, target in payloads:
+                target.extend(said for said, _ in payloads)
+
+        label = line.partition("|")[0]
+        meeting = self._board.meet(
+            key,
+            ranks,
+            self._global_rank,
+            Call("exchange", "", ()),
+            (line, lines),
+            work,
+            label=label,
+        )
+        self._work([meeting], lines).wait()
+        return lines
+
+    # Collectives, by their names on the wire.
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MockWork:
+        op = _op(opts)
+
+        def work(payloads: list[list[Tensor]]) -> None:
+            for values in zip(*payloads, strict=True):
+                total = reduce_in_rank_order(values, op)
+                for value in values:
+                    value.copy_(total)
+
+        asked = call("all_reduce", tensors, detail=op.name)
+        return self._collective(asked, _raw(tensors), work, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> MockWork:
+        op, root = _op(opts), opts.rootRank
+
+        def work(payloads: list[list[Tensor]]) -> None:
+            for values in zip(*payloads, strict=True):
+                values[root].copy_(reduce_in_rank_order(values, op))
+
+        asked = call("reduce", tensors, detail=f"{op.name} to rank {self._ranks[root]}")
+        return self._collective(asked, _raw(tensors), work, tensors)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> MockWork:
+        root = opts.rootRank
+
+        def work(payloads: list[list[Tensor]]) -> None:
+            for rank, targets in enumerate(payloads):
+                if rank != root:
+                    for target, source in zip(targets, payloads[root], strict=True):
+                        target.copy_(source)
+
+        asked = call("broadcast", tensors, detail=f"from rank {self._ranks[root]}")
+        return self._collective(asked, _raw(tensors), work, tensors)
+
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> MockWork:
+        return self._gather("all_gather", outputs, inputs)
+
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> MockWork:
+        by_input = [list(parts) for parts in zip(*outputs, strict=True)]
+        return self._gather("all_gather", by_input, inputs)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MockWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> MockWork:
+        work = self._gather("all_gather", [self._split(output) for output in outputs], inputs)
+        work._result = outputs
+        return work
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> MockWork:
+        return self._gather("gather", outputs, inputs, root=opts.rootRank)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MockWork:
+        root = opts.rootRank
+
+        def work(payloads: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
+            for target, parts in zip(
+                zip(*(targets for targets, _ in payloads), strict=True),
+                payloads[root][1],
+                strict=True,
+            ):
+                _copy_all(target, parts)
+
+        asked = call("scatter", outputs, detail=f"from rank {self._ranks[root]}")
+        payload = (_raw(outputs), [_raw(parts) for parts in inputs])
+        return self._collective(asked, payload, work, outputs)
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> MockWork:
+        asked = call(
+            "reduce_scatter", [t for parts in inputs for t in parts], detail=_op(opts).name
+        )
+        return self._reduce_scatter(asked, outputs, inputs, _op(opts))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MockWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> MockWork:
+        asked = call("reduce_scatter", inputs, detail=_op(opts).name)
+        parts = [self._split(tensor.contiguous()) for tensor in inputs]
+        return self._reduce_scatter(asked, outputs, parts, _op(opts))
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MockWork:
+        def work(payloads: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+            for rank, (targets, _) in enumerate(payloads):
+                _copy_all(targets, [sources[rank] for _, sources in payloads])
+
+        asked = Call("all_to_all", f"of {inputs[0].dtype}" if inputs else "", ())
+        return self._collective(asked, (_raw(outputs), _raw(inputs)), work, outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> MockWork:
+        work = self.alltoall(
+            list(output.split(output_sizes) if output_sizes else self._chunk(output)),
+            list(input.split(input_sizes) if input_sizes else self._chunk(input)),
+            opts,
+        )
+        work._result = [output]
+        return work
+
+    def barrier(self, opts: Any = None) -> MockWork:
+        return self._collective(Call("barrier", "", ()), None, lambda _: None, [])
+
+    # Messages.
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> MockWork:
+        return self._post("send", tensors, self._ranks[dst], tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> MockWork:
+        return self._post("recv", tensors, self._ranks[src], tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> MockWork:
+        return self._post("recv", tensors, None, tag)
+
+    # What torch asks of a group besides, and the older names (until torch 2.12) of the above.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "mock"
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> MockWork:
+        works, self._coalesced = self._coalesced or [], None
+        return self._work([errand for work in works for errand in work._errands], [])
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _collective(
+        self,
+        asked: Call,
+        payload: Any,
+        work: Callable[[list[Any]], None],
+        result: Any,
+        label: str = "",
+    ) -> MockWork:
+        key = (self._key, self._num_calls)
+        self._num_calls += 1
+        meeting = self._board.meet(
+            key, self._ranks, self._global_rank, asked, payload, work, label=label
+        )
+        return self._work([meeting], result)
+
+    def _gather(
+        self,
+        name: str,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        *,
+        root: int | None = None,
+    ) -> MockWork:
+        def work(payloads: list[tuple[list[list[Tensor]], list[Tensor]]]) -> None:
+            for rank, (targets, _) in enumerate(payloads):
+                if root in (None, rank):
+                    for index, parts in enumerate(targets):
+                        _copy_all(parts, [sources[index] for _, sources in payloads])
+
+        detail = "" if root is None else f"to rank {self._ranks[root]}"
+        payload = ([_raw(parts) for parts in outputs], _raw(inputs))
+        return self._collective(call(name, inputs, detail=detail), payload, work, outputs)
+
+    def _reduce_scatter(
+        self, asked: Call, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
+    ) -> MockWork:
+        def work(payloads: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
+            for index in range(len(outputs)):
+                for rank, (targets, _) in enumerate(payloads):
+                    values = [parts[index][rank] for _, parts in payloads]
+                    _copy(targets[index], reduce_in_rank_order(values, op))
+
+        payload = (_raw(outputs), [_raw(parts) for parts in inputs])
+        return self._collective(asked, payload, work, outputs)
+
+    def _post(self, verb: str, tensors: list[Tensor], peer: int | None, tag: int) -> MockWork:
+        letters = [PendingMessage(verb, self._global_rank, peer, t.data, tag) for t in tensors]
+        for letter in letters:
+            self._board.post(self._key, letter)
+        return self._work(letters, tensors)
+
+    def _work(self, errands: Sequence[PendingOperation], result: Any) -> MockWork:
+        work = MockWork(
+            self._board.baton, self._global_rank, errands, result=result, ranks=self._ranks
+        )
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _split(self, tensor: Tensor) -> list[Tensor]:
+        """View a tensor as one flat part for each rank."""
+        flat, size = tensor.view(-1), self.size()
+        part = flat.numel() // size
+        if part * size != flat.numel():
+            raise ValueError(f"{list(tensor.shape)} is not divisible by {size} ranks")
+        return [flat[rank * part : (rank + 1) * part] for rank in range(size)]
+
+    def _chunk(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """View a tensor as one part of dim 0 for each rank."""
+        if tensor.shape[0] % self.size():
+            raise ValueError(f"dim 0 of {list(tensor.shape)} is not divisible by {self.size()}")
+        return (
+            tensor.unflatten(0, (self.size(), -1)).unbind()
+            if tensor.numel()
+            else (tensor,) * self.size()
+        )
+
+
+def _op(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
+
+
+def _raw(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Alias tensors out of autograd's sight: like a real backend, write without a new version."""
+    return [tensor.data for tensor in tensors]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.dtype != source.dtype or target.numel() != source.numel():
+        raise ValueError(
+            f"the output {str(target.dtype)[6:]} {list(target.shape)} does not fit what it is to "
+            f"hold, {str(source.dtype)[6:]} {list(source.shape)}"
+        )
+    target.copy_(source.reshape(target.shape))
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if len(targets) != len(sources):
+        raise ValueError(f"{len(targets)} outputs for {len(sources)} inputs")
+    for target, source in zip(targets, sources, strict=True):
+        _copy(target, source)

@@ -1,0 +1,80 @@
+"""What is wrong with a configuration, in the form in which a user reads it.
+
+It holds the form alone; each room finds its own problems.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_SHOWN = 200
+"""Characters of a value that a message shows."""
+
+
+@dataclass(frozen=True)
+class ConfigIssue:
+    """One thing to put right before anything starts.
+
+    Attributes:
+        key: The dotted key at fault, ``strategy.fsdp.sharding``; empty where no key is.
+        message: What was seen and what to write instead.
+        value: The value as the user gave it; ``...`` where none is to be shown.
+    """
+
+    key: str
+    message: str
+    value: Any = ...
+
+    def __str__(self) -> str:
+        if not self.key:
+            return self.message
+        shown = "" if self.value is ... else f"={_shortened(plain(self.value))}"
+        return f"{self.key}{shown}: {self.message}"
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be run; ``problems`` holds every reason."""
+
+    def __init__(self, problems: list[ConfigIssue]) -> None:
+        super().__init__(problems)  # also what it is pickled as
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+def plain(value: Any) -> str:
+    """Write a value as one would on the command line: ``[1,2]``, ``true``, ``null``, ``0.5``."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(plain(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{plain(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+def divisors(number: int) -> list[int]:
+    """Return what divides a number, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def divisor_of(number: int, *, at_most: int = 8) -> str:
+    """List what divides a number, for messages: ``1, 2, 4 or 8``; long lists keep both ends."""
+    found = divisors(number)
+    if len(found) > at_most:
+        found = found[: at_most - 2] + found[-2:]
+    return one_of(found)
+
+
+def one_of(values: list[Any] | tuple[Any, ...]) -> str:
+    """Join alternatives for a sentence: ``a, b or c``."""
+    shown = [plain(value) for value in values]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"

@@ -1,0 +1,106 @@
+"""What each key means and may be, from the schema: its types, limits and the text below a field.
+
+It describes; ``validate`` refuses.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from axonlaunch.config.errors import plain
+from axonlaunch.config.schema import RunConfig
+
+_TYPES = {
+    bool: "true | false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    type(None): "null",
+    Any: "anything",
+}
+_LIMITS = {"min": "at least", "above": "above", "max": "at most", "below": "below"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a configuration.
+
+    Attributes:
+        name: Dotted.
+        value: In this configuration.
+        allowed: What it may be, in words.
+        meaning: What it does; empty where a user's own schema says nothing.
+    """
+
+    name: str
+    value: Any
+    allowed: str
+    meaning: str
+
+
+def reference(config: RunConfig) -> list[Key]:
+    """Describe every key of a configuration, with those of the model, data, ... that it chose."""
+    return [*_keys(config, "")]
+
+
+def _keys(config: Any, prefix: str) -> Iterator[Key]:
+    schema = type(config)
+    hints, meanings = typing.get_type_hints(schema), _meanings(schema)
+    for spec in dataclasses.fields(schema):
+        name, value = f"{prefix}{spec.name}", getattr(config, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from _keys(value, f"{name}.")
+        else:
+            allowed = _allowed(hints[spec.name], spec.metadata)
+            yield Key(name, value, allowed, meanings.get(spec.name, ""))
+
+
+def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
+    if "words" in limits:
+        return str(limits["words"])
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " | ".join(_allowed(option, limits) for option in inside)
+    if origin is Literal:
+        return " | ".join(plain(choice) for choice in inside)
+    if origin in (list, tuple):
+        return f"list of {_allowed(inside[0], limits)}"
+    if origin is dict:
+        return f"keys, each with {_allowed(inside[1], limits)}"
+    words = _TYPES.get(hint, "a group of keys")
+    if hint in (int, float):
+        told = [
+            f"{word} {plain(limits[limit])}" for limit, word in _LIMITS.items() if limit in limits
+        ]
+        words = ", ".join([words, *told])
+    return words
+
+
+def _meanings(schema: type) -> dict[str, str]:
+    """Return the text that follows each field of a dataclass, by its name."""
+    found: dict[str, str] = {}
+    for base in reversed(schema.__mro__):
+        try:
+            [body] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, TypeError, ValueError, SyntaxError):  # made at run time, or built in
+            continue
+        statements = getattr(body, "body", [])
+        for field, text in itertools.pairwise(statements):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+                and isinstance(text.value.value, str)
+            ):
+                found[field.target.id] = " ".join(text.value.value.replace("``", "").split())
+    return found

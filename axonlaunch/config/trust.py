@@ -1,0 +1,54 @@
+"""What of a run's frozen configuration is somebody's code, which reading it would import.
+
+A configuration that came with a checkpoint is as foreign as the checkpoint: its code is refused
+until a user says whom he trusts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+from axonlaunch.config.errors import ConfigIssue
+from axonlaunch.config.model import MODEL_CONFIGS
+from axonlaunch.config.plain import line_of
+from axonlaunch.config.plugins import ENTRY_POINT_GROUP
+
+
+def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[ConfigIssue]:
+    """Return what a configuration would have run, and in which line it says so.
+
+    Args:
+        tree: As read.
+        text: That it was read from.
+        file: Its path.
+    """
+    return [
+        ConfigIssue(
+            "",
+            f"{file}:{line_of(text, key)}: {ConfigIssue(key, f'would {verb}', value)}; "
+            "add --trust if you trust who wrote it",
+        )
+        for key, value, verb in _named(tree)
+    ]
+
+
+def _named(tree: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield key, value, and what would be done with it."""
+    plugins = tree.get("plugins") or []
+    for module in plugins if isinstance(plugins, list) else [plugins]:
+        yield "plugins", module, "import it"
+    for group, keys in tree.items():
+        if not isinstance(keys, dict):
+            continue
+        if keys.get("target"):
+            yield f"{group}.target", keys["target"], "import and call it"
+        if keys.get("trust_remote_code"):
+            message = "run code that comes with the model"
+            yield f"{group}.trust_remote_code", keys["trust_remote_code"], message
+    model = tree.get("model")
+    name = str(model.get("name")) if isinstance(model, dict) else ""
+    if name not in MODEL_CONFIGS:
+        for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+            yield "model.name", name, f"import {point.value}, of an installed package"

@@ -1,0 +1,45 @@
+"""A configuration with the values that ``auto`` stands for on a machine, for who reads it.
+
+A run itself keeps ``auto`` where its world may still change. What depends on the model, or is only
+decided as a run starts (a free name, a free port), stays ``auto``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axonlaunch.config.errors import ConfigError
+from axonlaunch.config.layout import layout, nodes, resolved, world_size
+from axonlaunch.config.plain import with_values
+from axonlaunch.config.rules import broken_sizes
+from axonlaunch.config.schema import RunConfig
+
+
+def written_out(config: RunConfig, *, accelerators: int) -> RunConfig:
+    """Return a configuration as a run of it would be laid out.
+
+    Args:
+        config: Checked; where its layout is to be planned it is returned as it is.
+        accelerators: How many this machine has.
+
+    Raises:
+        ConfigError: So many ranks can't share the batch.
+    """
+    if config.strategy.planned:
+        return config
+    config = resolved(config, accelerators=accelerators)
+    if problems := list(broken_sizes(config)):
+        raise ConfigError(problems)
+    settings: dict[str, Any] = {
+        "scheduler.warmup_steps": config.scheduler.warmup(config.train.steps)
+    }
+    if config.launch.backend == "auto":
+        settings["launch.backend"] = "nccl" if accelerators else "gloo"
+    least, most = nodes(config)
+    if least == most:
+        shares = layout(config, world_size=world_size(config))
+        settings["train.micro_batch_size"] = shares.micro_batch_size
+        if shares.pipeline > 1:
+            settings["strategy.pipeline.stages_per_rank"] = shares.stages_per_rank
+            settings["strategy.pipeline.microbatches"] = shares.round_microbatches
+    return with_values(config, settings)

@@ -1,0 +1,1 @@
+"""What running ranks are doing: hangs, stragglers, collectives."""

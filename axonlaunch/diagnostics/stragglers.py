@@ -1,0 +1,186 @@
+"""Which rank the others wait for, and what it does with its time.
+
+A thread looks at the training thread some times a second, as a sampling profiler does, so that any
+strategy is seen alike; it works where the host computes. On an accelerator it reports nothing. A
+rank that is slow because it gets no core is not a straggler of the run, but of its node: that time
+is counted apart.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from axonlaunch.comm import World
+from axonlaunch.comm.backend import Backend
+from axonlaunch.diagnostics.wait_detection import waits
+from axonlaunch.events import Straggler
+from axonlaunch.system.process_state import queued_s, state
+
+_INTERVAL_S = 0.02
+_ENOUGH_S = 0.5
+"""Sampled seconds of a rank from which shares are reported; fewer are kept for the next time."""
+_KINDS = ("data", "compute", "wait")
+_NAME_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a rank did with its time; the shares sum to 1.
+
+    Attributes:
+        data: Waited for data.
+        compute: Computed.
+        wait: Waited for other ranks.
+        starved: Was ready to run, and the node gave it no core.
+    """
+
+    data: float
+    compute: float
+    wait: float
+    starved: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], *, queued_s: float) -> Self:
+        """Return the shares of sampled seconds of each of ``_KINDS``.
+
+        Whoever waits for a core is seen neither asleep nor waiting for others: that time is in what
+        was taken for computing. 0.5 s of computing, 0.2 s of them queued, are 0.3 s of computing.
+        """
+        data, compute, wait = (part / sum(seconds) for part in seconds)
+        starved = min(queued_s / sum(seconds), compute)
+        return cls(data, compute - starved, wait, starved)
+
+
+def slowest_of(ranks: Sequence[Shares], nodes: Sequence[str]) -> Straggler:
+    """Return the rank that worked most, and what the others pay for that.
+
+    Args:
+        ranks: Each rank's shares, two or more.
+        nodes: Their host names.
+    """
+    worked = [one.data + one.compute for one in ranks]
+    rank = max(range(len(worked)), key=worked.__getitem__)
+    cost = worked[rank] - statistics.median(worked[:rank] + worked[rank + 1 :])
+    shares = {kind: round(share, 3) for kind, share in asdict(ranks[rank]).items()}
+    return Straggler(rank=rank, machine=nodes[rank], cost=round(cost, 3), **shares)
+
+
+class _Samples:
+    """What this rank's training thread was seen to do.
+
+    Attributes:
+        phase: What the trainer says that it does: ``reading`` is time for data.
+        seconds: Sampled time of each of ``_KINDS``.
+        queued_s: Of it, time in which the thread waited for a core.
+    """
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.clear()
+        self._thread, self._native = threading.get_ident(), threading.get_native_id()
+        self._over = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, name="stragglers", daemon=True)
+        self._sampler.start()
+
+    def clear(self) -> None:
+        """Begin to count from nothing."""
+        self.seconds = [0.0] * len(_KINDS)
+        self.queued_s = 0.0
+
+    def close(self) -> None:
+        """Sample no more."""
+        self._over.set()
+        self._sampler.join()
+
+    def _sample(self) -> None:
+        sampled, queued = time.perf_counter(), queued_s(self._native) or 0.0
+        while not self._over.wait(_INTERVAL_S):
+            kind = self._kind()
+            now, queued_now = time.perf_counter(), queued_s(self._native) or 0.0
+            if kind:
+                self.seconds[_KINDS.index(kind)] += now - sampled
+                self.queued_s += queued_now - queued
+            sampled, queued = now, queued_now
+
+    def _kind(self) -> str:
+        """Return what the training thread does; empty for what is not part of a step."""
+        if self.phase == "reading":
+            return "data"
+        if self.phase != "stepping":
+            return ""
+        asleep = state(os.getpid(), self._native) == "S"
+        files = _files(sys._current_frames().get(self._thread))
+        return "wait" if waits(files, is_asleep=asleep) else "compute"
+
+
+def _files(frame: FrameType | None) -> list[str]:
+    """Return the files of a frame and of its two callers."""
+    found: list[str] = []
+    while frame is not None and len(found) < 3:
+        found.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return found
+
+
+class Stragglers:
+    """Finds the slowest rank of a world."""
+
+    def __init__(self, world: World) -> None:
+        """Begin to watch this rank, where it has others, the host computes and Linux tells enough.
+
+        Every rank makes one.
+        """
+        self._samples: _Samples | None = None
+        if world.world_size == 1 or world.backend is not Backend.GLOO:
+            return
+        can_tell = queued_s(threading.get_native_id()) is not None
+        if not all(map(bool, _gathered(torch.tensor([int(can_tell)])))):
+            return  # who is slow could be the nodes' doing, and nobody could say
+        self._samples = _Samples()
+        name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
+        names = _gathered(torch.tensor(list(name), dtype=torch.uint8))
+        self._nodes = [bytes(one.tolist()).decode(errors="replace").strip() for one in names]
+
+    def note(self, phase: str) -> None:
+        """Take what the trainer begins to do."""
+        if self._samples is not None:
+            self._samples.phase = phase
+
+    def slowest(self) -> Straggler | None:
+        """Return the rank that worked most since the last report; every rank calls this.
+
+        What it costs is the share of time by which it works longer than the median of the others.
+        None while too little was seen.
+        """
+        if self._samples is None:
+            return None
+        own = [*self._samples.seconds, self._samples.queued_s]
+        seen = [one.tolist() for one in _gathered(torch.tensor(own, dtype=torch.float64))]
+        if min(sum(seconds) for *seconds, _ in seen) < _ENOUGH_S:
+            return None
+        self._samples.clear()
+        shares = [Shares.of(seconds, queued_s=queued) for *seconds, queued in seen]
+        return slowest_of(shares, self._nodes)
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._samples is not None:
+            self._samples.close()
+
+
+def _gathered(own: torch.Tensor) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return gathered

@@ -1,0 +1,1 @@
+"""What a node has, and which backends work on it."""

@@ -1,0 +1,74 @@
+"""Diagnoses this machine by trying, in forked processes, so that a failure stays there."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config.hardware import GIB
+from axonlaunch.doctor import measured_hardware
+from axonlaunch.system import forked_call, forkserver
+from axonlaunch.system.disk import free_bytes
+
+
+def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
+    """Return what this machine has, which backends work, and the free disk at a folder.
+
+    Args:
+        run_folder: Where runs are to be written; it need not exist.
+        ranks: So many are measured at once, for ``hardware=cpu``; None: nothing is measured.
+    """
+    with forkserver.warm() as context:
+        report: dict[str, Any] = forked_call.call(context, "axonlaunch.doctor.machine:machine")
+        backends = {"gloo": _try_processes(context, "gloo", 2), "mock": _try_mock(context)}
+        if report["nccl"]["available"] and report["devices"]:
+            backends["nccl"] = _try_processes(context, "nccl", min(2, len(report["devices"])))
+        else:
+            backends["nccl"] = {"works": False, "reason": report["nccl"]["reason"]}
+        if ranks is not None:
+            report |= {
+                "measured_ranks": ranks,
+                "measured": measured_hardware.measure(context, ranks=ranks),
+            }
+    report["backends"] = backends
+    report["run_folder"] = str(run_folder.absolute())
+    report["disk_free_gib"] = round(free_bytes(run_folder)[1] / GIB, 1)
+    return report
+
+
+def _try_processes(context: ForkServerContext, backend: str, ranks: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        calls = [(backend, rank, ranks, store) for rank in range(ranks)]
+        return _try(context, "axonlaunch.doctor.machine:try_rank", calls, ranks)
+
+
+def _try_mock(context: ForkServerContext) -> dict[str, Any]:
+    return _try(context, "axonlaunch.doctor.machine:try_mock", [(2,)], 2)
+
+
+def _try(
+    context: ForkServerContext, target: str, calls: list[tuple[Any, ...]], ranks: int
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        answers = forked_call.call_together(context, target, calls)
+    except forked_call.CallsFailedError as error:
+        answers = [*error.errors.values()]
+    return _verdict(answers, ranks, started)
+
+
+def _verdict(answers: list[Any], ranks: int, started: float) -> dict[str, Any]:
+    seconds = round(time.perf_counter() - started, 2)
+    wrong = [answer for answer in answers if answer != ranks]
+    if not wrong:
+        return {"works": True, "ranks": ranks, "seconds": seconds}
+    reason = wrong[0]
+    if isinstance(reason, Exception):
+        reason = f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}"
+    else:
+        reason = f"an all-reduce of ones over {ranks} ranks gave {reason}"
+    return {"works": False, "ranks": ranks, "reason": reason}

@@ -1,0 +1,71 @@
+"""What this machine has and what works on it, tried rather than assumed.
+
+It runs in a process of its own; it changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axonlaunch.comm import World, all_reduce_sum, nccl
+from axonlaunch.comm.rendezvous import local_place
+from axonlaunch.config.hardware import GIB
+from axonlaunch.system import host
+
+
+def machine() -> dict[str, Any]:
+    """Return versions, cores, memory and accelerators."""
+    accelerator = torch.accelerator.current_accelerator()
+    nccl_status = nccl.status()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(host.memory_bytes() / GIB, 1),
+        "accelerator": accelerator.type if accelerator else None,
+        "devices": _devices(),
+        "driver": _driver(),
+        "nccl": {
+            "available": nccl_status.available,
+            "version": nccl_status.version,
+            "devices": list(nccl_status.devices),
+            "reason": nccl_status.reason,
+        },
+    }
+
+
+def _devices() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        memory = round(about.total_memory / GIB, 1)
+        found.append({"index": index, "name": about.name, "memory_gib": memory})
+    return found
+
+
+def _driver() -> str | None:
+    """Return the NVIDIA driver's version, as the kernel module tells it."""
+    version = Path("/sys/module/nvidia/version")
+    return version.read_text().strip() if version.is_file() else None
+
+
+def try_rank(backend: str, rank: int, world_size: int, store: str) -> float:
+    """Be one rank of an all-reduce between processes; return the sum of 1 over the ranks."""
+    os.environ.update(local_place(rank, world_size))
+    meeting = dist.FileStore(store, world_size)
+    with World.init(backend=backend, timeout_s=30, store=meeting) as world:
+        return float(all_reduce_sum(torch.ones(8, device=world.device))[0])
+
+
+def try_mock(world_size: int) -> float:
+    """Run an all-reduce between threads; return the sum of 1 over the ranks."""
+    return World.mock(world_size).run(lambda world: float(all_reduce_sum(torch.ones(8))[0]))[0]

@@ -1,0 +1,104 @@
+"""Figures of this machine, measured once for each number of ranks and kept in the user's cache.
+
+Other hardware has published figures, in ``configs/hardware``; nothing here measures a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import tempfile
+from contextlib import suppress
+from hashlib import sha256
+from importlib.metadata import version
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config.hardware import GIB, HardwareConfig
+from axonlaunch.system import cache, forked_call, host
+
+_ROUND = 4
+"""Digits of a figure that a measurement bears."""
+
+
+def of_this_machine(
+    context: ForkServerContext, hardware: HardwareConfig, *, ranks: int
+) -> HardwareConfig:
+    """Return ``hardware=cpu`` with what was measured of it; what the user gave stays.
+
+    Args:
+        context: Of the warm fork server.
+        hardware: As composed.
+        ranks: Of the run, all on this machine.
+    """
+    figures = _kept(ranks) or measure(context, ranks=ranks)
+    given = dataclasses.asdict(hardware)
+    empty = dataclasses.asdict(HardwareConfig(name=hardware.name))
+    return HardwareConfig(
+        **{"name": hardware.name, **figures, **{k: v for k, v in given.items() if v != empty[k]}}
+    )
+
+
+def measure(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
+    """Measure this machine with so many ranks at once, and keep what was found."""
+    threads = host.threads(ranks=ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        calls = [(rank, ranks, threads, store) for rank in range(ranks)]
+        found, *_ = forked_call.call_together(
+            context, "axonlaunch.doctor.microbenchmarks:on_rank", calls
+        )
+    figures = {name: _rounded(value) for name, value in found.items()}
+    figures |= {
+        "memory_gib": _rounded(host.memory_bytes() / ranks / GIB),
+        # Measured as they are reached.
+        "matrix_sustained": 1.0,
+        "multiprocessors": 1,
+        "devices_per_node": ranks,
+        "link": "loopback",
+        "link_sustained": 1.0,
+    }
+    _keep(ranks, figures)
+    return figures
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.{_ROUND}g}") if isinstance(value, float) else value
+
+
+def _kept(ranks: int) -> dict[str, Any] | None:
+    try:
+        kept: dict[str, Any] = json.loads(_file(ranks).read_text())
+    except (OSError, ValueError):
+        return None
+    return kept
+
+
+def _keep(ranks: int, figures: dict[str, Any]) -> None:
+    cache.keep(_file(ranks), json.dumps(figures, indent=1))
+
+
+def _file(ranks: int) -> Path:
+    """Return where figures are kept: by processor, cores and torch, which they depend on."""
+    about = (_processor(), sorted(os.sched_getaffinity(0)), version("torch"), _source())
+    name = sha256(repr(about).encode()).hexdigest()[:16]
+    return cache.cache_folder() / "hardware" / f"cpu_{ranks}_{name}.json"
+
+
+def _processor() -> str:
+    """Return the processor's name, as Linux tells it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _source() -> str:
+    """Return a hash of what measures, whose figures change their meaning with it."""
+    return sha256(Path(__file__).with_name("microbenchmarks.py").read_bytes()).hexdigest()

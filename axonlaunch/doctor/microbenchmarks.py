@@ -1,0 +1,143 @@
+"""How fast the ranks of this machine compute and talk, while all of them do.
+
+Figures are those of ``HardwareConfig``. What one rank alone would reach is not told: ranks share
+cores, caches and the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+from axonlaunch.comm import World
+from axonlaunch.comm.rendezvous import local_place
+from axonlaunch.comm.torch_compat import all_gather_single
+
+_BUDGET_S = 0.15
+"""Time of the tries of one figure; three are made in any case."""
+_BETWEEN_S = 2e-3
+"""Time that ranks compute before an exchange."""
+_SIDE = 512
+"""Rows and columns of the products."""
+_HEADS, _KEYS, _HEAD_DIM = 8, 512, 64
+_HALF = 0.5
+"""Share of its rate that ``planning.roofline`` gives attention to so many keys."""
+_CHAIN = 20
+_LARGE = 4 * 2**20
+"""Bytes of the exchanges whose time is their bytes'."""
+_MOVED = tuple(2**exponent for exponent in range(14, 28, 2))
+"""Bytes that kernels read and write: from first caches to fresh pages."""
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def on_rank(rank: int, ranks: int, threads: int, store: str) -> dict[str, Any]:
+    """Be one of the ranks; return the figures, the same on each.
+
+    Args:
+        rank: Of this process.
+        ranks: All.
+        threads: Of this process.
+        store: File to meet by.
+    """
+    os.environ.update(local_place(rank, ranks))
+    torch.set_num_threads(threads)
+    meeting = dist.FileStore(store, ranks)
+    with World.init(backend="gloo", timeout_s=120, store=meeting):
+        return {**_computing(), **_moving(), **(_talking(ranks) if ranks > 1 else {})}
+
+
+def _computing() -> dict[str, Any]:
+    figures = {}
+    for name, dtype in _TYPES.items():
+        a = torch.ones(_SIDE, _SIDE, dtype=dtype)
+        figures[f"{name}_tflops"] = 2 * _SIDE**3 / _seconds(partial(torch.matmul, a, a)) / 1e12
+    q = torch.randn(1, _HEADS, _KEYS, _HEAD_DIM)
+    attention = _seconds(lambda: scaled_dot_product_attention(q, q, q, is_causal=True))
+    reached = 2 * _HEADS * _KEYS**2 * _HEAD_DIM / attention / 1e12
+    share = reached / figures["fp32_tflops"] / _HALF
+    return {**figures, "attention_sustained": min(1.0, share)}
+
+
+def _moving() -> dict[str, Any]:
+    """Time the smallest kernel as training runs it, and what more larger ones take."""
+    x = torch.ones(8, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(_CHAIN):
+            y = y * 2.0
+        y.sum().backward()
+
+    kernel = _seconds(chain) / (2 * _CHAIN)
+    small = torch.ones(8)
+    least = _seconds(lambda: small * 2.0)
+    times = []
+    for moved in _MOVED:
+        values = torch.ones(moved // 2 // small.element_size())
+        times.append(max(0.0, _seconds(partial(torch.mul, values, 2.0)) - least))
+    return {
+        "kernel_us": kernel * 1e6,
+        "moved_bytes": list(_MOVED),
+        "moved_us": [seconds * 1e6 for seconds in times],
+    }
+
+
+def _talking(ranks: int) -> dict[str, Any]:
+    one, many = torch.ones(1), torch.ones(_LARGE // 4)
+    latency = _exchange_seconds(lambda: dist.all_reduce(one), tries=60)
+    share = (ranks - 1) / ranks
+    reduced = _exchange_seconds(lambda: dist.all_reduce(many), tries=16)
+    mine = torch.ones(_LARGE // 4 // ranks)
+    gathered = _exchange_seconds(
+        lambda: all_gather_single(torch.empty(mine.numel() * ranks), mine), tries=16
+    )
+    return {
+        "link_latency_us": latency / (2 * (ranks - 1)) * 1e6,
+        "link_gb_s": 2 * share * _LARGE / max(reduced - latency, reduced / 10) / 1e9,
+        "link_gather_gb_s": share * _LARGE / max(gathered - latency, gathered / 10) / 1e9,
+    }
+
+
+def _exchange_seconds(run: Callable[[], object], *, tries: int) -> float:
+    """Return the mean time of an exchange between ranks that compute before it, as in training.
+
+    The mean, for what a rank waits for one that lost its core for a while is a part of it.
+    """
+    a, times = torch.ones(128, 128), []
+    run()
+    for _ in range(tries):
+        end = time.perf_counter() + _BETWEEN_S
+        while time.perf_counter() < end:
+            torch.relu(a @ a)
+        times.append(_once(run))
+    return _agreed(statistics.mean(times))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Return the least time of a call that every rank makes at once; the slowest rank's.
+
+    The least, for what other programs take of the machine is not for long.
+    """
+    tries = _agreed(max(3.0, _BUDGET_S / max(_once(run), 1e-7)))
+    return _agreed(min(_once(run) for _ in range(min(300, int(tries)))))
+
+
+def _once(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _agreed(value: float) -> float:
+    """Return the largest of all ranks' values."""
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)

@@ -1,0 +1,1 @@
+"""Context parallelism: sequences divided over ranks."""

@@ -1,0 +1,85 @@
+"""Context parallelism: every sequence divided among ranks, each of which sees its own positions.
+
+It divides batches, tells models their positions and joins outputs; attention across the parts is
+``ring_attention``'s. Gradients of the parts are summed as those of data-parallel ranks are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.autograd import collect_from
+from axonlaunch.data.dataset import Batch
+from axonlaunch.engines.context.ring_attention import ring_attention
+from axonlaunch.models.attention import Attention, RotaryTable
+from axonlaunch.models.spec import ModelSpec
+
+CHUNKS = 2
+"""Pieces of a sequence on each rank: one near its start and one near its end, so that the causal
+mask leaves every rank as much to do."""
+
+
+class ContextAxis:
+    """The ranks that divide every sequence, from where one of them stands."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Stand in a group.
+
+        Args:
+            group: The ranks that divide sequences.
+        """
+        self._group = group
+
+    def positions(self, length: int) -> Tensor:
+        """Return this rank's positions of a sequence, [length / ranks] int64.
+
+        Raises:
+            ValueError: The length can't be divided into ``CHUNKS`` pieces a rank.
+        """
+        pieces = CHUNKS * self._group.size
+        if length % pieces:
+            raise ValueError(
+                f"a sequence of {length} can't be divided among {self._group.size} ranks in "
+                f"{CHUNKS} pieces each; use a multiple of {pieces}"
+            )
+        first, last = self._group.rank, pieces - 1 - self._group.rank
+        chunks = torch.arange(length).chunk(pieces)
+        return torch.cat((chunks[first], chunks[last]))
+
+    def split(self, batch: Batch) -> Batch:
+        """Return this rank's positions of every sequence of a batch [B, T]."""
+        mine = self.positions(batch.inputs.shape[1])
+        return Batch(batch.inputs[:, mine], batch.targets[:, mine])
+
+    def join(self, outputs: Tensor) -> Tensor:
+        """Return the whole sequences' outputs [B, T, ...] from every rank's part."""
+        length = outputs.shape[1] * self._group.size
+        rank_by_rank = collect_from(outputs, self._group, 1)
+        pieces = rank_by_rank.chunk(CHUNKS * self._group.size, dim=1)
+        ordered = [*pieces[0::CHUNKS], *reversed(pieces[1::CHUNKS])]
+        joined = torch.cat(ordered, dim=1)
+        assert joined.shape[1] == length
+        return joined
+
+    def divide(self, spec: ModelSpec, model: nn.Module) -> None:
+        """Let a model, or a stage of one, compute on parts of sequences, in place."""
+        for module in model.modules():
+            if isinstance(module, Attention):
+                ring: Any = partial(ring_attention, group=self._group)
+                module.attend = ring  # type: ignore[method-assign]
+        for name in spec.positions or ():
+            knowing = getattr(model, name, None)
+            if isinstance(knowing, RotaryTable):
+                knowing.positions = self._of_part
+            elif isinstance(knowing, nn.Module):
+                knowing.register_forward_pre_hook(
+                    lambda _, inputs: (self._of_part(len(inputs[0])).to(inputs[0].device),)
+                )
+
+    def _of_part(self, length: int) -> Tensor:
+        return self.positions(length * self._group.size)

@@ -1,0 +1,1 @@
+"""Engines of data parallelism: DDP, ZeRO-1 and FSDP."""

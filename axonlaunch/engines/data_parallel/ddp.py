@@ -1,0 +1,176 @@
+"""Replicated data parallelism: every rank holds the whole model, gradients are averaged.
+
+It averages gradients and copies parameters and buffers; it updates nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.process_group import default_group
+from axonlaunch.engines.data_parallel.gradient_synchronizer import (
+    GradientSynchronizer,
+    GradSyncStrategy,
+)
+from axonlaunch.engines.optimizer.step import local_part
+
+# torch 2.13 renamed the argument, and warns of the old name.
+_BUFFERS_KEYWORD = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+class DDP(nn.Module):
+    """A module whose replicas' gradients are averaged over a group.
+
+    The module's own parameters keep their names: take them, and its state, from ``module``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup | None = None,
+        *,
+        sync: GradSyncStrategy | str = GradSyncStrategy.OVERLAPPED,
+        bucket_size_mb: float = 25.0,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Copy the first rank's parameters and buffers to every rank, and set up synchronisation.
+
+        Args:
+            module: On its device, the same on every rank.
+            group: Replicas; None is the whole world.
+            sync: When gradients are averaged.
+            bucket_size_mb: MiB of gradients reduced together.
+            broadcast_buffers: Copy the first rank's buffers before each forward in training.
+            gradient_as_bucket_view: Let gradients be views into the buckets (overlapped only).
+            find_unused_parameters: Let ``overlapped`` not wait for gradients of parameters that a
+                forward left out, for which torch goes through the graph of each output. A rank's
+                own left-out parameter counts as zero. The other strategies never wait.
+            reduce_dtype: Type in which gradients are summed; None: their own.
+        """
+        super().__init__()
+        self.module = module
+        self.sync = GradSyncStrategy(sync)
+        self.group = group or default_group()
+        self._broadcast_buffers = broadcast_buffers
+        self._enabled = True
+        self._queued = False
+        self._waits_for_all = not find_unused_parameters
+        self._torch: nn.parallel.DistributedDataParallel | None = None
+        self.sync_parameters()
+        self.synchronizer = GradientSynchronizer(
+            module.parameters(),
+            group=self.group,
+            strategy=self.sync,
+            bucket_size_mb=bucket_size_mb,
+            reduce_dtype=reduce_dtype,
+        )
+        if self.group.size == 1 or self.sync is GradSyncStrategy.NO_SYNC:
+            return
+        # torch's reducer knows neither DTensors nor another type of the sum.
+        plain = not any(isinstance(p, DTensor) for p in module.parameters())
+        if self.sync is GradSyncStrategy.OVERLAPPED and plain and reduce_dtype is None:
+            options: dict[str, Any] = {
+                "bucket_cap_mb": bucket_size_mb,
+                "gradient_as_bucket_view": gradient_as_bucket_view,
+                "find_unused_parameters": find_unused_parameters,
+                _BUFFERS_KEYWORD: broadcast_buffers,
+            }
+            wrapped = nn.parallel.DistributedDataParallel(
+                module, process_group=self.group.torch_group, init_sync=False, **options
+            )
+            # Not a submodule: the parameters would appear twice under two names.
+            object.__setattr__(self, "_torch", wrapped)
+            return
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; in training, backward then synchronises as ``sync`` says."""
+        if self._torch is not None and torch.is_grad_enabled():
+            return self._torch(*inputs, **kwargs)
+        if self._broadcast_buffers and self.training and self._enabled:
+            self.sync_buffers()
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside add to gradients without averaging them."""
+        self._enabled = False
+        try:
+            if self._torch is None:
+                yield
+            else:
+                with self._torch.no_sync():
+                    yield
+        finally:
+            self._enabled = True
+
+    def sync_parameters(self) -> None:
+        """Copy the group's first rank's parameters and buffers to all of its ranks."""
+        self._copy_from_first(self.module.parameters())
+        self.sync_buffers()
+
+    def sync_buffers(self) -> None:
+        """Copy the group's first rank's buffers to all of its ranks."""
+        self._copy_from_first(self.module.buffers())
+
+    def parameters_without_grad(self) -> list[str]:
+        """Return the parameters that no backward reached, where torch's buckets wait for them all.
+
+        Of a bucket that misses one no gradient is averaged; torch tells that in the next step.
+        """
+        if self._torch is None or not self._waits_for_all:
+            return []
+        named = self.module.named_parameters()
+        return [name for name, one in named if one.requires_grad and one.grad is None]
+
+    def sync_gradients(self) -> None:
+        """Average every gradient over the group now."""
+        self.synchronizer.sync_all()
+
+    def _copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        if self.group.size == 1:
+            return
+        with torch.no_grad():
+            works = [
+                dist.broadcast(
+                    local_part(tensor.detach()),
+                    src=self.group.ranks[0],
+                    group=self.group.torch_group,
+                    async_op=True,
+                )
+                for tensor in tensors
+            ]
+        for work in works:
+            work.wait()
+
+    def _gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Let its bucket know, and ask autograd to finish when this backward ends."""
+        if not self._enabled:
+            return
+        self.synchronizer.add_gradient(parameter)
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._sync_at_end)
+
+    def _sync_at_end(self) -> None:
+        self._queued = False
+        self.synchronizer.sync_all()

@@ -1,0 +1,74 @@
+"""The device mesh: which ranks hold the same shard and which divide a copy among them.
+
+It lays ranks out; it wraps no model.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from axonlaunch.comm import ProcessGroup, World
+from axonlaunch.comm.argument_checks import device_of
+from axonlaunch.comm.mesh import Mesh
+from axonlaunch.config.layout import Layout
+
+# Axes whose mesh the engine of a kind needs even where it has one rank.
+_KEPT = {"fsdp": ("dp_shard",), "zero1": ("dp_replicate",)}
+
+
+def run_mesh(world: World, shares: Layout) -> Mesh:
+    """Return the mesh of a run: axes pp, dp_replicate, dp_shard, tp.
+
+    Context ranks are neighbours within a data axis: what sums gradients or divides parameters over
+    data ranks does so over them too. ``context_group`` tells them apart.
+    """
+    sizes = dict(shares.axes)
+    # no_shard keeps its shards of one rank.
+    replicated = shares.data_parallel != "fsdp" or shares.dp_replicate == shares.data_ranks > 1
+    sizes["dp_replicate" if replicated else "dp_shard"] *= sizes.pop("cp")
+    return Mesh(
+        sizes,
+        rank=world.rank,
+        device_type=world.device.type,
+        keep=_KEPT.get(shares.data_parallel, ()),
+    )
+
+
+def context_group(world: World, shares: Layout) -> ProcessGroup:
+    """Return the ranks that share this rank's sequences."""
+    step = shares.tensor
+    first = world.rank - world.rank // step % shares.context * step
+    ranks = [first + step * place for place in range(shares.context)]
+    return ProcessGroup(ranks, dist.new_group(ranks, use_local_synchronization=True))
+
+
+def sharding_mesh(mesh: Mesh) -> DeviceMesh:
+    """Return the part of a run's mesh that ``fully_shard`` divides parameters over."""
+    if mesh.size("dp_replicate") > 1:
+        return mesh.device_mesh["dp_replicate", "dp_shard"]
+    return mesh.device_mesh["dp_shard"]
+
+
+def data_mesh(group: ProcessGroup, *, replicate: int, shard: int) -> DeviceMesh:
+    """Return the mesh of ``replicate`` copies of ``shard`` ranks each, shards innermost.
+
+    With one copy the mesh has the axis ``dp_shard`` alone.
+
+    Raises:
+        ValueError: The two do not multiply to the group, or copies are to be of a part of the
+            world, whose ranks would have to be grouped anew by all others.
+    """
+    if replicate * shard != group.size:
+        raise ValueError(f"{replicate} x {shard} ranks are not the group's {group.size}")
+    kind, is_world = device_of(group).type, group.size == dist.get_world_size()
+    if replicate == 1 and is_world:
+        return init_device_mesh(kind, (shard,), mesh_dim_names=("dp_shard",))
+    if replicate == 1:
+        return DeviceMesh.from_group(group.torch_group, kind, mesh_dim_names=("dp_shard",))
+    if not is_world:
+        raise ValueError(
+            f"{replicate} replicas over ranks {list(group.ranks)}, a part of the world: give "
+            "mesh=world.mesh(...).device_mesh[...] in place of the group"
+        )
+    return init_device_mesh(kind, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))

@@ -1,0 +1,151 @@
+"""How a rank's share of a batch passes forward and backward: through the model, or a pipeline.
+
+Gradients are left in the parameters; who averages, clips and updates is the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.config import ConfigError
+from axonlaunch.data.dataset import Batch
+from axonlaunch.engines.data_parallel.ddp import DDP
+from axonlaunch.engines.pipeline.pipeline import Pipeline
+from axonlaunch.models.spec import not_a_tensor
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class ForwardBackward(Protocol):
+    """What the engine needs of a model on this rank.
+
+    Attributes:
+        modules: What this rank holds of the model: the whole, or stages of it.
+        gives_outputs: Whether this rank computes outputs and losses.
+    """
+
+    modules: tuple[nn.Module, ...]
+    gives_outputs: bool
+
+    def train(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+        """Run forward and backward of every micro-batch; return their losses, [] elsewhere."""
+
+    def losses(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+        """Run forward alone; return the micro-batches' losses, [] on ranks without outputs."""
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Return the outputs of inputs, on every rank of the pipeline."""
+
+
+class LocalForwardBackward:
+    """The whole model on this rank, one micro-batch after another."""
+
+    def __init__(
+        self, module: nn.Module, *, forward: nn.Module, micro_batch_size: int, device: torch.device
+    ) -> None:
+        """Take over a model.
+
+        Args:
+            module: Owner of the parameters.
+            forward: It, or what wraps it.
+            micro_batch_size: Samples of one forward.
+            device: Where it computes.
+        """
+        self.modules: tuple[nn.Module, ...] = (module,)
+        self.gives_outputs = True
+        self._forward = forward
+        self._size = micro_batch_size
+        self._device = device
+
+    def train(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+        """Run forward and backward of every micro-batch."""
+        found = []
+        for micro_batch, last in self._micro_batches(batch):
+            with self._synchronised(last):
+                one = self._loss(micro_batch, loss)
+                one.backward()
+            found.append(one.detach())
+        return found
+
+    def losses(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+        """Run forward alone."""
+        return [self._loss(micro_batch, loss) for micro_batch, _ in self._micro_batches(batch)]
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Return the model's outputs."""
+        return self._outputs(inputs.to(self._device))
+
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        """Return the model's outputs.
+
+        Raises:
+            ConfigError: They are no tensor.
+        """
+        outputs: object = self._forward(inputs)
+        if not isinstance(outputs, Tensor):
+            raise ConfigError([not_a_tensor(outputs)])
+        return outputs
+
+    def _loss(self, batch: Batch, loss: Loss) -> Tensor:
+        outputs = self._outputs(batch.inputs.to(self._device, non_blocking=True))
+        return loss(outputs, batch.targets.to(self._device, non_blocking=True))
+
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
+        """Yield ``(micro-batch, whether it is the last)``."""
+        samples = len(batch.inputs)
+        for start in range(0, samples, self._size):
+            yield _rows(batch, start, start + self._size), start + self._size >= samples
+
+    def _synchronised(self, last: bool) -> AbstractContextManager[None]:
+        """Replicas agree once, in the last backward; shards are reduced in each, to stay small."""
+        if isinstance(self._forward, DDP) and not last:
+            return self._forward.no_sync()
+        return nullcontext()
+
+
+class PipelineForwardBackward:
+    """This rank's stages of a pipeline, round after round of its schedule."""
+
+    def __init__(self, pipeline: Pipeline, *, micro_batch_size: int) -> None:
+        """Take over a pipeline.
+
+        Args:
+            pipeline: This rank's end of it.
+            micro_batch_size: Samples of one forward.
+        """
+        self.modules = pipeline.modules
+        self.gives_outputs = pipeline.has_last
+        self._pipeline = pipeline
+        self._size = micro_batch_size
+
+    def train(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+        """Run the schedule as many rounds as the batch takes."""
+        in_round = self._size * self._pipeline.schedule.microbatches
+        found = []
+        for start in range(0, len(batch.inputs), in_round):
+            part = _rows(batch, start, start + in_round)
+            found += self._pipeline.run(part.inputs, part.targets, loss=loss)
+        return found
+
+    def losses(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
+        """Pass micro-batches through the stages, forward alone."""
+        found = []
+        for start in range(0, len(batch.inputs), self._size):
+            part = _rows(batch, start, start + self._size)
+            outputs = self._pipeline.forward(part.inputs)
+            if outputs is not None:
+                found.append(loss(outputs, part.targets.to(outputs.device)))
+        return found
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Return the last stage's outputs on every rank."""
+        return self._pipeline.predict(inputs)
+
+
+def _rows(batch: Batch, start: int, stop: int) -> Batch:
+    return Batch(batch.inputs[start:stop], batch.targets[start:stop])

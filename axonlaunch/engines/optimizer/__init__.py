@@ -1,0 +1,1 @@
+"""Optimizers, their states, and the update step."""

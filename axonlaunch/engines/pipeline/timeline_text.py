@@ -1,0 +1,120 @@
+"""A pipeline's timeline as text for a terminal: a row a rank, time to the right.
+
+It cuts what is wider than the terminal, and says so; ``pipeline_plot`` draws pictures.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+from rich.text import Text
+
+from axonlaunch.engines.pipeline.schedule import Kind
+from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, Slot, Timeline
+
+# By Okabe and Ito, told apart by all common kinds of colour vision: a rank's first stage, and its
+# later ones. rich maps them to what the terminal has.
+STYLES: dict[Kind, tuple[str, str]] = {
+    "F": ("#000000 on #56b4e9", "#ffffff on #0072b2"),
+    "B": ("#000000 on #f5a623", "#ffffff on #b05000"),
+    "I": ("#000000 on #f0e442", "#000000 on #b8a800"),
+    "W": ("#000000 on #33c39a", "#ffffff on #00694d"),
+}
+MEANINGS: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradients",
+    "W": "weight gradients",
+}
+WIDEST = 6  # columns of the shortest action; more would only stretch the picture
+
+
+def text_timeline(timeline: Timeline, *, width: int) -> Text:
+    """Draw a timeline and its legend in so many columns.
+
+    A cell names an action and its micro-batch, and is as wide as the action is long. Small letters
+    are a rank's second and later stages: nothing hangs on colour.
+    """
+    schedule = timeline.schedule
+    head = len(f"rank {schedule.degree - 1}") + 2
+    room = max(width - head, 12)
+    unit, whole = _scale(timeline, room=room)
+    shown = min(whole, room)
+    lines = [Text(" " * head) + _ruler(shown, unit)]
+    for rank in range(schedule.degree):
+        slots = [slot for slot in timeline.slots if slot.rank == rank]
+        first = schedule.stages_of(rank)[0]
+        lines.append(Text(f"{f'rank {rank}':<{head}}") + _row(slots, first, shown, unit))
+    lines.append(Text())
+    if shown < whole:
+        lines[-1] = Text(
+            f"cut: {shown / unit:.4g} of {timeline.span:.4g} shown; "
+            f"{head + whole} columns or --plot show all\n",
+            style="yellow",
+        )
+    return Text("\n").join([*lines, *_legend(timeline)])
+
+
+def text_stats(stats: PipelineMemoryStats, *, width: int) -> str:
+    """Write what a schedule costs, wrapped to so many columns."""
+    held = " ".join(f"{stage}:{count}" for stage, count in enumerate(stats.live_activations))
+    rows = {"bubble": f"{stats.bubble_fraction:.1%} of all ranks' time", "activations": held}
+    notes = {"bubble": "", "activations": " (stage:micro-batches held at most)"}
+    return "\n".join(
+        textwrap.fill(f"{name:<13}{row}{notes[name]}", max(width, 30), subsequent_indent=" " * 13)
+        for name, row in rows.items()
+    )
+
+
+def _scale(timeline: Timeline, *, room: int) -> tuple[float, int]:
+    """Return columns for one unit of time, and for all of it: what fits, but legible."""
+    shortest = min(slot.stop - slot.start for slot in timeline.slots)
+    legible = 1 + len(str(timeline.schedule.microbatches - 1))
+    fitting = int(room * shortest / timeline.span + 1e-9)
+    unit = min(max(fitting, legible), max(WIDEST, legible)) / shortest
+    return unit, round(timeline.span * unit)
+
+
+def _ruler(shown: int, unit: float) -> Text:
+    """Mark time every ten columns or so, at round numbers."""
+    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if n * unit >= 8)
+    marks = ""
+    for time in range(0, int(shown / unit) + 1, step):
+        label = str(time)
+        if round(time * unit) + len(label) <= shown:
+            marks = marks.ljust(round(time * unit)) + label
+    return Text(marks, style="dim")
+
+
+def _row(slots: list[Slot], first: int, shown: int, unit: float) -> Text:
+    row = Text()
+    for slot in slots:
+        start, stop = (min(round(time * unit), shown) for time in (slot.start, slot.stop))
+        if start == stop:
+            break
+        later = slot.action.stage != first
+        kind = slot.action.kind.lower() if later else slot.action.kind
+        label = f"{kind}{slot.action.microbatch}"
+        wide = stop - start
+        if len(label) > wide:  # cut in the midst: half a number would be another number
+            label = ""
+        # A blank column keeps neighbours apart where there is one to spare.
+        gap = 1 if wide > len(label) else 0
+        row.append(" " * (start - len(row)))
+        row.append(label.ljust(wide - gap, "-"), STYLES[slot.action.kind][later])
+        row.append(" " * gap)
+    row.rstrip()
+    return row
+
+
+def _legend(timeline: Timeline) -> list[Text]:
+    kinds = {slot.action.kind for slot in timeline.slots}
+    lines = [Text()]
+    for kind, meaning in MEANINGS.items():
+        if kind in kinds:
+            lines[0].append(f" {kind} ", STYLES[kind][0])
+            lines[0].append(f" {meaning}  ")
+    lines[0].rstrip()
+    if timeline.schedule.stages_per_rank > 1:
+        lines.append(Text("small letters are a rank's later stages", style="dim"))
+    return lines

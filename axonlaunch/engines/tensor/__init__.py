@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers, plans, and the loss over a divided vocabulary."""

@@ -1,0 +1,179 @@
+"""A parallel region's column-parallel layers, computed together so that backward can overlap.
+
+The gradient of their common input is summed over ranks while the gradients of their weights are
+computed. A layer that turns out to read something else computes by itself.
+
+Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
+and Megatron-LM's linear layer with asynchronous communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.autograd import (
+    all_gather_from_group,
+    all_reduce_from_group,
+    copy_to_group,
+    finish,
+    reduce_scatter_to,
+    start_reduce_scatter,
+    start_sum,
+)
+from axonlaunch.engines.tensor.local_parameters import TensorAxis, local_part
+
+SEQUENCE_DIM = 1
+"""The dim of hidden states [B, T, H] that sequence parallelism cuts."""
+
+
+def enter(x: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
+    """Take a region's input into it: every rank's own, or the ranks' parts of the sequence."""
+    return (
+        all_gather_from_group(x, group, SEQUENCE_DIM)
+        if sequence_parallel
+        else copy_to_group(x, group)
+    )
+
+
+def leave(x: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
+    """Sum a region's partial results: all of them, or this rank's part of the sequence."""
+    return (
+        reduce_scatter_to(x, group, SEQUENCE_DIM)
+        if sequence_parallel
+        else all_reduce_from_group(x, group)
+    )
+
+
+class ColumnParallelGroup:
+    """What column-parallel layers that read one input share while a forward runs.
+
+    Attributes:
+        axis: The ranks that divide the layers.
+        sequence_parallel: Whether the input is this rank's part of the sequence.
+    """
+
+    def __init__(
+        self, axis: TensorAxis, columns: Sequence[nn.Linear], *, sequence_parallel: bool = False
+    ) -> None:
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel
+        self._columns = tuple(columns)
+        self._source: Tensor | None = None
+        self._input: Tensor | None = None
+        self._outputs: dict[nn.Linear, Tensor] = {}
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Take the input into the region."""
+        entered = enter(x, self.axis.group, sequence_parallel=self.sequence_parallel)
+        # The compiler overlaps by itself; without gradients there is nothing to overlap.
+        alone = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+        if self.axis.overlaps and not alone:
+            self._source, self._input = x, entered
+        return entered
+
+    def leave(self) -> None:
+        """Forget what was computed."""
+        self._source = self._input = None
+        self._outputs = {}
+
+    def output_of(self, column: nn.Linear, x: Tensor) -> Tensor:
+        """Return a layer's output; the first that is fed the region's input computes all."""
+        if x is not self._input:
+            return F.linear(x, *_parameters(column))
+        if not self._outputs:
+            assert self._source is not None
+            outputs = linears(self._source, x, self._columns, region=self)
+            self._outputs = dict(zip(self._columns, outputs, strict=True))
+        return self._outputs[column]
+
+
+def linears(
+    source: Tensor, entered: Tensor, columns: Sequence[nn.Linear], *, region: ColumnParallelGroup
+) -> tuple[Tensor, ...]:
+    """Apply column-parallel layers to one input.
+
+    Args:
+        source: The input before it enters the region; gradients go to it, summed over ranks.
+        entered: The same after; its own way into the region gets no gradient from here.
+        columns: The layers.
+        region: Says how the input enters.
+    """
+    parameters = [_parameters(column) for column in columns]
+    weights = [weight for weight, _ in parameters]
+    biases = [bias for _, bias in parameters]
+    x = entered.detach()
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        # Inside the function below autocast would cast what backward is to use uncast.
+        dtype = torch.get_autocast_dtype(device)
+        x, *weights = (t.to(dtype) for t in (x, *weights))
+        biases = [b if b is None else b.to(dtype) for b in biases]
+    outputs: tuple[Tensor, ...] = _apply_linears(source, x, region, len(weights), *weights, *biases)
+    return outputs
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: Tensor,
+        x: Tensor,
+        region: ColumnParallelGroup,
+        count: int,
+        *parameters: Any,
+    ) -> Any:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *weights)
+        ctx.group, ctx.in_parts = region.axis.group, region.sequence_parallel
+        ctx.dtype = source.dtype
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        x, *weights = ctx.saved_tensors
+        count, needed = len(weights), ctx.needs_input_grad
+        rows = [g if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
+        pending = None
+        if needed[0]:
+            pending = _start(_of_input(rows, weights, x).to(ctx.dtype), ctx.group, ctx.in_parts)
+        inputs = x.reshape(-1, x.shape[-1])
+        of_parameters = [
+            g.t() @ inputs if g is not None and needed[4 + index] else None
+            for index, g in enumerate(rows)
+        ]
+        of_parameters += [
+            g.sum(0) if g is not None and needed[4 + count + index] else None
+            for index, g in enumerate(rows)
+        ]
+        return None if pending is None else finish(pending), None, None, None, *of_parameters
+
+
+_apply_linears: Any = _Linears.apply
+
+
+def _of_input(rows: list[Tensor | None], weights: list[Tensor], x: Tensor) -> Tensor:
+    """Return this rank's part of the gradient of the input."""
+    total: Tensor | None = None
+    for gradient, weight in zip(rows, weights, strict=True):
+        if gradient is not None:
+            total = gradient @ weight if total is None else total.addmm_(gradient, weight)
+    assert total is not None
+    return total.view(x.shape)
+
+
+def _start(gradient: Tensor, group: ProcessGroup, in_parts: bool) -> Tensor:
+    if in_parts:
+        return start_reduce_scatter(gradient, group, SEQUENCE_DIM)
+    return start_sum(gradient, group)
+
+
+def _parameters(column: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    bias = column.bias
+    return local_part(column.weight), None if bias is None else local_part(bias)

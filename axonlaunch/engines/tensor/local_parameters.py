@@ -1,0 +1,210 @@
+"""The tensor axis: how parameters are cut over it, and how forwards read them as plain tensors.
+
+It knows no layer and no plan. Parameters stay DTensors, so that optimizers, clipping and
+checkpoints work in any mesh; what computes gets this rank's part, a plain tensor, whose gradient
+finds its way back to the DTensor. Sizes that the axis does not divide are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.argument_checks import device_of
+from axonlaunch.comm.autograd import copy_to_group, sum_over
+from axonlaunch.comm.process_group import default_group
+from axonlaunch.config.errors import divisor_of
+
+Kind = TypeVar("Kind", bound=nn.Module)
+
+
+class TensorAxis:
+    """The ranks that divide layers among them, as all modules of one tree see them.
+
+    Attributes:
+        mesh: Their one-dimensional mesh, on which the tree's DTensors lie.
+        group: Their process group.
+        overlaps: Whether a region's layers go back together.
+        computes: Whether a forward of the tree runs now, so that modules read local parameters.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, *, group: ProcessGroup | None = None, overlaps: bool = True
+    ) -> None:
+        self.mesh = mesh
+        self.overlaps = overlaps
+        self.group = group or ProcessGroup.from_torch(mesh.get_group())
+        self.computes = False
+
+    @classmethod
+    def of_group(cls, group: ProcessGroup | None) -> Self:
+        """Lay an axis over a group; None: the whole world."""
+        group = group or default_group()
+        kind = device_of(group).type
+        mesh = DeviceMesh.from_group(group.torch_group, kind, mesh_dim_names=("tp",))
+        return cls(mesh, group=group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Let copies of a module share it: groups can't be copied."""
+        return self
+
+    def distribute(self, module: nn.Module) -> None:
+        """Make every parameter of a tree a DTensor, of which this rank keeps its part.
+
+        A module's class says in ``cuts`` which dim of a parameter is cut; the others every rank
+        keeps whole. Parameters are the same on every rank before, or on ``meta``; nothing is
+        communicated. What is tied stays tied.
+
+        Raises:
+            ValueError: Two modules cut a parameter that they share in different ways.
+        """
+        made: dict[nn.Parameter, tuple[int | None, nn.Parameter]] = {}
+        for owner in module.modules():
+            cuts = getattr(type(owner), "cuts", {})
+            for key, parameter in list(owner._parameters.items()):
+                if parameter is None:
+                    continue
+                dim = cuts.get(key)
+                if parameter not in made:
+                    made[parameter] = dim, self._placed(parameter, dim)
+                its_dim, placed = made[parameter]
+                if its_dim != dim:
+                    raise ValueError(
+                        f"{owner} shares its {key} with a module that cuts it otherwise"
+                    )
+                setattr(owner, key, placed)
+
+    def _placed(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
+        whole = parameter.detach()
+        part: Tensor = whole
+        placement: Placement = Replicate()
+        if dim is not None:
+            length = whole.shape[dim] // self.group.size
+            part = whole.narrow(dim, self.group.rank * length, length)
+            part, placement = part.clone(memory_format=torch.contiguous_format), Shard(dim)
+        placed = DTensor.from_local(
+            part, self.mesh, [placement], shape=whole.shape, stride=whole.contiguous().stride()
+        )
+        return nn.Parameter(placed, requires_grad=parameter.requires_grad)
+
+
+def local_part(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> Tensor:
+    """Return what this rank holds of a DTensor, for computing with, through autograd.
+
+    Args:
+        parameter: A DTensor; a plain tensor is returned as it is.
+        summed_over: The group over which to sum the gradient, where each rank sees a part of it.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling():
+        local: Tensor = parameter.to_local()
+        return local if summed_over is None else copy_to_group(local, summed_over)
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return parameter._local_tensor
+    part: Tensor = _to_local(parameter, summed_over)
+    return part
+
+
+class _LocalPart(torch.autograd.Function):
+    """``to_local`` in a third of its time, which small layers notice."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, summed_over: ProcessGroup | None) -> Tensor:
+        ctx.spec, ctx.summed_over = parameter._spec, summed_over
+        return parameter._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.summed_over is not None:
+            gradient = sum_over(gradient, ctx.summed_over)
+        # A copy of the spec, for sharding propagation writes into the ones that it meets.
+        gradient = gradient.contiguous()
+        return DTensor(gradient, copy.copy(ctx.spec), requires_grad=False), None
+
+
+_to_local: Any = _LocalPart.apply
+
+
+class ReadsLocally(nn.Module):
+    """Comes before a module's own class and gives its forward plain parameters.
+
+    What looks from outside, and whatever goes through ``named_parameters`` or ``state_dict``,
+    meets the DTensors. While FSDP holds a parameter sharded it lies on another mesh, and stays
+    what it is: nothing can compute with that.
+    """
+
+    _axis: TensorAxis
+    _sums_gradients: bool
+
+    def __getattr__(self, name: str) -> Any:
+        parameter = self.__dict__["_parameters"].get(name)
+        if parameter is not None and self._axis.computes and _lies_on(parameter, self._axis.mesh):
+            group = self._axis.group if self._sums_gradients else None
+            return local_part(parameter, summed_over=group)
+        return super().__getattr__(name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+        axis = self._axis
+        if axis.computes:
+            return super().forward(*args, **kwargs)
+        axis.computes = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            axis.computes = False
+
+
+def convert_module(module: nn.Module, kind: type[Kind]) -> Kind:
+    """Turn a module into another kind in place: it keeps its name, parameters and attributes.
+
+    A module of a subclass stays one of it too.
+    """
+    classes: Any = kind, type(module)
+    module.__class__ = _joined(*classes)
+    assert isinstance(module, kind)
+    return module
+
+
+@functools.cache
+def _joined(kind: Any, own: Any) -> Any:
+    if issubclass(kind, own):
+        return kind
+    named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (kind, own), named)
+
+
+def own_entries(entries: Tensor, group: ProcessGroup, *, count: int) -> tuple[Tensor, Tensor]:
+    """Find this rank's among numbers of a vocabulary of which each rank holds ``count``.
+
+    Returns:
+        The numbers counted from this rank's first, 0 where another rank has them; and where.
+    """
+    entries = entries - group.rank * count
+    elsewhere = (entries < 0) | (entries >= count)
+    return entries.masked_fill(elsewhere, 0), elsewhere
+
+
+def _lies_on(parameter: Tensor, mesh: DeviceMesh) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh == mesh
+
+
+def refuse_indivisible(name: str, size: int, group: ProcessGroup) -> None:
+    """Refuse a size that can't be cut into equal parts, one a rank.
+
+    Raises:
+        ValueError: It names the size and the group sizes that would do.
+    """
+    if size % group.size:
+        raise ValueError(
+            f"{name}={size} is not divisible by the group's {group.size} ranks; use a group of "
+            f"{divisor_of(size)}"
+        )

@@ -1,0 +1,301 @@
+"""What started this process, read from its environment: torchrun, MPI, SLURM, or a person.
+
+It reads the variables that launchers set and tells a world that they describe only by half; what
+they mean for a run is ``settle``'s. Nothing here is torch's or starts anything.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.config.errors import divisor_of
+from axonlaunch.launch.environment_variables import (
+    ADDRESS,
+    OPEN_MPI,
+    OWN,
+    PMI,
+    SLURM,
+    RankVariables,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterEnvironment:
+    """What a launcher said of this process.
+
+    Attributes:
+        launcher: Its name, for messages.
+        rank: This process's; where it is to start ranks itself, the first of theirs.
+        world_size: Ranks of the run.
+        local_rank: Among the ranks of this machine; None where this process is to start them.
+        local_world_size: Ranks on this machine; None where nobody said.
+        nnodes: Machines; None where nobody said.
+        node_rank: Which of them this is; None where nobody said.
+        master_addr: Where rank 0 is; None where nobody said.
+        master_port: Where it listens; None where nobody said.
+        run_id: What tells this run from others of the same launcher.
+        agent_hosts_store: The launcher itself listens there, not rank 0.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None = None
+    nnodes: int | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    run_id: str = ""
+    agent_hosts_store: bool = False
+
+    @property
+    def one_a_machine(self) -> bool:
+        """Whether a scheduler placed one process on each of several machines."""
+        return self.local_world_size == 1 and (self.nnodes or 1) > 1
+
+
+def detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
+    """Return what the environment says of this process; None where it says nothing.
+
+    A scheduler's only task is no world: the ranks are then started here.
+
+    Raises:
+        ConfigError: It describes a world by half, or a senseless one; every problem is told.
+    """
+    reader = _Reader(environment)
+    found: ClusterEnvironment | None
+    if any(environment.get(name) for name in OWN):
+        found = _variables(reader)
+    elif environment.get(OPEN_MPI.rank):
+        found = _scheduler(reader, OPEN_MPI)
+    elif environment.get(SLURM.rank) and environment.get("SLURM_STEP_ID"):
+        # A batch script has SLURM_PROCID=0 too, but is no step.
+        found = _scheduler(reader, SLURM)
+    elif environment.get(PMI.rank):
+        found = _scheduler(reader, PMI)
+    elif any(environment.get(name) for name in ADDRESS):
+        found = _variables(reader)
+    else:
+        return None
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return found
+
+
+def apply_to_config(
+    tree: dict[str, Any], found: ClusterEnvironment, *, accelerators: Callable[[], int]
+) -> list[ConfigIssue]:
+    """Write into a composed tree what the surroundings say of ``launch``.
+
+    Args:
+        tree: Nested plain values; ``launch`` is changed.
+        found: What they say.
+        accelerators: Counts this machine's, where nothing else says how many ranks it is to have.
+
+    Returns:
+        What contradicts them.
+    """
+    launch = tree.setdefault("launch", {})
+    nproc, problems = _ranks_here(launch, found, accelerators)
+    if nproc is None:
+        return problems
+    if found.one_a_machine and found.local_rank is None:
+        world_size, first = nproc * (found.nnodes or 1), nproc * (found.node_rank or 0)
+    else:
+        world_size, first = found.world_size, found.rank
+    if world_size % nproc:
+        message = f"{nproc} ranks on each machine; use {divisor_of(world_size)}"
+        told = f"WORLD_SIZE={world_size} ranks are not a multiple of "
+        return [ConfigIssue("launch.nproc", told + message, launch.get("nproc", "auto"))]
+    if found.local_rank is None and first % nproc:
+        message = f"RANK={first} is no machine's first rank where each has {nproc}"
+        problems.append(ConfigIssue("launch.nproc", message, launch.get("nproc", "auto")))
+    said = {
+        "nproc": nproc,
+        "nnodes": world_size // nproc,
+        "node_rank": first // nproc,
+        "master_addr": found.master_addr,
+        "master_port": found.master_port,
+    }
+    for key, value in said.items():
+        given = launch.get(key, "auto")
+        if value is None:
+            continue
+        if given not in ("auto", value) and not (key == "nnodes" and given == 1):
+            message = (
+                f"{found.launcher} says {value}; leave it out, or start without {_source(found)}"
+            )
+            problems.append(ConfigIssue(f"launch.{key}", message, given))
+        launch[key] = value
+    return problems
+
+
+def _source(found: ClusterEnvironment) -> str:
+    return "these variables" if found.launcher == "the environment" else f"{found.launcher}'s word"
+
+
+def _ranks_here(
+    launch: dict[str, Any], found: ClusterEnvironment, accelerators: Callable[[], int]
+) -> tuple[int | None, list[ConfigIssue]]:
+    given, nnodes = launch.get("nproc", "auto"), launch.get("nnodes", 1)
+    if found.local_world_size is not None and found.local_rank is not None:
+        return found.local_world_size, []
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given, []
+    if found.local_world_size is not None and not found.one_a_machine:
+        return found.local_world_size, []
+    if isinstance(nnodes, int) and nnodes > 1 and found.world_size % nnodes == 0:
+        return found.world_size // nnodes, []
+    if nnodes == 1 and (count := accelerators()):
+        return count, []
+    message = (
+        f"the run has WORLD_SIZE={found.world_size} ranks, and nothing says how many of them are "
+        "this machine's; write the number, or launch.nnodes"
+    )
+    return None, [ConfigIssue("launch.nproc", message, given)]
+
+
+class _Reader:
+    """Reads numbers from the environment and gathers what is wrong with them."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self.problems: list[ConfigIssue] = []
+
+    def number(self, name: str, *, least: int = 0, below: int | None = None) -> int | None:
+        """Return a variable's number; None where it is not set or senseless."""
+        text = self.environment.get(name, "")
+        if not text:
+            return None
+        if not (text.isascii() and text.isdigit()) or int(text) < least:
+            self.problems.append(ConfigIssue(name, f"expected a whole number from {least}", text))
+            return None
+        if below is not None and int(text) >= below:
+            self.problems.append(ConfigIssue(name, f"expected a number below {below}", text))
+            return None
+        return int(text)
+
+    def missing(self, *names: str) -> None:
+        """Tell which of some variables, of which others are set, are not."""
+        given = [name for name in (*OWN, *ADDRESS) if self.environment.get(name)]
+        for name in names:
+            if not self.environment.get(name):
+                message = f"is not set, but {', '.join(given)} {'is' if len(given) == 1 else 'are'}"
+                self.problems.append(ConfigIssue(name, f"{message}; set it, or write launch=local"))
+
+
+def _variables(reader: _Reader) -> ClusterEnvironment:
+    environment = reader.environment
+    reader.missing("RANK", "WORLD_SIZE", *ADDRESS)
+    world_size = reader.number("WORLD_SIZE", least=1)
+    rank = reader.number("RANK", below=world_size)
+    here = reader.number("LOCAL_WORLD_SIZE", least=1)
+    if here is not None and world_size is not None and here > world_size:
+        message = f"is more than WORLD_SIZE={world_size}"
+        reader.problems.append(ConfigIssue("LOCAL_WORLD_SIZE", message, here))
+    local_rank = reader.number("LOCAL_RANK", below=here or world_size)
+    run = environment.get("TORCHELASTIC_RUN_ID")
+    return ClusterEnvironment(
+        launcher="the environment" if run is None else "torchrun",
+        rank=rank or 0,
+        world_size=world_size or 1,
+        local_rank=local_rank,
+        local_world_size=here,
+        master_addr=environment.get("MASTER_ADDR"),
+        master_port=reader.number("MASTER_PORT", least=1, below=65536),
+        run_id="" if run is None else f"{run}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        agent_hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _scheduler(reader: _Reader, names: RankVariables) -> ClusterEnvironment | None:
+    environment = reader.environment
+    world_size = reader.number(names.world_size, least=1)
+    if world_size is None:
+        reader.problems.append(ConfigIssue(names.world_size, f"is not set, but {names.rank} is"))
+    if world_size == 1:
+        return None
+    rank = reader.number(names.rank, below=world_size)
+    local_rank = reader.number(names.local_rank, below=world_size)
+    if local_rank is None:
+        reader.problems.append(ConfigIssue(names.local_rank, f"is not set, but {names.rank} is"))
+    run_id = environment.get(names.run_id, "")
+    address, here, nnodes = environment.get("MASTER_ADDR"), None, None
+    if names is SLURM:
+        run_id = f"{run_id}.{environment.get('SLURM_STEP_ID', '')}"
+        nnodes = reader.number(names.nnodes, least=1)
+        here = _tasks_here(environment)
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+        address = address or (_address(first_host(nodes)) if nnodes != 1 else "127.0.0.1")
+    else:
+        here = reader.number(names.local_world_size, least=1)
+        if here is not None and here == world_size:
+            address = address or "127.0.0.1"
+    if not address:
+        message = (
+            "is not set, and mpirun does not say where rank 0 is; "
+            "pass it, as in mpirun -x MASTER_ADDR=10.0.0.1"
+        )
+        reader.problems.append(ConfigIssue("MASTER_ADDR", message))
+    port = reader.number("MASTER_PORT", least=1, below=65536)
+    return ClusterEnvironment(
+        launcher=names.launcher,
+        rank=rank or 0,
+        world_size=world_size or 1,
+        local_rank=local_rank,
+        local_world_size=here,
+        nnodes=nnodes,
+        node_rank=reader.number(names.node_rank) if names.node_rank else None,
+        master_addr=address,
+        master_port=port or port_of(f"{names.launcher} {run_id}"),
+        run_id=run_id,
+    )
+
+
+def _tasks_here(environment: Mapping[str, str]) -> int | None:
+    """Return the tasks of this node from ``SLURM_STEP_TASKS_PER_NODE``: ``2(x3),1``."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
+            counts += [int(match[1])] * int(match[2] or 1)
+    node = environment.get("SLURM_NODEID", "")
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
+
+
+def first_host(nodes: str) -> str:
+    """Return the first of SLURM's node list: ``gpu[03-07,9],login`` -> ``gpu03``."""
+    match = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    assert match is not None
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _address(node: str) -> str:
+    """Return where a node is reached: its name is a host's, unless its administrator chose not to.
+
+    Raises:
+        ConfigError: Neither the name is a host's, nor does SLURM tell the address.
+    """
+    with suppress(OSError):
+        socket.getaddrinfo(node, None)
+        return node
+    with suppress(OSError, subprocess.SubprocessError):
+        words = ["scontrol", "show", "node", node, "--oneliner"]
+        told = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
+        if match := re.search(r"\bNodeAddr=(\S+)", told):
+            return match[1]
+    message = f"srun's first node {node} is no host's name; set the variable to its address"
+    raise ConfigError([ConfigIssue("MASTER_ADDR", message)])
+
+
+def port_of(run_id: str) -> int:
+    """Derive a port, below those that systems give out by themselves, from what names a run."""
+    return 10000 + zlib.crc32(run_id.encode()) % 20000

@@ -1,0 +1,111 @@
+"""What a run would take anywhere, and what would stop it on this machine; nothing is started.
+
+It refuses what can't be run on any machine, and only reports what is missing here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from axonlaunch import config as configuration
+from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.launch import slurm
+from axonlaunch.launch.launcher import loaded
+from axonlaunch.planning import auto_strategy
+from axonlaunch.planning.estimate import forecast, prepared
+from axonlaunch.planning.records import Forecast
+from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
+from axonlaunch.system import forked_call
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A run that was checked and estimated.
+
+    Attributes:
+        config: As ``estimate.forecast`` took it.
+        forecast: Its estimate.
+        obstacles: What would stop a start on this machine, each with its remedy.
+    """
+
+    config: RunConfig
+    forecast: Forecast
+    obstacles: list[ConfigIssue]
+
+
+def dry_runs(
+    context: ForkServerContext,
+    overrides: Sequence[str],
+    *,
+    config_name: str,
+    config_dirs: Sequence[Path],
+    multirun: bool,
+) -> list[DryRun]:
+    """Check and estimate what a command line asks for: one run, or each of a sweep.
+
+    Raises:
+        ConfigError: A configuration can't be run on any machine.
+    """
+    compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
+
+    def with_files(words: Sequence[str]) -> Composed:
+        found = compose(words)
+        return dataclasses.replace(found, tree=naming_files(found.tree))
+
+    load = partial(
+        auto_strategy.load, compose=with_files, server=lambda: context, config_dirs=config_dirs
+    )
+    runs = loaded(overrides, load=load, config_dirs=config_dirs, multirun=multirun)
+    return [_dry_run(context, config, missing=_missing(compose(words))) for words, config in runs]
+
+
+def _dry_run(
+    context: ForkServerContext, config: RunConfig, *, missing: list[ConfigIssue]
+) -> DryRun:
+    ready = prepared(context, config)
+    # Files that are not named can't be checked; those that are, are read as a start reads them.
+    data = replace_with_synthetic(ready).data if missing else config.data
+    here = _here(context, config, dataclasses.replace(ready, data=data))
+    return DryRun(ready, _estimated(context, ready), [*missing, *here])
+
+
+def _estimated(context: ForkServerContext, config: RunConfig) -> Forecast:
+    """Estimate a run; of one that can't be traced, its states alone."""
+    try:
+        return forecast(context, config)
+    except ConfigError as error:
+        found = forecast(context, config, formula=True)  # refuses what can't be run anywhere
+        reasons = [str(problem) for problem in error.problems]
+        return dataclasses.replace(found, notes=[*reasons, *found.notes])
+
+
+def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> list[ConfigIssue]:
+    """Return what would stop a start on this machine.
+
+    Args:
+        context: Of the warm fork server.
+        config: As loaded.
+        ready: The same, with the ranks that it would have here.
+    """
+    if config.launch.name == "slurm":
+        return slurm.problems(config)  # a job's nodes are not this machine
+    found: list[ConfigIssue] = forked_call.call(
+        context, "axonlaunch.preflight.checks:obstacles", ready
+    )
+    return found
+
+
+def _missing(composed: Composed) -> list[ConfigIssue]:
+    """Return what data lacks that an estimate does without: files."""
+    if naming_files(composed.tree) == composed.tree:
+        return []
+    try:
+        configuration.typed(composed.tree, composed.problems, origins=composed.origins)
+    except ConfigError as error:
+        return [problem for problem in error.problems if problem.key.startswith("data.")]
+    return []

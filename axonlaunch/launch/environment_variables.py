@@ -1,0 +1,54 @@
+"""What launchers call the variables by which they tell a process its place.
+
+Names alone: it is read before anything else is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankVariables:
+    """A launcher's variables; an empty name has none."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    run_id: str
+    nnodes: str = ""
+    node_rank: str = ""
+
+
+OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+OPEN_MPI = RankVariables(
+    "mpirun",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE",
+)
+PMI = RankVariables(
+    "mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_PORT"
+)
+SLURM = RankVariables(
+    "srun",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_NODEID",
+)
+
+
+def may_be_rank(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher may have started this process as one rank, which starts no process."""
+    local_ranks = ("LOCAL_RANK", OPEN_MPI.local_rank, PMI.local_rank, SLURM.local_rank)
+    return any(environment.get(name) for name in local_ranks)

@@ -1,0 +1,1 @@
+"""Ranks that another launcher started: torchrun, mpirun, srun."""

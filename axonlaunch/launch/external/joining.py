@@ -1,0 +1,147 @@
+"""How the ranks that another launcher started meet, and get one configuration.
+
+They meet at torch's store; what they tell each other there is signed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from axonlaunch import config as configuration
+from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.authentication import ForgedMessageError, derive_key
+from axonlaunch.comm.rendezvous import is_loopback, meet_at
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.errors import plain
+from axonlaunch.config.schema import LaunchConfig
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.multinode import run_identity, token
+from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
+
+JOIN_S = 300.0
+"""Seconds in which all ranks have to have been started."""
+_FORGED = (
+    "what stands in the store there was not written by a rank of this run: give every rank the "
+    "same launch.token_file, and let nobody else reach the port"
+)
+
+
+def message_key(found: ClusterEnvironment, launch: LaunchConfig) -> bytes:
+    """Return the key of the run's messages; rank 0 says where there is no secret.
+
+    Ranks of one node find the same token in this user's own folder.
+
+    Raises:
+        ConfigError: There is a file that is no secret, or none where one is required.
+    """
+    secret = token.read(launch)
+    assert found.master_addr is not None
+    if secret is None and (
+        found.local_world_size == found.world_size or is_loopback(found.master_addr)
+    ):
+        secret = token.of_this_user()
+    if secret is None:
+        warning = token.without(launch, address=f"{found.master_addr}:{found.master_port}")
+        if found.rank == 0:
+            print(warning, file=sys.stderr)
+    return derive_key(secret or b"")
+
+
+def join(
+    found: ClusterEnvironment, key: bytes
+) -> tuple[Channel, list[dict[str, Any]] | None, list[str]]:
+    """Meet the other ranks; rank 0 learns what each said of itself.
+
+    Returns:
+        Where they meet, what each said, and the nonces for ``Peers``.
+
+    Raises:
+        ConfigError: They can't meet.
+    """
+    assert found.master_addr is not None
+    assert found.master_port is not None
+    where = f"{found.master_addr}:{found.master_port}"
+    try:
+        store = meet_at(
+            found.master_addr,
+            found.master_port,
+            listens=found.rank == 0 and not found.agent_hosts_store,
+            timeout=timedelta(seconds=JOIN_S),
+        )
+    except ValueError as error:
+        raise ConfigError([ConfigIssue("", str(error))]) from None
+    except (dist.DistNetworkError, dist.DistStoreError):
+        message = f"rank {found.rank} waited {JOIN_S:g} s, and rank 0 does not listen there"
+        raise ConfigError([ConfigIssue("MASTER_ADDR", message, where)]) from None
+    job = dist.PrefixStore(f"axonlaunch/{found.run_id}", store)
+    try:
+        if found.rank == 0:
+            named = run_identity.announce(job, key)
+        else:
+            named = run_identity.learn(job, key, timeout_s=JOIN_S)
+    except TimeoutError:
+        message = f"rank {found.rank} waited {JOIN_S:g} s, and rank 0 began no run there"
+        raise ConfigError([ConfigIssue("MASTER_ADDR", message, where)]) from None
+    except ForgedMessageError:
+        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
+    credentials = named.of(member_name(found.rank))
+    channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
+    try:
+        about = {"machine": socket.gethostname(), "local_rank": found.local_rank}
+        machines, nonces = meet(
+            channel,
+            member=found.rank,
+            members=found.world_size,
+            about=about,
+            timeout_s=JOIN_S,
+            announce=lambda text: print(f"rank {text}", file=sys.stderr),
+        )
+    except TimeoutError as missing:
+        message = f"ranks {missing} did not come within {JOIN_S:g} s"
+        raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)]) from None
+    except ForgedMessageError:
+        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
+    return channel, machines, nonces
+
+
+def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> ClusterEnvironment:
+    """Complete the surroundings by how many ranks each machine has.
+
+    Raises:
+        ConfigError: Not all have as many.
+    """
+    assert members is not None
+    given = [member["local_rank"] for member in members]
+    nproc = max(given) + 1
+    if given != list(range(nproc)) * (found.world_size // nproc):
+        message = (
+            f"ranks 0 to {found.world_size - 1} have the local ranks {plain(given)}; start as many "
+            "on each machine, those of one machine in a row (srun --distribution=block)"
+        )
+        raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)])
+    return dataclasses.replace(found, local_world_size=nproc)
+
+
+def frozen_by_rank_0(peers: Coordinator) -> RunConfig | None:
+    """Take the configuration that rank 0 froze; None where it refused."""
+    try:
+        told = peers.ask("frozen", timeout_s=JOIN_S)
+    except TimeoutError:
+        message = f"rank 0 told no configuration within {JOIN_S:g} s"
+        raise ConfigError([ConfigIssue("", message)]) from None
+    except ForgedMessageError:
+        raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED)]) from None
+    if "refused" in told:
+        peers.watch()
+        peers.farewell()
+        return None
+    config = configuration.parsed(told["config"])
+    run_dir.adopt(config)
+    return config

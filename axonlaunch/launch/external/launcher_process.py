@@ -1,0 +1,100 @@
+"""The process of torchrun, mpirun or srun that started this one as a rank, watched.
+
+A launcher that is killed can't end its ranks, and they belong to init from then on. Ranks that a
+person starts by hand are not watched: the shell may leave, as after ``nohup``.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from pathlib import Path
+
+from axonlaunch.launch.environment_variables import OPEN_MPI, PMI, SLURM
+from axonlaunch.system.process_state import state
+
+GRACE_S = 8.0
+"""Seconds that whoever trains has to report the launcher's end; then the process ends."""
+_POLL_S = 0.5
+_SET_BY = {
+    "torchrun": ("TORCHELASTIC_RUN_ID",),
+    "mpirun": (OPEN_MPI.rank, PMI.rank),
+    "srun": (SLURM.rank,),
+}
+"""Variables that a launcher sets for each rank and does not have itself."""
+
+
+class LauncherProcess:
+    """The launcher of this rank.
+
+    Attributes:
+        name: ``torchrun``, ``mpirun`` or ``srun``.
+        pid: None where it is not seen: out of this container, or a person's shell.
+        is_gone: Set when it has ended.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Look for it."""
+        self.name = name
+        self.pid = _ancestor_without(_SET_BY.get(name, ()))
+        self.is_gone = threading.Event()
+
+    def watch(self) -> None:
+        """End this process some seconds after it, in a thread; the time is to report it in."""
+        if self.pid is not None:
+            threading.Thread(target=self._follow, args=(self.pid,), daemon=True).start()
+
+    def _follow(self, pid: int) -> None:
+        try:
+            _wait_for_end(pid)
+            self.is_gone.set()
+            time.sleep(GRACE_S)
+        finally:  # a watch that fails ends its process too
+            os._exit(1)
+
+
+def _ancestor_without(variables: tuple[str, ...]) -> int | None:
+    """Return the nearest ancestor that was started without any of the variables.
+
+    What lies between, a shell or ``taskset`` that the launcher ran, inherited them and passed them
+    on: ``mpirun`` (has none) -> ``sh -c`` (has them) -> this process.
+    """
+    pid = os.getppid()
+    while variables and pid > 1:
+        try:
+            content = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except FileNotFoundError:
+            return None
+        except PermissionError:  # of another user: slurmstepd is root's
+            return pid
+        names = {line.partition(b"=")[0] for line in content}
+        if not names & {name.encode() for name in variables}:
+            return pid
+        pid = int(_stat(pid)[1])
+    return None
+
+
+def _wait_for_end(pid: int) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except OSError:  # Linux before 5.3, or a container that forbids it
+        began = _stat(pid)[19:20]
+        while state(pid) not in ("", "Z") and _stat(pid)[19:20] == began:
+            time.sleep(_POLL_S)
+        return
+    try:
+        select.select([descriptor], [], [])
+    finally:
+        os.close(descriptor)
+
+
+def _stat(pid: int) -> list[str]:
+    """Return a process' fields after its name: state, parent, ..., at 19 when it began."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

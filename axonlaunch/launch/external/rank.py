@@ -1,0 +1,203 @@
+"""This process as one rank of a world that others started: torchrun, mpirun, srun or a person.
+
+It starts no rank. Rank 0 composes, checks and freezes the configuration; the others take it from
+torch's store. A thread of each watches the others, and rank 0's tells how the run ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any
+
+from axonlaunch import config as configuration
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.layout import frozen_threads, nodes
+from axonlaunch.config.schema import LaunchConfig
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.external.joining import counted, frozen_by_rank_0, join, message_key
+from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.external.watch import Watch
+from axonlaunch.launch.failures.report import Crash
+from axonlaunch.launch.local import rank_process as ranks
+from axonlaunch.launch.local.heartbeat import HeartbeatTable
+from axonlaunch.launch.local.messages import RankSpec
+from axonlaunch.launch.local.supervisor import Outcome
+from axonlaunch.launch.multinode.coordination import Coordinator
+from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_of
+from axonlaunch.planning.background_estimate import BackgroundEstimate
+from axonlaunch.system.streams import tolerant
+
+LOST_S = 20.0
+"""Seconds of silence after which a rank is lost. Its watching thread shares the interpreter with
+training, so a short silence says nothing; a launcher notices a process that ended at once."""
+
+
+def train(
+    found: ClusterEnvironment,
+    compose: Callable[[ClusterEnvironment], RunConfig],
+    *,
+    launch: LaunchConfig,
+    launcher: LauncherProcess,
+    started: float,
+    as_json: bool = False,
+) -> tuple[int, dict[str, Any] | None]:
+    """Be a rank.
+
+    Args:
+        found: Which one.
+        launch: What is said of the token.
+        compose: Makes the resolved configuration, on rank 0.
+        launcher: What started it, watched.
+        started: ``time.time()`` when the command began.
+        as_json: Keep standard output free.
+
+    Returns:
+        The exit status and, on rank 0, what was written to ``summary.json``. A run that fails ends
+        the process instead.
+
+    Raises:
+        ConfigError: The ranks can't meet, or the configuration can't be run; rank 0 alone tells the
+            latter.
+    """
+    assert found.local_rank is not None
+    channel, machines, nonces = join(found, message_key(found, launch))
+    peers = Coordinator(
+        channel,
+        nonces=nonces,
+        member=found.rank,
+        members=found.world_size,
+        first_ranks=list(range(found.world_size)),
+        lost_s=LOST_S,
+        are_machines=False,
+    )
+    with ExitStack() as folder:
+        if found.rank == 0:
+            try:
+                given = compose(counted(found, machines))
+                tell = partial(print, file=sys.stderr)
+                config = folder.enter_context(
+                    run_dir.create(given, tell=tell, sharing=_sharing(given))
+                )
+            except ConfigError:
+                peers.tell("frozen", {"refused": True})
+                peers.watch()
+                peers.farewell()
+                raise
+            peers.tell("frozen", {"config": configuration.to_yaml(config)})
+        else:
+            told = frozen_by_rank_0(peers)
+            if told is None:
+                return 2, None
+            config = told
+        return _run(config, found, peers, launcher, started=started, as_json=as_json)
+
+
+def _run(
+    config: RunConfig,
+    found: ClusterEnvironment,
+    peers: Coordinator,
+    launcher: LauncherProcess,
+    *,
+    started: float,
+    as_json: bool,
+) -> tuple[int, dict[str, Any] | None]:
+    assert found.local_rank is not None
+    assert config.launch.nproc != "auto"
+    assert found.master_addr is not None
+    assert found.master_port is not None
+    output, errors = os.dup(1), os.dup(2)
+    log = log_of(config, found.rank)
+    ranks.redirect(log)
+    stream = tolerant(os.fdopen(errors if as_json else output, "w", buffering=1))
+    console = RunConsole(stream=stream, is_plain=True)
+    record = RunRecorder(started, console)
+    # Not forked from this process, which has threads and a device.
+    record.prediction = BackgroundEstimate(multiprocessing.get_context("spawn"), config)
+    place = RankSpec(
+        rank=found.rank,
+        world_size=found.world_size,
+        local_rank=found.local_rank,
+        local_world_size=config.launch.nproc,
+        nnodes=nodes(config)[1],
+        master_addr=found.master_addr,
+        port=found.master_port,
+        credentials=peers.channel.credentials.of(f"rank {found.rank}"),
+        listener=None,
+        log=log,
+        pulse=HeartbeatTable.of(config.launch.nproc),
+        threads=frozen_threads(config),
+        cores=None,  # who started this process placed it
+    )
+    asked = _Asked()
+    peers.watch()
+    told_errors = tolerant(os.fdopen(errors, "w", buffering=1)) if not as_json else stream
+    watch = Watch(config, place, peers, launcher, record, console, told_errors)
+    watch.start()
+    try:
+        ranks.claim_cores(place)
+        finished = ranks.work(
+            config, place, report=record if found.rank == 0 else _unshown, stop=asked.is_set
+        )
+    except BaseException as error:
+        peers.post(ranks.report_of(error, place))
+        traceback.print_exception(error)
+        threading.Event().wait()  # the watching thread ends the process
+        raise AssertionError("unreachable") from error
+    everyone = peers.finish([finished])
+    if isinstance(everyone, Crash):
+        threading.Event().wait()
+    watch.end()
+    for ours, theirs in ((output, 1), (errors, 2)):
+        os.dup2(ours, theirs)  # what is still to be said is for who started this process
+    status = 130 if finished.interrupted else 0
+    if found.rank:
+        return status, None
+    assert not isinstance(everyone, Crash)
+    from axonlaunch.events import merge_finished
+
+    with closing(record.prediction):
+        return finish_run(config, Outcome(finished=merge_finished(everyone)), record, console)
+
+
+def _sharing(config: RunConfig) -> int:
+    """Return how many ranks share the cores that this process may use."""
+    assert config.launch.nproc != "auto"
+    allowed, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    return config.launch.nproc if allowed == all_cores else 1
+
+
+def _unshown(event: object) -> None:
+    del event
+
+
+class _Asked:
+    """Whether this rank was asked to stop; asked again a second later, it ends at once.
+
+    A launcher may pass on what the terminal sent already.
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def is_set(self) -> bool:
+        return self._first is not None
+
+    def _note(self, number: int, frame: object) -> None:
+        del number, frame
+        now = time.monotonic()
+        if self._first is not None and now - self._first > 1.0:
+            os._exit(130)
+        self._first = self._first or now

@@ -1,0 +1,129 @@
+"""The thread beside a rank's training: it follows the launcher, the other ranks and this one.
+
+When one fails it agrees with the others on who was first, and ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import NoReturn, TextIO
+
+from axonlaunch.config import RunConfig
+from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.failures import hang
+from axonlaunch.launch.failures.report import Crash, Kind, Report
+from axonlaunch.launch.failures.root_cause import find_root_cause
+from axonlaunch.launch.local.messages import RankSpec
+from axonlaunch.launch.local.supervisor import Outcome
+from axonlaunch.launch.multinode.coordination import Coordinator
+from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, report_crash
+
+_TICK_S = 0.1
+
+
+class Watch(threading.Thread):
+    """Follows this rank and the others beside training, and ends the process when one fails."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        place: RankSpec,
+        peers: Coordinator,
+        launcher: LauncherProcess,
+        record: RunRecorder,
+        console: RunConsole,
+        errors: TextIO,
+    ) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._config = config
+        self._place = place
+        self._peers = peers
+        self._launcher = launcher
+        self._record = record
+        self._console = console
+        self._errors = errors
+        self._over = threading.Event()
+        self._tail = LogTail(place.log, console) if place.rank == 0 else None
+
+    def end(self) -> None:
+        """Watch no more: every rank has ended well."""
+        self._over.set()
+        self.join()
+        if self._tail:
+            self._tail()
+
+    def run(self) -> None:
+        """Follow until the end; what goes wrong here ends the process."""
+        try:
+            self._follow()
+        except BaseException as error:
+            # Without it the training thread would wait for ever for an end that nobody decides.
+            traceback.print_exception(error, file=self._errors)
+            os._exit(1)
+
+    def _follow(self) -> None:
+        while not self._over.wait(_TICK_S):
+            if self._tail:
+                self._tail()
+            if self._launcher.is_gone.is_set():
+                self._fail_without_launcher()
+            elif self._peers.failure():
+                self._fail([])
+            elif (report := self._hang()) is not None:
+                self._fail([report])
+
+    def _hang(self) -> Report | None:
+        place, beat = self._place, self._place.pulse.read(self._place.local_rank)
+        waited = self._config.launch.timeout_s
+        if beat.phase == "done" or time.monotonic() - beat.at < waited:
+            return None
+        me = {place.local_rank: os.getpid()}
+        where = hang.ask(me, {place.local_rank: place.log})[place.local_rank]
+        return where.told(self._report("hang"), timeout_s=waited)
+
+    def _report(self, kind: Kind, reason: str = "") -> Report:
+        place, beat = self._place, self._place.pulse.read(self._place.local_rank)
+        return Report(
+            rank=place.rank,
+            kind=kind,
+            reason=reason,
+            machine=socket.gethostname(),
+            log=str(place.log),
+            step=beat.step,
+            doing=beat.phase,
+        )
+
+    def _fail_without_launcher(self) -> NoReturn:
+        """End with the launcher; the store may have been its own, so nothing is agreed on."""
+        name, pid = self._launcher.name, self._launcher.pid
+        reason = (
+            f"its launcher {name} (process {pid}) is gone: it was killed, or had no memory left"
+        )
+        report = self._report("lost", reason)
+        self._peers.post(report)  # the ranks of other nodes may learn of it
+        time.sleep(_TICK_S)
+        self._end(find_root_cause([report]), tells=self._place.rank == 0)
+
+    def _fail(self, reports: list[Report]) -> NoReturn:
+        """Agree on who was first, tell it on rank 0, and end this process."""
+        crash = self._peers.verdict(reports)
+        self._end(crash, tells=self._place.rank == 0 or not self._peers.is_judged)
+
+    def _end(self, crash: Crash, *, tells: bool) -> NoReturn:
+        """End this process; rank 0 writes the run's summary too."""
+        if self._place.rank == 0:
+            self._console.stop()
+            sys.stderr = self._errors
+            finish_run(self._config, Outcome(crash=crash), self._record, self._console)
+        elif tells:
+            sys.stderr = self._errors  # rank 0 is gone and tells nothing
+            report_crash(self._config, crash)
+        sys.stderr.flush()
+        self._record.prediction.close()
+        os._exit(1)

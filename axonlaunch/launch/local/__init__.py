@@ -1,0 +1,1 @@
+"""Ranks of this node: forked, supervised, ended."""

@@ -1,0 +1,210 @@
+"""Ranks of this machine: a port nobody can take, a share of the cores each, one supervisor.
+
+The parent imports no torch unless the run has other machines; whatever else needs it runs in a
+process forked from the warm server.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.comm.authentication import Credentials
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.layout import frozen_threads, nodes, world_size
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.failures.report import report_of_system
+from axonlaunch.launch.local.heartbeat import HeartbeatTable
+from axonlaunch.launch.local.messages import RankSpec
+from axonlaunch.launch.local.supervisor import Outcome, Rank, RemoteNodes, Supervisor
+from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, log_of, report_crash
+from axonlaunch.planning.background_estimate import BackgroundEstimate
+from axonlaunch.system import forkserver
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of one attempt at a run meet.
+
+    Attributes:
+        address: Of the rank or process that listens.
+        port: Its port.
+        credentials: What all of its ranks sign with.
+        listener: The bound socket that rank 0 is to take over; None where somebody else listens.
+        node_rank: Which machine this is.
+        others: The other machines; None where there is none.
+    """
+
+    address: str
+    port: int
+    credentials: Credentials
+    listener: socket.socket | None = None
+    node_rank: int = 0
+    others: RemoteNodes | None = None
+
+
+def train(
+    config: RunConfig,
+    context: ForkServerContext,
+    *,
+    started: float,
+    as_json: bool = False,
+    again: str | None = None,
+) -> tuple[int, dict[str, Any]]:
+    """Run a configuration's ranks, all on this machine, and tell how it went.
+
+    Args:
+        config: Checked and resolved by ``preflight``.
+        context: Of the warm fork server.
+        started: ``time.time()`` when the user's command began.
+        as_json: Keep standard output free; the console goes to standard error.
+        again: What is to be added to the command to go on with it; None: the run's name.
+
+    Returns:
+        The exit status and what was written to ``summary.json``.
+
+    Raises:
+        ConfigError: The port is taken or the folder can't be made; nothing was started.
+    """
+    console = RunConsole(stream=sys.stderr if as_json else sys.stdout)
+    with ExitStack() as stack:
+        meeting = stack.enter_context(_meeting(config))
+        config = stack.enter_context(run_dir.create(config, tell=console.line))
+        record = RunRecorder(started, console)
+        record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))
+        restarts = 0
+        try:
+            outcome = attempt(config, context, meeting, record, console)
+            while outcome.crash is not None and restarts < config.launch.max_restarts:
+                restarts += 1
+                console.stop()
+                report_crash(config, outcome.crash, context)
+                console.line(f"restart {restarts} of {config.launch.max_restarts}")
+                with _meeting(config) as anew:
+                    outcome = attempt(config, context, anew, record, console, restarted=True)
+        finally:
+            console.stop()
+        return finish_run(config, outcome, record, console, context=context, again=again)
+
+
+def attempt(
+    config: RunConfig,
+    context: ForkServerContext,
+    meeting: Rendezvous,
+    record: RunRecorder,
+    console: RunConsole,
+    *,
+    restarted: bool = False,
+) -> Outcome:
+    """Start this machine's ranks and follow them to their end."""
+    count = world_size(config)
+    console.wait("starting 1 rank" if count == 1 else f"starting {count} ranks")
+    pulse = HeartbeatTable.of(_processes(config), context)
+    ranks: list[Rank] = []
+    first = meeting.node_rank * _processes(config)
+    supervisor = Supervisor(
+        ranks=ranks,
+        pulse=pulse,
+        timeout_s=config.launch.timeout_s,
+        report=record,
+        tick=LogTail(log_of(config, first), console) if first == 0 else lambda: None,
+        announce=console.line,
+        others=meeting.others,
+    )
+    try:
+        for rank in _spawn(config, context, meeting, pulse, restarted):
+            ranks.append(rank)  # noqa: PERF402  # those that were started are ended with the others
+    except (forkserver.ForkServerError, OSError) as error:
+        return supervisor.failed(report_of_system(error, rank=first + len(ranks)))
+    except BaseException:
+        supervisor.kill()
+        raise
+    return supervisor.run()
+
+
+def _processes(config: RunConfig) -> int:
+    assert config.launch.nproc != "auto"
+    return 1 if config.launch.backend == "mock" else config.launch.nproc
+
+
+def _spawn(
+    config: RunConfig,
+    context: ForkServerContext,
+    meeting: Rendezvous,
+    pulse: HeartbeatTable,
+    restarted: bool,
+) -> Iterator[Rank]:
+    processes = _processes(config)
+    for index in range(processes):
+        ours, theirs = context.Pipe(duplex=False)
+        number = meeting.node_rank * processes + index
+        log = log_of(config, number)
+        place = RankSpec(
+            rank=number,
+            world_size=world_size(config),
+            local_rank=index,
+            local_world_size=processes,
+            nnodes=nodes(config)[1],
+            master_addr=meeting.address,
+            port=meeting.port,
+            credentials=meeting.credentials.of(f"rank {number}"),
+            listener=meeting.listener if number == 0 else None,
+            log=log,
+            pulse=pulse,
+            threads=frozen_threads(config),
+            cores=_cores(index, processes) if config.launch.pin_cores else None,
+            restarted=restarted,
+        )
+        process = forkserver.fork(
+            context,
+            "axonlaunch.launch.local.rank_process:main",
+            Path(config.run_dir),
+            place,
+            theirs,
+        )
+        theirs.close()
+        yield Rank(number, index, process, ours, log)
+
+
+def _cores(index: int, processes: int) -> tuple[int, ...] | None:
+    """Return a rank's share of the cores; None where there are fewer cores than ranks."""
+    available = sorted(os.sched_getaffinity(0))
+    share = len(available) // processes
+    if processes == 1 or share == 0:
+        return None
+    return tuple(available[index * share : (index + 1) * share])
+
+
+@contextmanager
+def _meeting(config: RunConfig) -> Iterator[Rendezvous]:
+    """Hold the rendezvous' port, on loopback, until rank 0 has taken it over.
+
+    Raises:
+        ConfigError: The port is taken.
+    """
+    credentials = Credentials.random(sender="launcher")
+    if config.launch.backend == "mock":
+        yield Rendezvous(address=LOOPBACK, port=0, credentials=credentials)
+        return
+    port = config.launch.master_port
+    with socket.socket() as bound:
+        # A restart takes the port again that connections of the last attempt still linger on.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((LOOPBACK, 0 if port == "auto" else port))
+        except OSError as error:
+            message = f"can't listen on it ({error.strerror}); use another, or auto"
+            raise ConfigError([ConfigIssue("launch.master_port", message, port)]) from None
+        bound.listen(1024)
+        number = bound.getsockname()[1]
+        yield Rendezvous(address=LOOPBACK, port=number, credentials=credentials, listener=bound)

@@ -1,0 +1,258 @@
+"""The process of a rank, from its first line to its last: surroundings, work, verdict.
+
+It sends the parent events, then how it ended. What a rank computes is ``worker``'s.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from axonlaunch import checkpoint
+from axonlaunch import config as configuration
+from axonlaunch.checkpoint import storage
+from axonlaunch.checkpoint.saver import SaveError
+from axonlaunch.comm import RankFailedError, World
+from axonlaunch.comm.authenticated_store import AuthenticatedStore
+from axonlaunch.comm.authentication import ForgedMessageError
+from axonlaunch.comm.errors import UnreachableRankError
+from axonlaunch.comm.rendezvous import environment_of
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.layout import world_size
+from axonlaunch.events import Event, Finished, merge_finished
+from axonlaunch.launch.failures import hang
+from axonlaunch.launch.failures.report import Report, cause_of, plain_error
+from axonlaunch.launch.local.messages import Done, RankSpec
+from axonlaunch.planning.memory.live_peak import CpuPeakMemory
+from axonlaunch.system import files, forkserver, streams
+from axonlaunch.training import worker
+from axonlaunch.training.nonfinite import NotFiniteError
+from axonlaunch.training.peak_memory import available_bytes
+
+_GRACE_S = 60.0
+"""How much longer than ``launch.timeout_s`` torch waits: who watches the ranks is to find a hang
+first, for torch blames whoever noticed it."""
+
+
+# Their messages say it all, without a traceback.
+_PLAIN = (
+    checkpoint.CorruptCheckpointError,
+    SaveError,
+    NotFiniteError,
+    ConfigError,
+    ForgedMessageError,
+    UnreachableRankError,
+)
+
+
+def main(run_dir: Path, place: RankSpec, connection: Connection) -> None:
+    """Be a rank, or under the mock backend all of them; never returns."""
+    forkserver.lead_group()  # Ctrl-C reaches the parent alone, which tells us to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    status = 1
+    try:
+        redirect(place.log)
+        config = configuration.read(run_dir, trusted=True)  # the parent wrote it
+        config = configuration.with_values(config, {"launch.nnodes": place.nnodes})
+        if place.restarted and checkpoint.resolve(storage.root(config)) is not None:
+            config = configuration.with_values(config, {"checkpoint.resume": "auto"})
+        claim_cores(place)
+        finished = work(config, place, report=connection.send, stop=asked.is_set)
+        connection.send(Done(place.rank, finished))
+        status = 0
+    except BaseException as error:
+        connection.send(report_of(error, place))
+        time.sleep(0.05)  # the parent shows it, and follows the log no further
+        traceback.print_exception(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Interpreter teardown with torch loaded takes up to a second, and has nothing left to do.
+        os._exit(status)
+
+
+def work(
+    config: RunConfig,
+    place: RankSpec,
+    *,
+    report: Callable[[Event], None],
+    stop: Callable[[], bool],
+) -> Finished:
+    """Join the world and train."""
+    beat = partial(place.pulse.beat, place.local_rank)
+
+    def in_world(world: World) -> Finished:
+        watch = _watch(config, world)
+        return worker.run(config, world, report=report, stop=stop, watch=watch, beat=beat)
+
+    timeout_s = config.launch.timeout_s
+    if config.launch.backend == "mock":
+        mock = World.mock(world_size(config), timeout_s=timeout_s)
+        return merge_finished(mock.run(in_world))
+    os.environ.update(
+        environment_of(
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            master_addr=place.master_addr,
+            master_port=place.port,
+        )
+    )
+    waits_s = timeout_s + _GRACE_S
+    with World.init(
+        backend=config.launch.backend, timeout_s=waits_s, store=_store(place, waits_s)
+    ) as world:
+        return in_world(world)
+
+
+def _watch(config: RunConfig, world: World) -> CpuPeakMemory | None:
+    """Return what counts live tensors, where no allocator does.
+
+    On a CPU nothing sees what compiled kernels allocate.
+    """
+    return (
+        CpuPeakMemory(config) if world.device.type == "cpu" and not config.train.compile else None
+    )
+
+
+def _store(place: RankSpec, timeout_s: float) -> dist.Store:
+    store = dist.TCPStore(
+        place.master_addr,
+        place.port,
+        is_master=place.listener is not None,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=None if place.listener is None else place.listener.detach(),
+    )
+    keys = f"axonlaunch/{place.credentials.run}/{place.credentials.round}/ranks"
+    return AuthenticatedStore(dist.PrefixStore(keys, store), place.credentials)
+
+
+def redirect(log: Path) -> None:
+    """Send what Python and C code print to the rank's log, and stacks when they are asked for."""
+    try:
+        target = files.appended(log)
+    except OSError:
+        streams.silence(1, 2)  # what is said of it is the parent's to show
+        raise
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(target, number)
+    os.close(target)
+    sys.stdout = streams.tolerant(os.fdopen(1, "w", buffering=1, closefd=False))
+    sys.stderr = streams.tolerant(os.fdopen(2, "w", buffering=1, closefd=False))
+    faulthandler.enable()
+    _answer(log)
+
+
+def _answer(log: Path) -> None:
+    """Tell stacks, and what torch recorded of collectives, whenever ``stacks.SIGNAL`` comes.
+
+    The main thread may wait in C code for ever, where no handler of Python's runs: stacks are
+    written by the signal's own, and a thread learns of it by the file that wakes event loops.
+    """
+    signal.signal(hang.SIGNAL, lambda number, frame: None)
+    faulthandler.register(hang.SIGNAL, all_threads=True, chain=True)
+    come, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    def tell() -> None:
+        while numbers := os.read(come, 64):
+            if hang.SIGNAL in numbers:
+                hang.write(log)
+
+    threading.Thread(target=tell, name="flight record", daemon=True).start()
+
+
+def claim_cores(place: RankSpec) -> None:
+    """Take this rank's share of the machine's cores."""
+    if place.cores is not None:
+        os.sched_setaffinity(0, place.cores)
+    torch.set_num_threads(place.threads)
+
+
+def report_of(error: BaseException, place: RankSpec) -> Report:
+    """Describe an exception that ends this rank."""
+    text: str | None = "".join(traceback.format_exception(error))
+    rank, beat = place.rank, place.pulse.read(place.local_rank)
+    if isinstance(error, RankFailedError):
+        rank, error = error.rank, error.__cause__ or error
+    if isinstance(error, _PLAIN):
+        text = None
+    reason = f"{type(error).__name__}: {str(error).strip() or type(error).__name__}"
+    cause = _cause(error)
+    if isinstance(error, OSError) and not place.log.parent.is_dir():
+        reason, cause = f"the run folder {place.log.parents[1]} is gone", "folder"
+    elif isinstance(error, OSError) and cause:
+        reason = plain_error(error)
+    if cause in ("disk", "files", "folder"):
+        text = None
+    return Report(
+        rank=rank,
+        kind="connection" if _is_connection(error) else "error",
+        reason=reason,
+        traceback=text,
+        machine=socket.gethostname(),
+        log="" if cause == "folder" else str(place.log),
+        step=beat.step,
+        doing=beat.phase,
+        cause=cause,
+        memory_bytes=available_bytes(place.local_world_size) if _is_memory(error) else None,
+    )
+
+
+def _is_memory(error: BaseException) -> bool:
+    told = "can't allocate memory" in str(error).lower()
+    return told or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def _cause(error: BaseException) -> str:
+    """Name what is known to be done about an error, for whoever tells the user."""
+    text = str(error).lower()
+    if _is_memory(error):
+        return "memory"
+    if cause := cause_of(error):
+        return cause
+    if isinstance(error, NotFiniteError):
+        return "loss"
+    if isinstance(error, ModuleNotFoundError):
+        return f"module {error.name}"
+    if isinstance(error, ConnectionRefusedError) or "connection refused" in text:
+        return "refused"
+    return ""
+
+
+def _is_connection(error: BaseException) -> bool:
+    """Tell an error that a lost peer causes from one of this rank's own."""
+    if isinstance(error, UnreachableRankError):
+        return False  # nobody failed before it
+    words = (
+        "connection closed",
+        "connection reset",
+        "connection refused",
+        "broken pipe",
+        "timed out",
+        "socket closed",
+    )
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | ConnectionError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

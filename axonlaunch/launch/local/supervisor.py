@@ -1,0 +1,270 @@
+"""Watches a machine's ranks from outside: passes their events on, ends them all, says who failed.
+
+It needs no word from a rank to judge it: a signal, an exit status, or no progress is enough.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Protocol
+
+from axonlaunch.events import Event, Finished, merge_finished
+from axonlaunch.launch.failures import hang
+from axonlaunch.launch.failures.report import Crash, Kind, Report, exit_reason
+from axonlaunch.launch.failures.root_cause import find_root_cause
+from axonlaunch.launch.local.heartbeat import HeartbeatTable
+from axonlaunch.launch.local.messages import Done
+from axonlaunch.system.forked_process import ForkedProcess
+from axonlaunch.system.streams import silence
+
+SETTLE_S = 0.3
+"""How long to wait after the first failure: peers report a closed connection before the culprit
+has been reaped."""
+
+
+@dataclass
+class Rank:
+    """A process and its word.
+
+    Attributes:
+        number: The rank, or the first of those that are its threads.
+        index: Which of this machine's processes it is.
+    """
+
+    number: int
+    index: int
+    process: ForkedProcess
+    connection: Connection
+    log: Path
+    failure: Report | None = None
+    finished: Finished | None = None
+    open: bool = True
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    finished: Finished | None = None
+    crash: Crash | None = None
+    killed: bool = False
+
+
+def was_interrupted(outcome: Outcome) -> bool:
+    """Whether a person or a scheduler ended a run."""
+    if outcome.crash is not None:
+        return outcome.crash.first.kind == "interrupted"
+    return outcome.killed or (outcome.finished is not None and outcome.finished.interrupted)
+
+
+class RemoteNodes(Protocol):
+    """The other machines of a run."""
+
+    def failure(self) -> bool:
+        """Return whether one of them has failed, or is lost."""
+
+    def verdict(self, reports: list[Report]) -> Crash:
+        """Agree with them on who failed first; ``reports`` are this machine's failures."""
+
+    def is_awaited(self) -> bool:
+        """Return whether a machine waits that could take part from a new start on."""
+
+    def finish(self, finished: list[Finished], *, again: bool) -> list[Finished] | Crash:
+        """Wait until they have ended too; return what all ranks told, in their order.
+
+        Args:
+            finished: What this machine's ranks told.
+            again: Whether a new start is to follow.
+        """
+
+
+@dataclass
+class Supervisor:
+    """Follows the ranks of a machine until none is left.
+
+    Attributes:
+        ranks: Its processes.
+        pulse: How far each is.
+        timeout_s: Seconds without progress after which a rank hangs.
+        report: Takes their events.
+        tick: Is called ten times a second.
+        announce: Takes a line for the user.
+        others: The run's other machines; None where there is none.
+    """
+
+    ranks: list[Rank]
+    pulse: HeartbeatTable
+    timeout_s: float
+    report: Callable[[Event], None]
+    tick: Callable[[], None]
+    announce: Callable[[str], None]
+    others: RemoteNodes | None = None
+    _signals: list[int] = field(default_factory=list)
+    _makes_room: bool = False
+
+    def run(self) -> Outcome:
+        """Return when every process has ended."""
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup wants it
+            numbers.append(signal.SIGHUP)
+        previous = {number: signal.signal(number, self._note) for number in numbers}
+        try:
+            return self._follow()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self.kill()
+
+    def failed(self, report: Report) -> Outcome:
+        """End those ranks that there are, for another one could not be started."""
+        self.kill()
+        crash = find_root_cause([report]) if self.others is None else self.others.verdict([report])
+        return Outcome(crash=crash)
+
+    def kill(self) -> None:
+        """End every rank and whatever it started, and wait until they are gone."""
+        for rank in self.ranks:
+            rank.process.kill_group()
+        for rank in self.ranks:
+            rank.process.join()
+            if rank.open:
+                rank.connection.close()
+                rank.open = False
+
+    def _follow(self) -> Outcome:
+        told = 0
+        while True:
+            self._listen(timeout=0.1)
+            if (crash := self._failure()) is not None:
+                return Outcome(crash=crash)
+            self.tick()
+            if len(self._signals) > told:
+                told += 1
+                if told > 1:
+                    return self._ended_at_once()
+                self.announce("stopping after this step; once more to stop at once")
+                self._stop()
+            elif not self._makes_room and self.others is not None and self.others.is_awaited():
+                self._makes_room = True
+                self.announce("a machine has come: saving, to go on with it")
+                self._stop()
+            if all(rank.finished is not None and not rank.open for rank in self.ranks):
+                self.tick()
+                return self._ended()
+
+    def _failure(self) -> Crash | None:
+        """Return why the run failed, if it did."""
+        if any(self._has_failed(rank) for rank in self.ranks):
+            reports = self._settled()
+        elif hanging := self._hanging():
+            reports = self._located(hanging)
+        elif self.others is not None and self.others.failure():
+            reports = []
+        else:
+            return None
+        return find_root_cause(reports) if self.others is None else self.others.verdict(reports)
+
+    def _stop(self) -> None:
+        """Ask the ranks to stop after this step, all machines' alike."""
+        for rank in self.ranks:
+            rank.process.signal(signal.SIGTERM)
+
+    def _ended(self) -> Outcome:
+        told = [rank.finished for rank in self.ranks if rank.finished is not None]
+        if self.others is not None:
+            stopped = any(one.interrupted for one in told)
+            again = self._makes_room and stopped and not self._signals
+            everyone = self.others.finish(told, again=again)
+            if isinstance(everyone, Crash):
+                return Outcome(crash=everyone)
+            told = everyone
+        return Outcome(finished=merge_finished(told))
+
+    def _ended_at_once(self) -> Outcome:
+        if self.others is not None:
+            reason = f"interrupted twice on {socket.gethostname()}"
+            self.others.verdict([self._report(self.ranks[0], "interrupted", reason)])
+        return Outcome(killed=True)
+
+    def _listen(self, *, timeout: float) -> None:
+        """Take what ranks sent; a connection that ends has nothing more to say."""
+        connections = {rank.connection: rank for rank in self.ranks if rank.open}
+        running = [r.process.sentinel for r in self.ranks if not r.process.has_ended]
+        for ready in wait([*connections, *running], timeout=timeout):
+            if not isinstance(ready, Connection):
+                continue
+            rank = connections[ready]
+            try:
+                while rank.connection.poll():
+                    self._take(rank, rank.connection.recv())
+            except (EOFError, OSError):
+                rank.connection.close()
+                rank.open = False
+
+    def _take(self, rank: Rank, message: object) -> None:
+        if isinstance(message, Report):
+            rank.failure = message
+        elif isinstance(message, Done):
+            rank.finished = message.finished
+        else:
+            self.report(message)  # type: ignore[arg-type]  # ranks send nothing else
+
+    def _has_failed(self, rank: Rank) -> bool:
+        ended = rank.process.has_ended and not rank.open
+        return rank.failure is not None or (ended and rank.finished is None)
+
+    def _settled(self) -> list[Report]:
+        """Return who has failed, in the order of failing, once the first had time to be found."""
+        order = [rank for rank in self.ranks if self._has_failed(rank)]
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline:
+            self._listen(timeout=0.05)
+            order += [r for r in self.ranks if self._has_failed(r) and r not in order]
+        return [
+            rank.failure or self._report(rank, "signal", exit_reason(rank.process.exitcode))
+            for rank in order
+        ]
+
+    def _hanging(self) -> list[Rank]:
+        """Return the ranks that still run, once one of them has not moved for too long."""
+        running = [rank for rank in self.ranks if rank.finished is None]
+        oldest = min((self.pulse.read(rank.index).at for rank in running), default=time.monotonic())
+        return running if time.monotonic() - oldest > self.timeout_s else []
+
+    def _located(self, ranks: list[Rank]) -> list[Report]:
+        """Ask hanging ranks where they are; who waits for others is not the first to blame."""
+        processes = {rank.index: rank for rank in ranks}
+        places = hang.ask(
+            {index: rank.process.pid for index, rank in processes.items()},
+            {index: rank.log for index, rank in processes.items()},
+        )
+        reports = [
+            places[index].told(self._report(rank, "hang"), timeout_s=self.timeout_s)
+            for index, rank in processes.items()
+        ]
+        return sorted(reports, key=lambda report: report.step or 0)
+
+    def _report(self, rank: Rank, kind: Kind, reason: str = "") -> Report:
+        beat = self.pulse.read(rank.index)
+        return Report(
+            rank=rank.number,
+            kind=kind,
+            reason=reason,
+            machine=socket.gethostname(),
+            log=str(rank.log),
+            step=beat.step,
+            doing=beat.phase,
+        )
+
+    def _note(self, number: int, frame: object) -> None:
+        del frame
+        self._signals.append(number)
+        if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel both tell
+            silence(*range(3))

@@ -1,0 +1,359 @@
+"""What the processes of a run on several machines tell each other, over torch's store.
+
+Each beats, so that silence is noticed; failures are gathered by member 0, which alone judges who
+was first. All of it is signed JSON; what another than the named member wrote is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.authentication import ForgedMessageError
+from axonlaunch.events import Finished
+from axonlaunch.launch.failures.report import Crash, Report
+from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
+
+_BEAT_S = 0.3
+_FAREWELL_S = 2.0
+_AGAIN = "again"
+_SETTLE_S = 1.5
+"""How long member 0 waits for other machines' words after the first failure."""
+
+
+class Coordinator:
+    """This process among the members of a run.
+
+    Attributes:
+        channel: Where they meet, under what is the run's alone.
+        member: Which one this is; 0 leads.
+        members: How many there are.
+        goes_on: Once all have ended: whether they meet again, with newcomers.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        nonces: list[str],
+        member: int,
+        members: int,
+        first_ranks: list[int],
+        lost_s: float,
+        are_machines: bool,
+        newcomers: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Join; nothing is watched before ``watch``.
+
+        Args:
+            channel: Where the members meet; used by nobody else while this lives.
+            nonces: Those of all members on member 0, elsewhere this one's, of ``meet``.
+            member: Which one this is.
+            members: How many there are.
+            first_ranks: The first rank of each.
+            lost_s: Seconds of silence after which a member is lost.
+            are_machines: Whether each supervises a machine's ranks and does nothing else, so that
+                its silence fails the run. One that is a rank may be silent while it works; its
+                silence only explains another's failure.
+            newcomers: Whether somebody waits to join who could; member 0 alone asks, in the
+                thread that listens.
+        """
+        self.channel = channel
+        self._nonces = nonces
+        self.member = member
+        self.members = members
+        self._first_ranks = first_ranks
+        self._lost_s = lost_s
+        self._are_machines = are_machines
+        self._newcomers = newcomers
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._outbox: list[tuple[str, Any]] = []
+        # On member 0 everybody's; elsewhere this member's own, which each beat carries.
+        self._reports: list[Report] = []
+        self._read = [0] * members
+        self._heard: dict[int, int] = {}
+        self._heard_at: dict[int, float] = {}
+        self._verdict: Crash | None = None
+        self._finished: list[list[dict[str, Any]]] = []
+        self._contact = time.monotonic()
+        self._is_done = self._is_over = self._all_left = self._gone = False
+        self._is_awaited = self.goes_on = False
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is member 0."""
+        return self.member == 0
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether member 0 has said who failed first."""
+        return self._verdict is not None
+
+    @property
+    def is_headless(self) -> bool:
+        """Whether member 0, and with it the store, is lost."""
+        return not self.is_lead and self._lead_is_lost()
+
+    def tell(self, key: str, value: Any) -> None:
+        """Write a value that others wait for; member 0 does."""
+        self.channel.put(key, {"nonces": self._nonces, "value": value})
+
+    def ask(self, key: str, *, timeout_s: float) -> Any:
+        """Wait for a value of member 0.
+
+        Raises:
+            TimeoutError: It did not tell it in time.
+            ForgedMessageError: It did not write what stands there, or not for this member now: a
+                message of an old run has another nonce.
+        """
+        self.channel.wait(key, timeout_s=timeout_s)
+        content = self.channel.get(key, sender=member_name(0))
+        nonces = content["nonces"]
+        if len(nonces) != self.members or [nonces[self.member]] != self._nonces:
+            raise ForgedMessageError(f"{key}: was written for an earlier start of this node")
+        return content["value"]
+
+    def watch(self) -> None:
+        """Begin to beat and to listen.
+
+        From now on a thread alone uses the store: where the network is gone an operation may never
+        return, and whoever waits for one could not end the ranks.
+        """
+        self._contact = time.monotonic()
+        threading.Thread(target=self._listen, name="peers", daemon=True).start()
+
+    def failure(self) -> bool:
+        """Return whether a member has failed, or is lost."""
+        if not self.is_lead:
+            return self._verdict is not None or self._lead_is_lost()
+        with self._lock:
+            return bool(self._reports) or (self._are_machines and bool(self._lost()))
+
+    def is_awaited(self) -> bool:
+        """Return whether somebody waits to join; only member 0 knows."""
+        return self._is_awaited
+
+    def post(self, report: Report) -> None:
+        """Tell of a failure without waiting for a judgement."""
+        with self._lock:
+            self._reports.append(report)
+        self._wake.set()
+
+    def verdict(self, reports: list[Report]) -> Crash:
+        """Agree with the others on who failed first; ``reports`` are this member's failures."""
+        for report in reports:
+            self.post(report)
+        return self._judged() if self.is_lead else self._told(reports)
+
+    def finish(self, finished: list[Finished], *, again: bool = False) -> list[Finished] | Crash:
+        """Wait until all members have ended; return what all ranks told, in their order.
+
+        Args:
+            finished: What this member's ranks told.
+            again: Whether all are to meet again, with newcomers; member 0 decides.
+        """
+        self.goes_on = again
+        told = [dataclasses.asdict(one) for one in finished]
+        self._send(f"done/{self.member}", told)
+        self._is_done = True
+        while not self._is_over:
+            if self.failure():
+                return self._judged() if self.is_lead else self._told([])
+            time.sleep(0.02)
+        self.farewell()
+        return [Finished(**one) for found in self._finished for one in found] or finished
+
+    def _judged(self) -> Crash:
+        """Wait for what explains a failure, judge, and tell the others."""
+        begun = time.monotonic()
+        while True:
+            with self._lock:
+                found, lost = [*self._reports], self._lost()
+            waited = time.monotonic() - begun
+            explained = lost or (is_conclusive(found) and waited > _SETTLE_S)
+            if explained or waited > self._lost_s + 1:
+                break
+            time.sleep(0.02)
+        crash = find_root_cause([*found, *(self._silence(member) for member in lost)])
+        self._send("verdict", crash.to_json())
+        self.farewell()
+        return crash
+
+    def _told(self, reports: list[Report]) -> Crash:
+        """Wait for member 0's verdict; where it never comes, member 0 is to blame."""
+        deadline = time.monotonic() + 2 * self._lost_s + _SETTLE_S
+        while self._verdict is None and time.monotonic() < deadline and not self._lead_is_lost():
+            time.sleep(0.02)
+        if self._verdict is None:
+            return find_root_cause([*reports, self._silence(0)])
+        self.farewell()
+        return self._verdict
+
+    def farewell(self) -> None:
+        """Leave, and on member 0 wait until the others have read the end: the store ends with it.
+
+        Not long: one that is lost never reads it.
+        """
+        self._send(f"left/{self.member}", True)
+        deadline = time.monotonic() + _FAREWELL_S
+        while not self._all_left and not self._gone and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _send(self, key: str, value: Any) -> None:
+        """Let the thread write a message."""
+        with self._lock:
+            self._outbox.append((key, value))
+        self._wake.set()
+
+    def _silence(self, member: int) -> Report:
+        rank = self._first_ranks[member]
+        which = "machine" if self._are_machines else "process"
+        reason = f"its {which} is not heard from: killed, switched off, or off the network"
+        return Report(rank=rank, kind="lost", reason=reason)
+
+    def _lead_is_lost(self) -> bool:
+        return self._gone or time.monotonic() - self._contact > self._lost_s
+
+    def _lost(self) -> list[int]:
+        now = time.monotonic()
+        return [member for member, since in self._heard_at.items() if now - since > self._lost_s]
+
+    def _listen(self) -> None:
+        """Beat, send and listen until the process ends."""
+        count = 0
+        try:
+            while not self._all_left:
+                count += 1
+                self._wake.clear()
+                self._beat(count)
+                self._flush()
+                if self.is_lead:
+                    self._hear()
+                else:
+                    self._obey()
+                self._contact = time.monotonic()
+                self._wake.wait(_BEAT_S)
+        except Exception:
+            # Whatever it was, there is no store any more.
+            self._gone = True
+
+    def _beat(self, count: int) -> None:
+        """Say that this member lives, and all that it has to report.
+
+        Counts grow, so that an old beat, put back by a stranger, is not taken for life.
+        """
+        with self._lock:
+            reports = [] if self.is_lead else [report.to_json() for report in self._reports]
+        beat = {"count": count, "done": self._is_done, "reports": reports}
+        self.channel.put(f"beat/{self.member}", beat)
+
+    def _flush(self) -> None:
+        with self._lock:
+            sent, self._outbox = self._outbox, []
+        for key, value in sent:
+            self.channel.put(key, value)
+            if key == f"left/{self.member}" and not self.is_lead:
+                self._all_left = True
+
+    def _obey(self) -> None:
+        """Take what member 0 says."""
+        if (verdict := self._said("verdict")) is not None:
+            self._verdict = Crash.from_json(verdict)
+        elif self._is_done and (over := self._said("over")) is not None:
+            self.goes_on = over == _AGAIN
+            self._is_over = True
+
+    def _said(self, name: str) -> Any | None:
+        """Return a message of member 0; None where there is none, or another's."""
+        if not self.channel.check([name]):
+            return None
+        return self.channel.get_each({name: member_name(0)})[0]
+
+    def _hear(self) -> None:
+        """Take the others' beats and reports, and their ends."""
+        others = range(1, self.members)
+        beats = self.channel.get_each(self._names("beat", others))
+        now = time.monotonic()
+        with self._lock:
+            for member, beat in zip(others, beats, strict=True):
+                if beat is None:
+                    continue
+                if beat["done"]:
+                    self._heard_at.pop(member, None)
+                elif beat["count"] > self._heard.get(member, -1):
+                    self._heard[member] = beat["count"]
+                    self._heard_at[member] = now
+                new = beat["reports"][self._read[member] :]
+                self._reports += [Report.from_json(line) for line in new]
+                self._read[member] += len(new)
+        everyone = range(self.members)
+        if self._is_done and not self._is_over:
+            finished = self._all_of("done", everyone)
+            if finished is not None:
+                self._finished = finished
+                self.channel.put("over", _AGAIN if self.goes_on else "ended")
+                self._is_over = True
+        if not self._is_done and not self._is_awaited:
+            self._is_awaited = self._newcomers()
+        with self._lock:
+            left = [member for member in everyone if member not in self._lost()]
+        self._all_left = self._all_of("left", left) is not None
+
+    def _all_of(self, kind: str, members: Sequence[int]) -> list[Any] | None:
+        """Return the messages of a kind; None until each of the members has written its own."""
+        names = self._names(kind, members)
+        if not self.channel.check([*names]):
+            return None
+        contents = self.channel.get_each(names)
+        return None if None in contents else contents
+
+    def _names(self, kind: str, members: Sequence[int]) -> dict[str, str]:
+        return {f"{kind}/{member}": member_name(member) for member in members}
+
+
+def member_name(member: int) -> str:
+    """Return what a member signs as."""
+    return f"member {member}"
+
+
+def meet(
+    channel: Channel,
+    *,
+    member: int,
+    members: int,
+    about: Any,
+    timeout_s: float,
+    announce: Callable[[str], None],
+) -> tuple[list[Any] | None, list[str]]:
+    """Wait until every member has joined.
+
+    Returns:
+        What each said of itself, on member 0 alone, and the nonces for ``Peers``.
+
+    Raises:
+        TimeoutError: Some did not come; the message says which.
+        ForgedMessageError: Another than the member wrote what it said.
+    """
+    nonce = secrets.token_hex(16)
+    channel.put(f"beat/{member}", {"count": 0, "done": False, "reports": []})
+    channel.put(f"joined/{member}", {"nonce": nonce, "about": about})
+    if member:
+        return None, [nonce]
+    names = {f"joined/{other}": member_name(other) for other in range(members)}
+    deadline, told = time.monotonic() + timeout_s, time.monotonic() + 2.0
+    while not channel.check([*names]):
+        missing = [other for other, name in enumerate(names) if not channel.check([name])]
+        if time.monotonic() > deadline:
+            raise TimeoutError(", ".join(map(str, missing)))
+        if time.monotonic() > told and missing:
+            announce(f"waiting for {len(missing)} of {members}: {', '.join(map(str, missing))}")
+            told = deadline
+        time.sleep(0.05)
+    joined = [channel.get(name, sender=sender) for name, sender in names.items()]
+    return [one["about"] for one in joined], [one["nonce"] for one in joined]

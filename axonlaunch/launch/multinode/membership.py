@@ -1,0 +1,346 @@
+"""The machines of a run: how one meets the others, and agrees with them on what is to be run.
+
+They meet at machine 0. Torch's store carries what they tell each other; every machine composes and
+checks the same words itself, and a difference is told before a rank starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from axonlaunch import config as configuration
+from axonlaunch.comm.authenticated_store import Channel
+from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
+from axonlaunch.comm.rendezvous import is_own, meet_at
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.errors import plain
+from axonlaunch.config.layout import nodes, world_size
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.local.launcher import Rendezvous
+from axonlaunch.launch.local.supervisor import Outcome, was_interrupted
+from axonlaunch.launch.multinode import run_identity, token
+from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
+from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
+from axonlaunch.launch.output.console import RunConsole
+
+LOST_S = 5.0
+"""Seconds of silence after which a machine is lost: its processes have to be gone in ten."""
+_OWN = ("launch.node_rank", "launch.token_file", "name", "run_dir")
+"""What may differ between machines: each says the first two itself, machine 0 decides the others.
+"""
+_FORGED = (
+    "what stands in the store there was not written by a node of this run: give every node the "
+    "same launch.token_file, and let nobody else reach the port"
+)
+
+
+class NodeMembership:
+    """This machine, over all attempts at a run.
+
+    Attributes:
+        attempts: How many there were before this one.
+        restarts: Those of them that failed; the others made room for a machine.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        problems: list[ConfigIssue],
+        console: RunConsole,
+    ) -> None:
+        """Listen on machine 0, or reach it.
+
+        Args:
+            config: As given to this machine.
+            problems: What it can't run it for.
+            console: Takes lines for the user.
+
+        Raises:
+            ConfigError: The address is not machine 0's, its port is taken, nobody answers, or the
+                token can't be read.
+        """
+        self._given = config
+        self._problems = problems
+        self._console = console
+        self._hosts = _is_first(config)
+        secret = token.read(config.launch)
+        if secret is None:
+            where = f"{config.launch.master_addr}:{_port(config)}"
+            warning = token.without(config.launch, address=where)
+            if self._hosts:
+                console.line(warning)
+        # It listens for as long as this is held.
+        if not self._hosts:
+            which = "" if config.launch.node_rank == "auto" else f" {config.launch.node_rank}"
+            where = f"{config.launch.master_addr}:{_port(config)}"
+            console.line(f"machine{which}: joining {where}")
+        self._held = self._open(listens=self._hosts)
+        self._credentials = self._named(derive_key(secret or b""))
+        self._rounds: ElasticRendezvous | None = None
+        self._frozen: RunConfig | None = None
+        self._peers: Coordinator | None = None
+        self.attempts = self.restarts = 0
+
+    def _open(self, *, listens: bool) -> dist.Store:
+        """Connect to where the machines meet."""
+        launch, port = self._given.launch, _port(self._given)
+        timeout = timedelta(seconds=launch.timeout_s)
+        try:
+            return meet_at(launch.master_addr, port, listens=listens, timeout=timeout)
+        except ValueError as error:
+            problem = ConfigIssue("launch.master_addr", str(error), launch.master_addr)
+            raise ConfigError([problem]) from None
+        except (dist.DistNetworkError, dist.DistStoreError):
+            message = (
+                f"nobody listens at port {port} there for {launch.timeout_s:g} s; start machine 0, "
+                "and see that no firewall is between"
+            )
+            raise ConfigError(
+                [ConfigIssue("launch.master_addr", message, launch.master_addr)]
+            ) from None
+
+    def _named(self, key: bytes) -> Credentials:
+        """Name the run on machine 0, learn its name elsewhere.
+
+        Raises:
+            ConfigError: Who answers there is not of this run.
+        """
+        if self._hosts:
+            return run_identity.announce(self._held, key)
+        launch = self._given.launch
+        try:
+            return run_identity.learn(self._held, key, timeout_s=launch.timeout_s)
+        except TimeoutError:
+            message = f"who listens at port {_port(self._given)} there began no run of axonlaunch"
+        except ForgedMessageError:
+            message = _FORGED
+        raise ConfigError([ConfigIssue("launch.master_addr", message, launch.master_addr)])
+
+    def agree(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous]:
+        """Meet the others for an attempt; return what all run, and where the ranks meet.
+
+        Raises:
+            ConfigError: The machines can't meet, or differ.
+        """
+        launch = self._given.launch
+        now, store = self._round(), self._open(listens=False)
+        credentials = dataclasses.replace(
+            self._credentials, round=now.number, sender=member_name(now.member)
+        )
+        own = Channel(run_identity.keys_of(store, credentials, now.name), credentials)
+        try:
+            met, nonces = meet(
+                own,
+                member=now.member,
+                members=now.members,
+                about=self._about(),
+                timeout_s=launch.timeout_s,
+                announce=lambda text: self._console.line(f"machine {now.member}: {text}"),
+            )
+        except TimeoutError as missing:
+            message = (
+                f"machines {missing} did not come within launch.timeout_s={launch.timeout_s:g}"
+            )
+            raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)]) from None
+        except ForgedMessageError:
+            problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
+            raise ConfigError([problem]) from None
+        self._peers = peers = Coordinator(
+            own,
+            nonces=nonces,
+            member=now.member,
+            members=now.members,
+            first_ranks=[machine * _count(self._given) for machine in range(now.members)],
+            lost_s=LOST_S,
+            are_machines=True,
+            newcomers=partial(self._newcomers, now),
+        )
+        if met is not None:
+            self._freeze(peers, met, folder)
+        else:
+            self._take(peers)
+        assert self._frozen is not None
+        config = configuration.with_values(self._frozen, {"launch.nnodes": now.members})
+        peers.watch()
+        self._say(config, now.member)
+        meeting = Rendezvous(
+            address=launch.master_addr,
+            port=_port(config),
+            credentials=credentials,
+            node_rank=now.member,
+            others=peers,
+        )
+        return config, meeting
+
+    def goes_on(self, outcome: Outcome) -> bool:
+        """Whether an attempt that ended so is followed by another, which then counts."""
+        assert self._peers is not None
+        if outcome.crash is None:
+            again = self._peers.goes_on and not outcome.killed
+        elif was_interrupted(outcome) or self._peers.is_headless:
+            again = False
+        elif again := self.restarts < self._given.launch.max_restarts:
+            self.restarts += 1
+        self.attempts += again
+        return again
+
+    def leave(self) -> None:
+        """Tell machines that come later that the run has ended."""
+        if self._rounds is not None and self._hosts:
+            self._rounds.leave()
+
+    def _round(self) -> Attempt:
+        """Return the machines of the next attempt.
+
+        Raises:
+            ConfigError: Too few came.
+        """
+        launch = self._given.launch
+        least, most = nodes(self._given)
+        order = 0 if launch.node_rank == "auto" else launch.node_rank
+        if least == most and self.restarts == 0:
+            return Attempt(-1, order, most)
+        if self._rounds is None:
+            store = self._open(listens=False)
+            self._rounds = ElasticRendezvous(
+                run_identity.keys_of(store, self._credentials, "rounds"),
+                self._credentials,
+                first=self._hosts,
+                least=least,
+                most=most,
+                order=order,
+                timeout_s=launch.timeout_s,
+            )
+        try:
+            return self._rounds.next()
+        except TimeoutError:
+            message = f"fewer than {least} machines came within launch.timeout_s="
+            problem = ConfigIssue("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
+            raise ConfigError([problem]) from None
+
+    def _newcomers(self, now: Attempt) -> bool:
+        """Whether a machine waits that could take part, and nothing is lost by a new start."""
+        if self._rounds is None or now.members == nodes(self._given)[1]:
+            return False
+        return self._given.checkpoint.every > 0 and self._rounds.newcomers() > 0
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "machine": socket.gethostname(),
+            "config": configuration.flatten(configuration.to_tree(self._given)),
+            "problems": [str(problem) for problem in self._problems],
+        }
+
+    def _freeze(self, peers: Coordinator, met: list[dict[str, Any]], folder: ExitStack) -> None:
+        """Fix the configuration for all machines; this one leads."""
+        try:
+            _agreed(met)
+            if self._frozen is None:
+                given = configuration.with_values(self._given, {"launch.node_rank": "auto"})
+                self._frozen = folder.enter_context(run_dir.create(given, tell=self._console.line))
+        except ConfigError as error:
+            peers.tell("frozen", {"problems": [str(one) for one in error.problems]})
+            peers.watch()
+            peers.farewell()
+            raise
+        told = {
+            "config": configuration.to_yaml(self._frozen),
+            "attempts": self.attempts,
+            "restarts": self.restarts,
+        }
+        peers.tell("frozen", told)
+
+    def _take(self, peers: Coordinator) -> None:
+        """Take the configuration that machine 0 froze, and keep it here too.
+
+        Raises:
+            ConfigError: There is none, for the reasons that machine 0 tells.
+        """
+        launch = self._given.launch
+        try:
+            told = peers.ask("frozen", timeout_s=launch.timeout_s)
+        except TimeoutError:
+            message = "machine 0 answers, but never began this run"
+            raise ConfigError(
+                [ConfigIssue("launch.master_addr", message, launch.master_addr)]
+            ) from None
+        except ForgedMessageError:
+            problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
+            raise ConfigError([problem]) from None
+        if "problems" in told:
+            peers.watch()
+            peers.farewell()
+            raise ConfigError([ConfigIssue("", problem) for problem in told["problems"]])
+        self.attempts, self.restarts = told["attempts"], told["restarts"]
+        self._frozen = configuration.parsed(told["config"])
+        run_dir.adopt(self._frozen)
+
+    def _say(self, config: RunConfig, member: int) -> None:
+        if member == 0:
+            return
+        count, first = _count(config), member * _count(config)
+        which = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+        self._console.line(
+            f"machine {member} of {nodes(config)[1]}: {which} of {world_size(config)}; "
+            f"machine 0 at {config.launch.master_addr} tells how it goes"
+        )
+
+
+def unsaid(config: RunConfig) -> list[ConfigIssue]:
+    """Return what a machine must know of the others, and nobody said."""
+    launch, found = config.launch, []
+    least, most = nodes(config)
+    if launch.node_rank == "auto" and least == most:
+        message = f"which of the {launch.nnodes} machines is this? write 0 on the first"
+        found.append(ConfigIssue("launch.node_rank", message, "auto"))
+    elif launch.node_rank != "auto" and launch.node_rank >= most:
+        message = f"the machines are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
+        found.append(ConfigIssue("launch.node_rank", message, launch.node_rank))
+    if launch.master_addr == "auto":
+        message = "where is machine 0? write an address by which the others reach it"
+        found.append(ConfigIssue("launch.master_addr", message, "auto"))
+    if launch.backend == "mock":
+        message = "its ranks are threads of one process; use auto, or launch.nnodes=1"
+        found.append(ConfigIssue("launch.backend", message, "mock"))
+    return found
+
+
+def _count(config: RunConfig) -> int:
+    return 1 if config.launch.nproc == "auto" else config.launch.nproc
+
+
+def _port(config: RunConfig) -> int:
+    return 29500 if config.launch.master_port == "auto" else config.launch.master_port
+
+
+def _is_first(config: RunConfig) -> bool:
+    launch = config.launch
+    return launch.node_rank == 0 or (launch.node_rank == "auto" and is_own(launch.master_addr))
+
+
+def _agreed(met: list[dict[str, Any]]) -> None:
+    """Hold that every machine can run, and that all run the same.
+
+    Raises:
+        ConfigError: Every problem of every machine.
+    """
+    first, problems = met[0]["config"], []
+    for machine, about in enumerate(met):
+        where = f"machine {machine} ({about['machine']})"
+        problems += [ConfigIssue("", f"{where}: {problem}") for problem in about["problems"]]
+        if about["problems"] or met[0]["problems"]:
+            continue
+        for key in sorted({*first, *about["config"]} - {*_OWN}):
+            here, there = first.get(key), about["config"].get(key)
+            if here != there:
+                message = f"{where} has {plain(there)}; start every machine with the same words"
+                problems.append(ConfigIssue(key, message, here))
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,119 @@
+"""Which machines take part in an attempt at a run, and in which order: torch's rendezvous decides.
+
+A run whose machines are all known begins without it. The parts of torch that stand behind
+``torchrun`` are used here alone; ``tests/launch/test_rounds.py`` says what to do when they move.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from axonlaunch.comm.authenticated_store import AuthenticatedStore
+from axonlaunch.comm.authentication import Credentials
+from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend
+
+_KEEP_ALIVE_S, _MISSED = 1, 4
+"""A machine that says nothing for their product is not waited for any more."""
+_LAST_CALL_S = 5
+"""Seconds in which more machines may join once the fewest have come."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt at a run.
+
+    Attributes:
+        number: Of the rendezvous.
+        member: Which of its machines this one is.
+        members: How many there are.
+    """
+
+    number: int
+    member: int
+    members: int
+
+    @property
+    def name(self) -> str:
+        """What the keys of the attempt begin with."""
+        return f"round{self.number}"
+
+
+class ElasticRendezvous:
+    """The attempts at one run, for one machine."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        credentials: Credentials,
+        *,
+        first: bool,
+        least: int,
+        most: int,
+        order: int,
+        timeout_s: float,
+    ) -> None:
+        """Prepare to take part; nothing is said to the others yet.
+
+        Args:
+            store: Where the machines meet, under what is the run's alone; used here alone.
+            credentials: Of the run.
+            first: Whether this is the machine of the store, which leads every attempt.
+            least: The fewest machines.
+            most: The most.
+            order: Which machine this is, where that is known.
+            timeout_s: Seconds to wait for the fewest.
+        """
+        # Each attempt has keys of its own here; the store that torch would share has not.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        # It counts machines in the order of what it takes for their addresses.
+        name = f"{0 if first else 1}-{order:06}-{socket.gethostname()}"
+        credentials = credentials.of(name)
+        self._handler = DynamicRendezvousHandler.from_backend(
+            run_id="run",
+            store=AuthenticatedStore(store, credentials),
+            backend=AuthenticatedBackend(store, credentials),
+            min_nodes=least,
+            max_nodes=most,
+            local_addr=name,
+            timeout=RendezvousTimeout(
+                join=timedelta(seconds=timeout_s),
+                last_call=timedelta(seconds=_LAST_CALL_S),
+                heartbeat=timedelta(seconds=_KEEP_ALIVE_S * _MISSED),
+            ),
+            keep_alive_interval=_KEEP_ALIVE_S,
+            keep_alive_max_attempt=_MISSED,
+        )
+        self._number = 0
+
+    def next(self) -> Attempt:
+        """Wait for enough machines, and begin an attempt.
+
+        Raises:
+            TimeoutError: Too few came.
+        """
+        try:
+            info = self._handler.next_rendezvous()
+        except RendezvousTimeoutError as error:
+            raise TimeoutError(str(error)) from error
+        number = int(self._handler._state_holder.state.round)
+        return Attempt(number, info.rank, info.world_size)
+
+    def newcomers(self) -> int:
+        """Return how many machines came since the attempt began, and wait for the next."""
+        return int(self._handler.num_nodes_waiting())
+
+    def leave(self) -> None:
+        """Let a machine that comes now know that there is nothing more to come to."""
+        self._handler.shutdown()

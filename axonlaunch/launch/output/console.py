@@ -1,0 +1,283 @@
+"""What a run looks like in a terminal, and as plain lines where there is none.
+
+It shows events; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.status import Status
+from rich.text import Text
+
+from axonlaunch.config.url import is_url
+from axonlaunch.diagnostics.frame_origin import frame_owner
+from axonlaunch.events import (
+    Evaluated,
+    Event,
+    Finished,
+    SampleGenerated,
+    Saved,
+    Started,
+    StepDone,
+    StepLogged,
+    Straggler,
+)
+from axonlaunch.launch.failures.report import Crash, Report, plain_ranks
+from axonlaunch.system.formatting import quantity, size
+
+SLOW = 0.2
+"""Share of a step for which the others wait for a slow rank, from which it is reported."""
+_PERSISTENT = 4
+"""Logged steps in a row in which the same rank has to be that slow: a moment's work of the system
+makes any rank slow."""
+_SHOWN = 16
+"""Lines of a traceback that are shown, the last: the whole is in the log."""
+_FRAME = re.compile(r'  File "(?P<file>[^"]*)"')
+_PEER_GONE = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out", re.IGNORECASE)
+
+
+class RunConsole:
+    """Shows one run."""
+
+    def __init__(self, *, stream: TextIO | None = None, is_plain: bool = False) -> None:
+        """Prepare to show a run; nothing is printed yet.
+
+        Args:
+            stream: Where to; standard output if None.
+            is_plain: Print lines even on a terminal, which may be a launcher's own.
+        """
+        self._console = Console(
+            file=stream or sys.stdout,
+            highlight=False,
+            soft_wrap=False,
+            force_terminal=False if is_plain else None,
+        )
+        self._progress: Progress | None = None
+        self._status: Status | None = None
+        self._counted, self._of_process = "tok", ""
+        self._suspect: int | None = None
+        self._slow_for = 0
+        self._reported: int | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Show an event."""
+        match event:
+            case Started():
+                self._start(event)
+            case StepLogged():
+                self._step(event)
+            case StepDone():
+                self._advance(event.step)
+            case Evaluated():
+                self._evaluated(event)
+            case Saved():
+                where = shortened(event.path)
+                beside = event.stalled_s < 0.9 * event.seconds
+                stood = f", of which training waited {event.stalled_s:.1f} s" if beside else ""
+                self.line(f"[dim]saved {escape(where)} in {event.seconds:.1f} s{stood}[/dim]")
+            case SampleGenerated():
+                self.stop()
+                body = Text(event.prompt, style="bold") + Text(event.text)
+                self._console.print(Panel(body, title="sample", title_align="left", style="dim"))
+            case Finished():
+                self.stop()
+
+    def wait(self, doing: str) -> None:
+        """Say on a terminal what is being done, until there is something to show."""
+        self.stop()
+        if self._console.is_terminal:
+            self._status = self._console.status(doing)
+            self._status.start()
+
+    def line(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self._console.print(text)
+
+    def log(self, text: str) -> None:
+        """Print what the main rank printed, as it is."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def stop(self) -> None:
+        """Take away what moves and leave the terminal as it was."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def summary(self, rows: list[tuple[str, str]]) -> None:
+        """Print the run's figures, a line each."""
+        self.stop()
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            self._console.print(f"[dim]{name:<{width}}[/dim]  {escape(value)}", soft_wrap=True)
+
+    def _start(self, event: Started) -> None:
+        self.stop()
+        self._counted = "tok" if event.counted == "tokens" else event.counted
+        self._of_process = " RSS" if event.device == "cpu" else ""
+        self.line(
+            f"[bold]{event.layout}[/bold] on {event.device}: "
+            f"{quantity(event.parameters)} parameters, {quantity(event.samples)} samples, "
+            f"steps {event.step} to {event.steps}"
+        )
+        self.line(f"[dim]run folder {escape(shortened(event.run_dir))}[/dim]")
+        for text in event.damaged:
+            self.line(f"[bold red]damaged[/bold red] {escape(text.replace(f'{Path.cwd()}/', ''))}")
+        if event.resumed_from:
+            self.line(f"resumed from {escape(shortened(event.resumed_from))}")
+        for note in event.notes:
+            self.line(f"[yellow]note[/yellow] {escape(note)}")
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None, complete_style="cyan"),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            expand=True,
+        )
+        self._task = self._progress.add_task(
+            "", total=event.steps, completed=event.step, numbers=""
+        )
+        self._progress.start()
+
+    def _step(self, event: StepLogged) -> None:
+        speed = f"{quantity(event.tokens_per_s)} {self._counted}/s"
+        memory = f"{size(event.peak_memory_bytes)}{self._of_process}"
+        if self._progress is not None and self._task is not None:
+            numbers = f"loss {event.loss:.3f}  {speed}  {memory}"
+            self._progress.update(self._task, completed=event.step, numbers=numbers)
+        elif not self._console.is_terminal:
+            self.line(f"step {event.step}  loss {event.loss:.4f}  {speed}  {memory}")
+        self._straggler(event.slowest)
+
+    def _straggler(self, slowest: Straggler | None) -> None:
+        """Report a rank that stays slow, and not again until it is another."""
+        if slowest is None:
+            return
+        slow = slowest.rank if slowest.cost >= SLOW else None
+        self._slow_for = self._slow_for + 1 if slow == self._suspect else 1
+        self._suspect = slow
+        if slow is None or slow == self._reported or self._slow_for < _PERSISTENT:
+            return
+        self._reported = slow
+        self.line(
+            f"[yellow]note[/yellow] rank {slow} on {escape(slowest.machine)} is slow: the other "
+            f"ranks wait {slowest.cost:.0%} of each step for it. It spends {slowest.compute:.0%} "
+            f"of its time computing and {slowest.data:.0%} waiting for data."
+        )
+
+    def _advance(self, step: int) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step)
+
+    def _evaluated(self, event: Evaluated) -> None:
+        versus = ""
+        if event.unigram_entropy is not None:
+            versus = f" [dim](byte-unigram entropy {event.unigram_entropy:.3f})[/dim]"
+        self.line(f"step {event.step}  evaluation loss [bold]{event.eval_loss:.3f}[/bold]{versus}")
+
+
+def show_hint(console: Console, hint: str) -> None:
+    """Print what to do about a failure."""
+    console.print(Text("hint: ", style="bold yellow") + Text(hint, style="default"))
+
+
+def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Console:
+    """Print who failed first and why, on standard error; return what prints there."""
+    console = Console(stderr=True, highlight=False)
+    first = crash.first
+    verb = {"hang": "hangs", "waiting": "hangs", "lost": "is lost"}.get(first.kind, "failed first")
+    body = Text(f"rank {first.rank} of {world_size} {verb}: ", style="bold")
+    body.append(first.reason, style="bold red")
+    body.append("\n" + _whereabouts(first, coords), style="dim")
+    if first.traceback:
+        body.append("\n\n" + _own_frames(first.traceback.rstrip()), style="default")
+    for ranks, reason in _folded(crash.followers):
+        reason = "the same" if reason == first.reason else reason
+        body.append(f"\n{ranks}: {reason}", style="dim")
+    console.print(Panel(body, title="run failed", title_align="left", border_style="red"))
+    if first.log:
+        # Outside the panel, which would break a long path in two.
+        console.print(f"log: {escape(shortened(first.log))}", soft_wrap=True)
+    return console
+
+
+def _whereabouts(report: Report, coords: dict[str, int]) -> str:
+    """Say where in the mesh, on which machine and in which step a rank was."""
+    parts = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
+    if report.machine:
+        parts.append(f"on {report.machine}")
+    if report.step is not None:
+        doing = {"stepping": f"in step {report.step + 1}"}
+        parts.append(doing.get(report.doing, f"{report.doing} after step {report.step}"))
+    elif report.doing:
+        parts.append(f"{report.doing}, before the first step")
+    return ", ".join(parts)
+
+
+def _own_frames(text: str) -> str:
+    """Return the last lines of a traceback, without torch's own frames and without underlining.
+
+    Where it goes through a user's code, frames of this package are left out too. A frame is its
+    line and its source's; torch's innermost one is kept.
+    """
+    frames: list[list[str]] = []
+    for line in text.splitlines():
+        if line.strip(" ^~"):
+            if line.startswith("    ") and frames:
+                frames[-1].append(line)
+            else:
+                frames.append([line])
+    calls = [
+        (frame_owner(match["file"]), frame) for frame in frames if (match := _FRAME.match(frame[0]))
+    ]
+    is_users = any(one == "user" for one, _ in calls)
+    hidden = {
+        id(frame)
+        for one, frame in calls
+        if (one == "torch" and frame is not calls[-1][1]) or (one == "axonlaunch" and is_users)
+    }
+    first, *rest = (frame for frame in frames if id(frame) not in hidden)
+    cut = [["  ..."]] if sum(map(len, rest)) > _SHOWN else []
+    while sum(map(len, rest)) > _SHOWN and len(rest) > 2:
+        rest.pop(0)
+    return "\n".join(line for frame in [first, *cut, *rest] for line in frame)
+
+
+def _folded(followers: tuple[tuple[int, str], ...]) -> list[tuple[str, str]]:
+    """Join ranks that said alike: ``ranks 1-7: connection closed``."""
+    groups: dict[str, list[int]] = {}
+    for rank, reason in followers:
+        if _PEER_GONE.search(reason):
+            reason = "lost the connection to a rank that had ended"
+        groups.setdefault(reason, []).append(rank)
+    return [(plain_ranks(ranks), reason) for reason, ranks in groups.items()]
+
+
+def shortened(path: str) -> str:
+    """Write a path from the working folder where it is below it; a URL stays as it is."""
+    if is_url(path):
+        return path
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -1,0 +1,247 @@
+"""What is left of a run when it has ended: ``summary.json``, ``crash.json``, figures, a card.
+
+It tells how the run went; nothing here ends it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from axonlaunch import checkpoint
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import layout, world_size
+from axonlaunch.config.url import is_url
+from axonlaunch.events import Event, Started, StepLogged, finite
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.failures.report import Crash, plain_error
+from axonlaunch.launch.local.supervisor import Outcome
+from axonlaunch.launch.output.console import (
+    RunConsole,
+    shortened,
+    show_crash,
+    show_hint,
+)
+from axonlaunch.planning.background_estimate import BackgroundEstimate
+from axonlaunch.system.files import append_text
+from axonlaunch.system.formatting import quantity, size
+
+
+class RunRecorder:
+    """Passes events on and keeps what the summary of a run that fails can still say.
+
+    Attributes:
+        prediction: Of the run's memory; begun with its first step.
+        first_step_s: Seconds from the command to the first logged step.
+        last: The last logged step.
+        counted: What ``tokens_per_s`` counts.
+        damaged: A line for each checkpoint that was damaged, and put aside.
+    """
+
+    prediction: BackgroundEstimate
+
+    def __init__(self, started: float, listener: Callable[[Event], None]) -> None:
+        self._started = started
+        self._listener = listener
+        self.first_step_s: float | None = None
+        self.last: StepLogged | None = None
+        self.counted = "tokens"
+        self.damaged: tuple[str, ...] = ()
+
+    def __call__(self, event: Event) -> None:
+        """Take an event."""
+        if isinstance(event, Started):
+            self.counted = event.counted
+            self.damaged += event.damaged
+        if isinstance(event, StepLogged):
+            self.last = event
+            if self.first_step_s is None:
+                self.first_step_s = time.time() - self._started
+            self.prediction.begin()
+        self._listener(event)
+
+
+class LogTail:
+    """Prints what is added to a log: the main rank's words reach the console."""
+
+    def __init__(self, log: Path, console: RunConsole) -> None:
+        self._log = log
+        self._console = console
+        self._read = log.stat().st_size if log.exists() else 0
+
+    def __call__(self) -> None:
+        """Print whole lines that are new."""
+        try:
+            if self._log.stat().st_size <= self._read:
+                return
+            with self._log.open("rb") as stream:
+                stream.seek(self._read)
+                whole, newline, _ = stream.read().rpartition(b"\n")
+        except OSError:  # not there yet, or not any more; what can be read later is shown later
+            return
+        self._read += len(whole) + len(newline)
+        if newline:
+            self._console.log(whole.decode(errors="replace"))
+
+
+def log_of(config: RunConfig, rank: int) -> Path:
+    """Return the file that takes what a rank prints."""
+    return Path(config.run_dir) / "logs" / f"rank_{rank}.log"
+
+
+def finish_run(
+    config: RunConfig,
+    outcome: Outcome,
+    record: RunRecorder,
+    console: RunConsole,
+    *,
+    context: ForkServerContext | None = None,
+    again: str | None = None,
+) -> tuple[int, dict[str, Any]]:
+    """Write ``summary.json``, print the run's figures, and return the exit status.
+
+    With a context of the fork server, what a run that ran out of memory needs is estimated.
+    ``again`` is what is to be added to the command to go on; None: the run's name.
+    """
+    finished = outcome.finished
+    told = finished or record.last  # a run that failed is told by its last logged step
+    interrupted = outcome.killed or (finished is not None and finished.interrupted)
+    status = "interrupted" if interrupted else "failed" if outcome.crash else "done"
+    summary: dict[str, Any] = {
+        "status": status,
+        "steps": told.step if told else 0,
+        "loss": told.loss if told else None,
+        "eval_loss": finished.eval_loss if finished else None,
+        "tokens_per_s": told.tokens_per_s if told else None,
+        "first_step_s": record.first_step_s,
+        "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
+        "damaged_checkpoints": list(record.damaged),
+        "run_dir": config.run_dir,
+    }
+    if outcome.crash is not None:
+        first = outcome.crash.first
+        summary["failed_rank"], summary["reason"] = first.rank, first.reason
+        report_crash(config, outcome.crash, context)  # first: what follows may have no disk
+    if not is_url(config.checkpoint.path or ""):  # of a remote one the next run looks after
+        try:
+            checkpoint.sweep_partial(Path(config.checkpoint.path or config.run_dir))
+        except OSError as error:
+            _say_refused("what an interrupted save has left could not be deleted", error)
+    summary = finite(summary)
+    is_written = _write(config, run_dir.SUMMARY, summary)
+    summary |= _foretold(config, record.prediction, console, is_done=status == "done")
+    is_written = is_written and _write(config, run_dir.SUMMARY, summary)
+    if finished is not None or outcome.killed:
+        rows = _rows(config, summary, counted=record.counted)
+        if interrupted:
+            words = f" with name={config.name}" if again is None else again
+            rows.append(("to go on", _to_go_on(config, words)))
+        console.summary(rows)
+    if interrupted:
+        return 130, summary
+    # Who started this and looks at the summary alone must not take an older one for this run's.
+    return (0 if outcome.crash is None and is_written else 1), summary
+
+
+def _write(config: RunConfig, name: str, content: dict[str, Any]) -> bool:
+    """Write a JSON file of the run's folder; return whether that could be done."""
+    try:
+        run_dir.write_json(Path(config.run_dir) / name, content)
+    except OSError as error:
+        _say_refused(f"{name} could not be written", error)
+        return False
+    return True
+
+
+def _say_refused(what: str, error: OSError) -> None:
+    """Say what a full disk, or a folder that is gone, prevents; a run's end is told anyway."""
+    print(f"{what}: {plain_error(error)}", file=sys.stderr)
+
+
+def _foretold(
+    config: RunConfig, prediction: BackgroundEstimate, console: RunConsole, *, is_done: bool
+) -> dict[str, Any]:
+    """Return what the summary says of the estimate, which a run that was done waits for."""
+    if is_done:
+        prediction.begin()
+        console.wait("estimating what it was to hold (Ctrl-C: leave it)")
+        prediction.wait()
+        console.stop()
+    else:
+        prediction.wait(0)
+    if prediction.peak_bytes is None:
+        text = f"summary.json has no predicted_peak_bytes: {prediction.reason}\n"
+        try:
+            append_text(log_of(config, 0), text + prediction.traceback)
+        except OSError as error:
+            _say_refused(text.rstrip(), error)
+        return {}
+    return {"predicted_peak_bytes": prediction.peak_bytes}
+
+
+def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | None = None) -> None:
+    """Print the card of a run that failed, and write ``crash.json``."""
+    from axonlaunch.launch.failures import hints
+
+    ranks = world_size(config)
+    coords = coordinates(config, crash.first.rank)
+    console = show_crash(crash, coords=coords, world_size=ranks)
+    content = {
+        **dataclasses.asdict(crash.first),
+        "coords": coords,
+        "world_size": ranks,
+        "hint": None,
+        "followers": [{"rank": rank, "reason": reason} for rank, reason in crash.followers],
+    }
+    is_written = _write(config, run_dir.CRASH, content)
+    # An estimate takes seconds, for which nobody is to wait for the card.
+    hint = hints.hint(crash.first, config, context)
+    if hint:
+        show_hint(console, hint)
+        if is_written:
+            _write(config, run_dir.CRASH, {**content, "hint": hint})
+
+
+def coordinates(config: RunConfig, rank: int) -> dict[str, int]:
+    """Return a rank's place on the mesh axes that have more than one rank, the last fastest."""
+    shares = layout(config, world_size=world_size(config))
+    return {axis: n for axis, n in shares.coordinates(rank).items() if shares.axes[axis] > 1}
+
+
+def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[tuple[str, str]]:
+    rows = [("status", f"{summary['status']} after step {summary['steps']}")]
+    if summary["loss"] is not None:
+        rows.append(("loss", f"{summary['loss']:.4f}"))
+    if summary["eval_loss"] is not None:
+        rows.append(("evaluation loss", f"{summary['eval_loss']:.4f}"))
+    if summary["tokens_per_s"]:
+        rows.append((f"{counted}/s", quantity(summary["tokens_per_s"])))
+    if summary["first_step_s"]:
+        rows.append(("first step after", f"{summary['first_step_s']:.1f} s"))
+    peak, foretold = summary["measured_peak_bytes"], summary.get("predicted_peak_bytes")
+    if peak is not None:
+        words = "" if foretold is None else f", {size(foretold)} foretold"
+        # Beside it the console shows what the process holds; on a GPU both are the allocator's.
+        tensors = "" if config.launch.backend == "nccl" else " of tensors"
+        rows.append(("peak memory", f"{size(peak)}{tensors} a rank{words}"))
+    elif foretold is not None:
+        rows.append(("peak memory", f"{size(foretold)} a rank foretold"))
+    rows.append(("run folder", shortened(config.run_dir)))
+    return rows
+
+
+def _to_go_on(config: RunConfig, words: str) -> str:
+    if is_url(config.checkpoint.path or ""):
+        return f"the same command{words}"
+    try:
+        last = run_dir.last_saved(config)
+    except OSError as error:
+        return f"the same command{words}; its checkpoints can't be read now: {error}"
+    if last is None:
+        return "there is no checkpoint of it; the same command begins anew"
+    return f"the same command{words}, from step {last.step}"

@@ -1,0 +1,258 @@
+"""The folder of a run: its name, its frozen configuration, its summary.
+
+Everything a run writes is below it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from axonlaunch import checkpoint
+from axonlaunch.checkpoint import storage
+from axonlaunch.config import (
+    CONFIG,
+    ConfigError,
+    ConfigIssue,
+    RunConfig,
+    flatten,
+    to_tree,
+    to_yaml,
+    with_values,
+)
+from axonlaunch.config.errors import plain
+from axonlaunch.config.layout import layout, world_size
+from axonlaunch.config.plain import LARGEST_YAML, read_yaml
+from axonlaunch.config.url import is_url
+from axonlaunch.system import host
+from axonlaunch.system.files import read_text, replace_text
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a disk without space, or without space for this user, refuses a write with."""
+SUMMARY = "summary.json"
+CRASH = "crash.json"
+"""Who failed first and why, in the folder of a run that failed."""
+
+_LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
+_LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
+"""What of a configuration decides what is learned: a layout and a length don't."""
+
+
+@contextmanager
+def create(
+    config: RunConfig, *, tell: Callable[[str], object], sharing: int | None = None
+) -> Iterator[RunConfig]:
+    """Make the folder, freeze the configuration in it, and hold it while the run goes on.
+
+    A name of the run's own choosing is numbered until its folder is new; a name that the user
+    chose is taken as it is, for that is how a run is resumed.
+
+    Args:
+        config: Checked.
+        tell: Takes a line for the user.
+        sharing: How many ranks share the cores that this process may use; None: all of the node's.
+
+    Raises:
+        ConfigError: The folder can't be made, or holds a run that must not be continued.
+    """
+    try:
+        config = _with_threads(_named(config), sharing)
+        folder = Path(config.run_dir)
+        (folder / "logs").mkdir(exist_ok=True)
+        lock = os.open(folder / "logs", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise _cannot_create(error) from None
+    try:
+        # The kernel lets go of it however the process ends.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if changed := _changed(config):
+            tell(f"goes on with other settings than before: {', '.join(changed)}")
+        if other := _other_threads(config):
+            tell(other)
+        try:
+            replace_text(folder / CONFIG, to_yaml(config))
+            (folder / CRASH).unlink(missing_ok=True)  # of a run before
+        except OSError as error:
+            raise _cannot_create(error) from None
+        yield config
+    except BlockingIOError:
+        message = f"another process is training in {folder}; wait for it, or choose another name"
+        raise ConfigError([ConfigIssue("run_dir", message)]) from None
+    finally:
+        os.close(lock)
+
+
+def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
+    """Decide with how many threads each rank computes, on every node, so that it is on record."""
+    if config.launch.threads != "auto":
+        return config
+    assert config.launch.nproc != "auto"
+    ranks = 1 if config.launch.backend == "mock" else sharing or config.launch.nproc
+    return with_values(config, {"launch.threads": host.threads(ranks=ranks)})
+
+
+def _other_threads(config: RunConfig) -> str:
+    """Say that a run which resumes on another number of threads is not the same to the bit."""
+    try:
+        before = flatten(read_yaml((Path(config.run_dir) / CONFIG).read_text()))
+    except (OSError, ValueError):
+        return ""
+    was, now = before.get("launch.threads"), config.launch.threads
+    if was in (None, "auto", now) or last_saved(config) is None:
+        return ""
+    return (
+        f"resuming with launch.threads={now} (was {was}): sums round otherwise, so losses may "
+        "differ in their last bits from those of a run that was not stopped; "
+        f"launch.threads={was} keeps them"
+    )
+
+
+def _changed(config: RunConfig) -> list[str]:
+    """Return what a run that goes on learns by now, and did not before."""
+    file = Path(config.run_dir) / CONFIG
+    if config.checkpoint.resume != "auto" or not file.exists():
+        return []
+    where = storage.root(config)
+    with storage.reaching(where):
+        if checkpoint.resolve(where) is None:
+            return []
+    return _other_settings(config, file)
+
+
+def finished(config: RunConfig) -> dict[str, Any] | None:
+    """Return the summary of a run that has done all this configuration asks for, if one has.
+
+    Raises:
+        ConfigError: One has done as many steps, with other settings.
+    """
+    if config.name == config.run_dir == "auto" or config.checkpoint.resume != "auto":
+        return None
+    folder = Path(with_run_dir(config).run_dir)
+    try:
+        summary: dict[str, Any] = json.loads(read_text(folder / SUMMARY, at_most=LARGEST_YAML))
+        is_done = summary["status"] == "done" and summary["steps"] == config.train.steps
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not is_done:
+        return None
+    if changed := _other_settings(config, folder / CONFIG):
+        message = f"{folder} has done as many, with other settings than {', '.join(changed)}; use "
+        message += "more to train on with these, or another name"
+        raise ConfigError([ConfigIssue("train.steps", message, config.train.steps)])
+    return summary
+
+
+def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
+    """Return the checkpoint that a run goes on from; of a bucket none is looked for."""
+    if is_url(config.checkpoint.path or ""):
+        return None
+    return checkpoint.resolve(storage.root(config))
+
+
+def _other_settings(config: RunConfig, file: Path) -> list[str]:
+    """Return what of a frozen configuration decides what is learned, and is another here."""
+    try:
+        frozen = read_yaml(read_text(file, at_most=LARGEST_YAML))
+        before, now = flatten(frozen), flatten(to_tree(config))
+    except (OSError, ValueError):
+        return []
+    keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
+    keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]
+    return [
+        f"{key}={plain(now.get(key))} (was {plain(before.get(key))})"
+        for key in keys
+        if now.get(key) != before.get(key)
+    ]
+
+
+def adopt(config: RunConfig) -> None:
+    """Make the folder of a run that another process began, with its frozen configuration.
+
+    Raises:
+        ConfigError: The folder can't be made.
+    """
+    folder = Path(config.run_dir)
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        if not (folder / CONFIG).exists():  # no disk is shared with that process
+            replace_text(folder / CONFIG, to_yaml(config))
+    except OSError as error:
+        raise _cannot_create(error) from None
+
+
+def _cannot_create(error: OSError) -> ConfigError:
+    where = f": {error.filename}" if error.filename else ""
+    what_to_do = "; free some space, or use another" if error.errno in FULL else ""
+    message = f"can't make the run folder: {error.strerror}{where}{what_to_do}"
+    return ConfigError([ConfigIssue("run_dir", message)])
+
+
+def _named(config: RunConfig) -> RunConfig:
+    """Resolve ``name`` and ``run_dir``, and make the folder."""
+    if config.name == config.run_dir == "auto":
+        folder = create_unique(default_name(config))
+        return dataclasses.replace(config, name=folder.name, run_dir=str(folder))
+    config = with_run_dir(config)
+    _refuse_overwriting(config)
+    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    return config
+
+
+def with_run_dir(config: RunConfig) -> RunConfig:
+    """Return a run with its name and its folder, which is not made."""
+    name, folder = config.name, Path(config.run_dir)
+    if name == config.run_dir == "auto":
+        name = free_name(default_name(config))
+    if config.run_dir == "auto":
+        folder = Path("runs", name)
+    name = folder.name if name == "auto" else name
+    return dataclasses.replace(config, name=name, run_dir=str(folder.absolute()))
+
+
+def create_unique(name: str) -> Path:
+    """Make a new folder below ``runs``: of that name, or numbered where the name is taken."""
+    for number in itertools.count(1):
+        folder = Path("runs", name if number == 1 else f"{name}-{number}").absolute()
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("count ended")
+
+
+def free_name(name: str) -> str:
+    """Return a name for which there is no folder below ``runs``: this one, or it numbered."""
+    numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(free for free in numbered if not Path("runs", free).exists())
+
+
+def default_name(config: RunConfig) -> str:
+    """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
+    shares = layout(config, world_size=world_size(config))
+    degrees = {"context": shares.context, "tensor": shares.tensor, "pipeline": shares.pipeline}
+    kinds: list[str] = [] if shares.data_parallel == "none" else [shares.data_parallel]
+    kinds += [axis for axis, degree in degrees.items() if degree > 1]
+    return "-".join([config.model.name, *(kinds or ["single"])])
+
+
+def _refuse_overwriting(config: RunConfig) -> None:
+    if config.checkpoint.resume == "never" and (Path(config.run_dir) / CONFIG).exists():
+        message = (
+            f"{config.run_dir} holds a run already; choose another name, "
+            "or continue it with checkpoint.resume=auto"
+        )
+        raise ConfigError([ConfigIssue("checkpoint.resume", message, "never")])
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write one JSON object."""
+    replace_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

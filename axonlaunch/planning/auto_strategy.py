@@ -1,0 +1,98 @@
+"""``strategy=auto``: runs whose layout is searched, as ``axonlaunch plan`` does, before they start.
+
+The layout then stands in the configuration as if it had been written. A machine whose speed is
+neither published nor measured is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from axonlaunch import config as configuration
+from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.errors import one_of
+from axonlaunch.config.layout import nodes, resolved, world_size
+from axonlaunch.planning.plan import searched
+from axonlaunch.system import forked_call
+
+Compose = Callable[[Sequence[str]], Composed]
+
+
+def load(
+    overrides: Sequence[str],
+    *,
+    compose: Compose,
+    server: Callable[[], ForkServerContext],
+    config_dirs: Sequence[Path],
+) -> RunConfig:
+    """Return the run that overrides ask for, with a layout.
+
+    Args:
+        overrides: The words.
+        compose: Composes a configuration of words, for the machine that is to run it.
+        server: Starts the fork server, if none runs yet.
+        config_dirs: Folders of a user's own YAML.
+
+    Raises:
+        ConfigError: The configuration is wrong, or no layout can be planned.
+    """
+
+    def typed(words: Sequence[str]) -> tuple[Composed, RunConfig]:
+        composed = compose(words)
+        return composed, configuration.typed(
+            composed.tree, composed.problems, origins=composed.origins
+        )
+
+    composed, config = typed(overrides)
+    if not config.strategy.planned:
+        return config
+    context = server()
+    devices = _devices(context, config)
+    nproc = resolved(config, accelerators=len(devices)).launch.nproc
+    if config.hardware is None:
+        option = _option(devices, config, config_dirs)
+        composed, config = typed([*overrides, f"hardware={option}"])
+    assert config.hardware is not None
+    if config.hardware.devices_per_node is None and nodes(config)[1] == 1:
+        config = configuration.with_values(config, {"hardware.devices_per_node": nproc})
+    ranks = world_size(configuration.with_values(config, {"launch.nproc": nproc}))
+    print(f"planning the layout of {ranks} ranks", file=sys.stderr)
+    found = searched(context, composed, config, devices=ranks, config_dirs=config_dirs, wanted=1)
+    best = found.candidates[0]
+    print(f"planned {best.layout}: the fastest of {found.searched} layouts", file=sys.stderr)
+    layout = [word for word in best.overrides if not word.startswith("launch.")]
+    _, config = typed([*overrides, *layout])
+    return configuration.with_values(config, {"strategy.planned": False, "launch.nproc": nproc})
+
+
+def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
+    """Return the names of this machine's devices that the run's ranks would compute on."""
+    if config.launch.backend in ("gloo", "mock"):
+        return []
+    found: dict[str, Any] = forked_call.call(context, "axonlaunch.doctor.machine:machine")
+    return [device["name"] for device in found["devices"]] if found["nccl"]["devices"] else []
+
+
+def _option(devices: Sequence[str], config: RunConfig, config_dirs: Sequence[Path]) -> str:
+    """Return the option of the group ``hardware`` that describes the machines of a run.
+
+    Raises:
+        ConfigError: None does.
+    """
+    options = Composer(config_dirs=config_dirs).contents("hardware")
+    if config.launch.name == "slurm":
+        reason = "the job's machines are not this one"
+    elif not devices:
+        return "cpu"
+    else:
+        for name, tree in options.items():
+            if (pattern := tree.get("device")) and re.search(str(pattern), devices[0]):
+                return name
+        reason = f"{devices[0]} is none of ours"
+    message = f"strategy=auto needs figures of the devices, and {reason}; use {one_of([*options])}"
+    raise ConfigError([ConfigIssue("hardware", message)])

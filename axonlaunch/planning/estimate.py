@@ -1,0 +1,270 @@
+"""Foretells a run's memory from the parent, which has no torch: out of the cache, or by tracing.
+
+No device, data file or rank takes part, so a world may be of any size; what can't be told is
+refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Generator, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from axonlaunch import config as configuration
+from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.hardware import GIB
+from axonlaunch.config.layout import layout, resolved
+from axonlaunch.config.plugins import import_plugins
+from axonlaunch.planning import auto_strategy, estimate_cache
+from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched
+from axonlaunch.planning.search.workload import host_memory, workload
+from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
+from axonlaunch.system import forked_call, forkserver, host
+
+STATES_ALONE = (
+    "by closed formulas: parameters, their gradients and optimizer states, and what is gathered of "
+    "them; activations, messages and temporaries come on top, and are not told"
+)
+
+
+SEARCH_S = 30.0
+"""Seconds that a search for changes that fit takes at most: a person waits."""
+
+
+def load(
+    context: ForkServerContext,
+    overrides: Sequence[str],
+    *,
+    config_name: str,
+    config_dirs: Sequence[Path],
+) -> RunConfig:
+    """Return the run that overrides ask for, as ``forecast`` takes it.
+
+    Args:
+        context: Of the warm fork server.
+        overrides: Of the run.
+        config_name: The primary config.
+        config_dirs: Folders of a user's own YAML.
+
+    Raises:
+        ConfigError: The configuration can't be run on any machine.
+    """
+
+    def compose(words: Sequence[str]) -> Composed:
+        found = configuration.compose(words, config_name=config_name, config_dirs=config_dirs)
+        return dataclasses.replace(found, tree=naming_files(found.tree))
+
+    config = auto_strategy.load(
+        overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
+    )
+    return prepared(context, config)
+
+
+def prepared(context: ForkServerContext, config: RunConfig) -> RunConfig:
+    """Decide what a configuration leaves to the machine, and its hardware's memory.
+
+    Raises:
+        ConfigError: The configuration can't be run on any machine.
+    """
+    if config.launch.nproc == "auto":
+        config = forked_call.call(
+            context, "axonlaunch.preflight.checks:resolve_anywhere", replace_with_synthetic(config)
+        )
+    return _on_named_hardware(resolved(config, accelerators=0))
+
+
+def forecast(
+    context: ForkServerContext, config: RunConfig, *, exact: bool = False, formula: bool = False
+) -> Forecast:
+    """Estimate the memory of a configuration.
+
+    Args:
+        context: Of the warm fork server.
+        config: As ``prepared`` returns it.
+        exact: Trace every layer and micro-batch.
+        formula: Trace nothing, and estimate states alone.
+
+    Raises:
+        ConfigError: It can't be run on any machine, or can't be traced.
+    """
+    if formula:
+        found = forked_call.call(
+            context, "axonlaunch.planning.estimate:without_tracing", replace_with_synthetic(config)
+        )
+    else:
+        found = foretold(context, config, exact=exact)
+    hardware = config.hardware
+    return Forecast(
+        layout=str(layout(config, world_size=found.world_size)),
+        workload=workload(config),
+        estimate=found,
+        hardware=hardware.name if hardware else None,
+        memory_bytes=hardware.memory_bytes if hardware else None,
+        margin=config.estimate.margin,
+        host_memory=host_memory(config, found.host_bytes),
+        states_only=formula,
+        notes=[STATES_ALONE] if formula else [],
+    )
+
+
+def remedies(
+    context: ForkServerContext, config: RunConfig, found: Forecast
+) -> Generator[Remedy, None, Searched]:
+    """Yield changes after which a run fits, the cheapest first, as they are found.
+
+    Args:
+        context: Of the warm fork server.
+        config: As ``forecast`` took it.
+        found: What that returned.
+
+    Returns:
+        How the search ended.
+    """
+    if found.fits is not False:
+        return Searched(0, 0.0)
+    try:
+        ended: Searched = yield from forked_call.stream(
+            context,
+            "axonlaunch.planning.estimate:remedied",
+            replace_with_synthetic(config),
+            found.estimate,
+        )
+    except ConfigError as error:
+        return Searched(0, 0.0, error.problems[0].message)
+    return ended
+
+
+def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = False) -> Estimate:
+    """Return an estimate that was kept, or make and keep one.
+
+    Args:
+        context: Of the warm fork server.
+        config: With ``launch.nproc`` resolved.
+        exact: Trace every layer.
+
+    Raises:
+        ConfigError: It can't be run on any machine, or can't be traced.
+    """
+    config = replace_with_synthetic(config)
+    kept = estimate_cache.read(config, exact=exact)
+    if kept is None:
+        kept = forked_call.call(context, "axonlaunch.planning.estimate:trace", config, exact)
+        estimate_cache.write(config, kept, exact=exact)
+    return kept
+
+
+def trace_beside(config: RunConfig) -> Estimate:
+    """Do as ``trace`` with what others leave of the cores, in silence: ranks print the same.
+
+    Raises:
+        ConfigError: The configuration can't be run on any machine, or can't be traced.
+    """
+    _yield_to_ranks()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    return trace(config)
+
+
+def _yield_to_ranks() -> None:
+    """Take only time that no rank wants, in this process and in those it forks.
+
+    At the lowest priority alone a core that traces still looks busy to Linux, so that a rank which
+    wakes up may be put behind it; under SCHED_IDLE it looks free, and the rank runs at once.
+    """
+    os.nice(19)
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def trace(config: RunConfig, exact: bool = False) -> Estimate:
+    """Check and estimate, in a process of its own.
+
+    Raises:
+        ConfigError: The configuration can't be run on any machine, or can't be traced.
+    """
+    forkserver.lead_group()  # it forks a process for each stage
+    from axonlaunch.planning.memory import estimate as memory_estimate
+    from axonlaunch.preflight.checks import resolve_anywhere
+
+    import_plugins(config.plugins)
+    return memory_estimate.estimate(resolve_anywhere(config), exact=exact)
+
+
+def remedied(config: RunConfig, found: Estimate) -> Generator[Remedy, None, Searched]:
+    """Look for what makes a run fit, in a process forked from the server.
+
+    Args:
+        config: With ``launch.nproc`` resolved, and hardware whose memory is known.
+        found: Its estimate.
+
+    Raises:
+        ConfigError: The model can't be traced on one device.
+    """
+    began = time.monotonic()
+    from axonlaunch.planning.memory import estimate as memory_estimate
+    from axonlaunch.planning.memory.analytic import Formulas
+    from axonlaunch.planning.search import remedies
+    from axonlaunch.preflight.checks import resolve_anywhere
+
+    forkserver.lead_group()
+    import_plugins(config.plugins)
+    assert config.hardware is not None
+    assert config.hardware.memory_bytes is not None
+    room = config.hardware.memory_bytes / (1 + config.estimate.margin)
+
+    def estimated(changed: RunConfig) -> Estimate | None:
+        kept = estimate_cache.read(changed)
+        if kept is None:
+            kept = memory_estimate.estimate_fitting(
+                resolve_anywhere(changed), memory=room, until=began + SEARCH_S
+            )
+            if kept is not None:
+                estimate_cache.write(changed, kept)
+        return kept
+
+    untried = yield from remedies.remedies(
+        config,
+        found,
+        memory=room,
+        formula=Formulas.of(config).process_bytes,
+        estimate=estimated,
+        is_over=lambda: time.monotonic() >= began + SEARCH_S,
+    )
+    return Searched(untried, time.monotonic() - began)
+
+
+def without_tracing(config: RunConfig) -> Estimate:
+    """Check, and count states, in a process forked from the server.
+
+    Raises:
+        ConfigError: The configuration can't be run on any machine.
+    """
+    from axonlaunch.planning.memory import states_only
+    from axonlaunch.preflight.checks import resolve_anywhere
+
+    import_plugins(config.plugins)
+    return states_only.estimate(resolve_anywhere(config))
+
+
+def _on_named_hardware(config: RunConfig) -> RunConfig:
+    """Give a rank on ``hardware=cpu`` its share of this machine's memory.
+
+    Raises:
+        ConfigError: The memory of other hardware is not told.
+    """
+    hardware, nproc = config.hardware, config.launch.nproc
+    if hardware is None or hardware.memory_gib is not None:
+        return config
+    if not hardware.is_cpu:
+        message = (
+            f"the memory of {hardware.name} is not told, so whether a run fits it can't be; write "
+            "one device's, in GiB, or leave hardware out"
+        )
+        raise ConfigError([ConfigIssue("hardware.memory_gib", message, None)])
+    assert nproc != "auto"
+    share = host.memory_bytes() / nproc / GIB
+    return with_values(config, {"hardware.memory_gib": share})

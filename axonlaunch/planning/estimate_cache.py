@@ -1,0 +1,118 @@
+"""Estimates that were made before, kept in the user's cache folder.
+
+One is found again by what it depends on: the configuration, axonlaunch's own source, torch. It
+keeps none of a model that is not ours, whose source may change, and passes over what is damaged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import suppress
+from functools import lru_cache
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config import RunConfig, to_tree
+from axonlaunch.config.layout import world_size
+from axonlaunch.planning.records import Estimate, RankEstimate
+from axonlaunch.system import cache
+from axonlaunch.system.cache import keep
+
+_OURS = ("mlp", "gpt", "llama", "vit")
+_MOST = 1000
+"""Estimates that are kept, of some kilobytes each: those of a source or a torch that was are never
+read again."""
+# What of ``train`` plays no part in a step.
+_IDLE = (
+    "steps",
+    "log_every",
+    "eval_every",
+    "eval_batches",
+    "tensorboard",
+    "sample_tokens",
+    "prompt",
+)
+
+
+def read(config: RunConfig, *, exact: bool = False) -> Estimate | None:
+    """Return the estimate of a configuration, if one was kept.
+
+    Args:
+        config: With ``launch.nproc`` resolved.
+        exact: Whether every layer is to have been traced.
+    """
+    if not _is_ours(config):
+        return None
+    try:
+        digest, _, content = _file(config, exact).read_text().partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if digest != _hash(content):
+        return None
+    kept: dict[str, Any] = json.loads(content)
+    ranks = [RankEstimate(**rank) for rank in kept.pop("ranks")]
+    return Estimate(**kept, ranks=ranks)
+
+
+def write(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None:
+    """Keep an estimate; where the folder can't be written, none is kept."""
+    if not _is_ours(config):
+        return
+    content = json.dumps(dataclasses.asdict(estimate))
+    keep(_file(config, exact), f"{_hash(content)}\n{content}")
+    _forget_old()
+
+
+def _forget_old() -> None:
+    """Delete the oldest of too many estimates; another process may be at it too."""
+    with suppress(OSError):
+        found = [*folder().glob("*.json")]
+        if len(found) > _MOST:
+            for file in sorted(found, key=lambda one: one.stat().st_mtime)[:-_MOST]:
+                file.unlink()
+
+
+def folder() -> Path:
+    """Return where estimates are kept."""
+    return cache.cache_folder() / "estimates"
+
+
+def _is_ours(config: RunConfig) -> bool:
+    """Tell whether all that is traced is of this package."""
+    return not config.plugins and config.model.name in _OURS
+
+
+def _file(config: RunConfig, exact: bool) -> Path:
+    hardware = config.hardware
+    matters = {
+        "strategy": to_tree(config.strategy),
+        "model": to_tree(config.model),
+        "data": to_tree(config.data),
+        "optimizer": to_tree(config.optimizer),
+        "train": {k: v for k, v in to_tree(config.train).items() if k not in _IDLE},
+        "world_size": world_size(config),
+        "memory_gib": hardware.memory_gib if hardware else None,
+        "is_cpu": hardware is not None and hardware.is_cpu,
+        "exact": exact,
+        "axonlaunch": version("axonlaunch"),
+        "torch": version("torch"),
+        "source": _source(),
+    }
+    return folder() / f"{_hash(json.dumps(matters, sort_keys=True))[:32]}.json"
+
+
+@lru_cache(maxsize=1)
+def _source() -> str:
+    """Return a hash of every file of this package, which ``version`` does not tell apart."""
+    package = Path(__file__).resolve().parent.parent
+    found = sha256()
+    for file in sorted(package.rglob("*.py")):
+        found.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Peak memory per rank: traced, replayed through the allocator, or analytic."""

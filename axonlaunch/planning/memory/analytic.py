@@ -1,0 +1,231 @@
+"""A rank's memory by closed formulas, from what one device holds of a sample.
+
+It is the planner's first cut, for states as Rajbhandari et al., "ZeRO", 2020, section 3, has them
+and activations as Korthikanti et al., 2022, section 4, divides them; the layouts that it leaves are
+traced. Rounding, buckets and messages between stages are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+from axonlaunch.config import RunConfig, with_values
+from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
+from axonlaunch.config.optimizer_states import states_per_element
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.schema import StrategyConfig
+from axonlaunch.models import fake_tensor_cache
+from axonlaunch.planning.memory import cuda_process
+from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, shortened, step_work
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.stage_trace import traced
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
+from axonlaunch.system import forked_map
+
+_FP32 = 4
+_MODES = ("none", "selective", "full")
+_DIVIDED = 24 / 34
+"""Share of a layer's activations that tensor parallelism alone divides (Korthikanti, eq. 2)."""
+_WITH_GRADIENT = 1.5
+"""Logits and their loss at the start of backward, beside what they are before."""
+_WORKING_LAYERS = 2
+"""Layers that FSDP has gathered at once."""
+_CACHED = 1.05
+"""What the allocator keeps, beside what closed formulas say of tensors: a little, to lose none."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Activations of one sample on one device, in bytes, at the peak of a step.
+
+    Attributes:
+        layer: Of each layer.
+        ends: Of everything else.
+    """
+
+    layer: float
+    ends: float
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """A model, traced on one device: what all of its layouts are told from.
+
+    Attributes:
+        one: The work of a step of ``SAMPLES``.
+        held: What a sample leaves behind under each kind of recomputation.
+    """
+
+    one: StepWork
+    held: dict[str, Held]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Trace the model of a run.
+
+        Raises:
+            ConfigError: It can't be traced.
+        """
+        alone = on_one_device(config)
+        runs: list[Callable[[], Any]] = [
+            partial(step_work, alone, world_size=1),
+            partial(activations, alone),
+        ]
+        return cls(*forked_map.run(runs, memory=fake_tensor_cache.recipes))
+
+    def process_bytes(self, config: RunConfig, shares: Layout | None = None) -> float:
+        """Return what the highest rank of a layout holds of its device, about.
+
+        Args:
+            config: The layout's run, with ``launch.nproc`` resolved.
+            shares: Its layout; None: to be found.
+        """
+        shares = shares or layout(config, world_size=world_size(config))
+        layers = -(-sum(self.one.layers) // shares.pipeline)
+        tensors = peak_bytes(config, shares, one=self.one, held=self.held, layers=layers)
+        if config.hardware is not None and config.hardware.is_cpu:
+            return tensors
+        rest = cuda_process.besides(shares.axes.values())
+        return _CACHED * tensors + rest
+
+
+def on_one_device(config: RunConfig) -> RunConfig:
+    """Return a run of the same model on one device, with ``SAMPLES`` a step."""
+    return with_values(
+        config,
+        {
+            "strategy": StrategyConfig(data_parallel="none"),
+            "train.global_batch_size": SAMPLES,
+            "train.micro_batch_size": SAMPLES,
+            "train.activation_checkpointing": "none",
+            "train.compile": False,
+            **of_ranks(1),
+        },
+    )
+
+
+def activations(config: RunConfig) -> dict[str, Held]:
+    """Trace what a sample leaves behind under each kind of recomputation.
+
+    It is traced on two ranks that shard their parameters, so that nothing of those is among it.
+
+    Args:
+        config: A run on one device, with ``SAMPLES`` a step.
+
+    Raises:
+        ConfigError: The run can't be traced.
+    """
+    two = {"train.global_batch_size": 2 * SAMPLES, **of_ranks(2)}
+    config = with_values(config, {"strategy.data_parallel": "fsdp", **two})
+    depths = (1, 2) if hasattr(config.model, "num_hidden_layers") else (0, 0)
+    runs = []
+    for mode in _MODES:
+        changed = with_values(config, {"train.activation_checkpointing": mode})
+        for layers in depths:
+            short = shortened(changed, world_size=2, layers=layers, micro_batches=1)
+            runs.append(partial(_activations, short))
+    told = iter(forked_map.run(runs, memory=fake_tensor_cache.recipes))
+    found = {}
+    for mode in _MODES:
+        few, more = (next(told) / SAMPLES for _ in depths)
+        found[mode] = Held(more - few, _WITH_GRADIENT * (2 * few - more))
+    return found
+
+
+def peak_bytes(
+    config: RunConfig,
+    shares: Layout,
+    *,
+    one: StepWork,
+    held: dict[str, Held],
+    layers: int,
+) -> float:
+    """Return what the first and the last stage together hold at most: no rank holds more.
+
+    Args:
+        config: The layout's run.
+        shares: Its layout.
+        one: Work of one device, for the sizes of parameters.
+        held: As ``activations`` gives it.
+        layers: Of the stage that has most, all of a rank's stages together; 0 of a model whose
+            layers are not known: it is cut evenly.
+    """
+    half = 1.0 if config.train.precision == "fp32" else 0.5
+    a_layer = one.first.step_layer.gradient_bytes
+    cut = 1.0 if layers else 1 / shares.pipeline
+    ends = cut * one.first.step_ends.gradient_bytes
+    told = states(config, shares, whole=layers * a_layer + ends, layer=a_layer, ends=ends)
+    held_of_states = sum(told.values())
+    mode = config.train.activation_checkpointing
+    saved = held[mode]
+    divided = 1 / shares.tensor
+    if not config.strategy.tensor.sequence_parallel:
+        divided = 1 - _DIVIDED + _DIVIDED / shares.tensor
+    samples = shares.micro_batch_size / shares.context
+    a_layer_keeps = divided * saved.layer
+    if mode == "selective" and shares.tensor > 1:
+        # It keeps what is gathered and reduced, twice each in a layer's forward.
+        hidden = getattr(config.model, "hidden_size", 0) * one.sample_length * _FP32 * half
+        a_layer_keeps += 2 * hidden * (1 + divided)
+    in_flight = _in_flight(shares)
+    kept_of_ends = saved.ends if layers else cut * in_flight * saved.ends
+    passing = layers * in_flight * a_layer_keeps + divided * kept_of_ends
+    return held_of_states + samples * passing
+
+
+def states(
+    config: RunConfig, shares: Layout, *, whole: float, layer: float, ends: float
+) -> dict[Category, float]:
+    """Return what parameters, gradients and optimizer states take of a rank's device, in bytes.
+
+    Beside them it tells what is gathered or cast of the parameters while they are worked with.
+
+    Args:
+        config: The layout's run.
+        shares: Its layout.
+        whole: The fp32 parameters of the rank's stages, undivided by other axes.
+        layer: Of these, those of a layer.
+        ends: Of these, those of no layer.
+    """
+    half = 1.0 if config.train.precision == "fp32" else 0.5
+    whole, layer, ends = (size / shares.tensor for size in (whole, layer, ends))
+    moments = states_per_element(config.optimizer) * whole
+    cast = 0.0 if half == 1 else whole * half  # autocast keeps what it casts until a forward ends
+    if shares.data_parallel != "fsdp":
+        moments /= shares.gradient_ranks if shares.data_parallel == "zero1" else 1
+        return {"parameters": whole, "gradients": whole, "optimizer": moments, "temporary": cast}
+    working = _WORKING_LAYERS * layer * half + max(layer, ends) * (1 + half)
+    if shares.pipeline > 1:
+        working = whole * (1 + half)
+    elif config.strategy.fsdp.sharding == "shard_grad_op":
+        working = whole * half + max(layer, ends)
+    offload, shard = config.strategy.fsdp.cpu_offload, 1 / (shares.dp_shard * shares.context)
+    kept = 0.0 if offload in ("params", "full") else whole * shard
+    moments = 0.0 if offload in ("optimizer_states", "full") else moments * shard
+    return {"parameters": kept, "gradients": kept, "optimizer": moments, "communication": working}
+
+
+def _in_flight(shares: Layout) -> float:
+    """Return micro-batches of which a rank holds all its layers' activations at once.
+
+    Of the first rank of 1F1B and interleaved 1F1B: Narayanan et al., "Efficient Large-Scale
+    Language Model Training on GPU Clusters", 2021, section 2.2; of ZB-V: Qi et al., "Pipeline
+    Parallelism with Controllable Memory", 2024, section 3.
+    """
+    ranks, chunks = shares.pipeline, shares.stages_per_rank
+    waiting = float(ranks)
+    if SCHEDULES[shares.schedule].in_rounds:
+        waiting = (2 * (ranks - 1) + (chunks - 1) * ranks + 1) / chunks
+    return min(waiting, shares.round_microbatches)
+
+
+def _activations(config: RunConfig) -> float:
+    """Return the most that activations take before the update; of a compiled run, less."""
+    config = with_values(config, {"train.compile": False})
+    events = traced(ReducedRun.of(config), 0).events
+    before = next(n for n, event in enumerate(events) if event.name[0] == "update")
+    saved = CATEGORIES.index("activations")
+    return float(max(point[saved] for event in events[:before] for point in event.points))

@@ -1,0 +1,166 @@
+"""What a CUDA process is seen to hold while it runs a rank: the allocator's cache, and the rest.
+
+The rest is a few published figures of one machine each, told apart from what follows from the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from axonlaunch.models.build import spec_for
+from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
+from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
+from axonlaunch.planning.memory.extend_trace import FEWEST, stretched
+from axonlaunch.planning.tracing import extrapolate_depth, fake_world
+from axonlaunch.planning.tracing.dry_run import DryRun
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.storage_trace import Category
+from axonlaunch.planning.tracing.untraceable import refusing_untraceable
+
+CUBLAS_WORKSPACE = 32 * MIB
+"""cuBLAS's workspace on Hopper and later, of torch's allocator, for each thread that multiplies:
+the one of forward and autograd's. Earlier devices take 8.125 MiB.
+
+Source: PyTorch ``aten/src/ATen/cuda/CublasHandlePool.cpp``; cuBLAS, ``CUBLAS_WORKSPACE_CONFIG``.
+"""
+CUDA_CONTEXT = 426 * MIB
+"""The driver's context with torch's kernels loaded when they are first used.
+
+Source: nvidia-smi, PyTorch 2.10 and CUDA 13.0 on an RTX 6000 Ada, unslothai/unsloth-zoo#1053;
+ptrblck gives "around 400MB" since CUDA 11.7, pytorch/pytorch#109888. Not checked against a run.
+"""
+NCCL_PAIR, NCCL_RING = 544 * MIB, 688 * MIB
+"""What NCCL holds for a communicator of two ranks, and of more.
+
+Source: 4 A100 with NVLink, NVIDIA/nccl#964. Not checked against a run.
+"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of device memory.
+
+    Attributes:
+        allocator: What ``torch.cuda.max_memory_reserved`` shows.
+        context: The driver's.
+        communicators: NCCL's.
+    """
+
+    allocator: int
+    context: int
+    communicators: int
+
+    @property
+    def process(self) -> int:
+        """What nvidia-smi shows."""
+        return self.allocator + self.context + self.communicators
+
+
+def held(
+    changes: Iterable[Change],
+    *,
+    peak_bytes: int,
+    groups: Iterable[int],
+    capacity: int | None = None,
+    expandable: bool = False,
+    workspace: int = CUBLAS_WORKSPACE,
+) -> Held:
+    """Return what a process holds at most.
+
+    Args:
+        changes: What the rank asks of its allocator.
+        peak_bytes: What its tensors hold at most. What is missing of that in ``changes``, as of
+            buckets that a stretched recording can't place, is held besides.
+        groups: Sizes of the groups that the rank talks to.
+        capacity: Bytes of the device; None: without end.
+        expandable: Whether the allocator's segments grow.
+        workspace: cuBLAS's.
+    """
+    changes = list(changes)
+    allocator = Allocator(capacity=capacity, expandable=expandable)
+    allocator.replay([Change(-1, workspace), Change(-2, workspace)])
+    allocator.replay(changes)
+    return Held(
+        allocator=allocator.peak_reserved + max(0, peak_bytes - _most(changes)),
+        context=CUDA_CONTEXT,
+        communicators=communicators(groups),
+    )
+
+
+def besides(groups: Iterable[int]) -> int:
+    """Return bytes of a device that no allocator of torch's has: the context and NCCL's."""
+    return CUDA_CONTEXT + communicators(groups)
+
+
+def communicators(groups: Iterable[int]) -> int:
+    """Return bytes that NCCL holds for groups of these sizes."""
+    return sum(NCCL_PAIR if size == 2 else NCCL_RING for size in groups if size > 1)
+
+
+def record(
+    blueprint: ReducedRun, *, rank: int, stages: list[int], on_host: Collection[Category] = ()
+) -> list[Change]:
+    """Return what a rank asks of its allocator, in a process of its own.
+
+    Where blocks are equal a shallow model is run and stretched.
+
+    Args:
+        blueprint: The run's.
+        rank: The global rank.
+        stages: Its pipeline stages.
+        on_host: As ``StorageTrace``'s.
+    """
+    spare = blueprint.spare_blocks(stages, needed=FEWEST)
+    if spare > 0:
+        recording, counts = _run(blueprint.without(spare, stages), rank, on_host)
+        # A schedule that splits backwards goes through blocks in an order that can't be continued.
+        with suppress(ValueError):
+            return stretched(recording, blocks=spare, counts=counts)
+    return _run(blueprint, rank, on_host)[0].changes
+
+
+def _run(
+    blueprint: ReducedRun, rank: int, on_host: Collection[Category]
+) -> tuple[Recording, dict[int, int]]:
+    """Record two steps: what the first leaves behind decides where the second's storages go.
+
+    Of a pipeline, whose step is long, it is one.
+    """
+    trace = RecordingTrace(on_host=on_host)
+    world = fake_world.join(rank=rank, world_size=blueprint.world_size)
+    with refusing_untraceable(blueprint.config):
+        return _steps(blueprint, DryRun(blueprint, world, trace=trace), trace)
+
+
+def _steps(
+    blueprint: ReducedRun, dry: DryRun, trace: RecordingTrace
+) -> tuple[Recording, dict[int, int]]:
+    spec = spec_for(blueprint.config.model)
+    blocks = {n: [*spec.blocks(part).values()] for n, part in enumerate(dry.engine.modules)}
+    extrapolate_depth.watch(blocks, trace)
+    batch = dry.batch()
+    with dry.storing():
+        if blueprint.shares.pipeline > 1:
+            dry.settle()
+        for _ in range(1 if blueprint.shares.pipeline > 1 else 2):
+            dry.engine.backward(batch)
+            trace.begin("update")
+            with trace.during("temporary"), fake_world.assume_true():
+                dry.engine.update()
+            trace.tag(dry.engine.optimizer_states(), "optimizer")
+            trace.follow(parameter for _, parameter in dry.engine.named_parameters())
+        recording = trace.recording(dry.engine, blocks)
+    return recording, {stage: len(members) for stage, members in blocks.items()}
+
+
+def _most(changes: Iterable[Change]) -> int:
+    sizes: dict[int, int] = {}
+    now = most = 0
+    for change in changes:
+        now += change.num_bytes - sizes.pop(change.storage, 0)
+        if change.num_bytes:
+            sizes[change.storage] = change.num_bytes
+        most = max(most, now)
+    return most

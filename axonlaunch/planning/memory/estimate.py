@@ -1,0 +1,207 @@
+"""How much memory each rank of a run would hold, found by running its engine on nothing.
+
+The real engine is built for one rank of each pipeline stage, in a world without the others and on
+tensors without bytes, and does a step after its optimizer has made its states. What can't be traced
+so is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from axonlaunch.config import RunConfig
+from axonlaunch.models import fake_tensor_cache
+from axonlaunch.planning.memory import cuda_process
+from axonlaunch.planning.memory.caching_allocator import Change
+from axonlaunch.planning.records import Estimate, RankEstimate
+from axonlaunch.planning.tracing import extrapolate_depth
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.stage_trace import StageTrace, host_categories
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Event, on_device
+from axonlaunch.system import forked_map
+
+
+def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> Estimate:
+    """Foretell the memory of every rank of a run.
+
+    Bytes are those of live storages, as ``StorageTrace`` counts them: all samples of a rank's step
+    are counted as on its device, and what passes through the device on the way from and to host
+    memory, a layer or a parameter at a time, is not. Of what is compiled it is the wrappers of
+    kernels that are followed, which allocate. An evaluation, of as large micro-batches and without
+    gradients, holds less than a step.
+
+    Args:
+        config: Checked, with ``launch.nproc`` resolved: the ranks of the world.
+        exact: Whether to trace every block and micro-batch; else two shallow models stand for a
+            deep one, which gives the same bytes wherever blocks are equal, and a short step in a
+            short pipeline for a long one, which gives them to one activation between stages.
+        ends: Whether to tell only of the first two places on the pp axis and the last: between
+            them ranks hold less and less, if blocks are dealt out evenly.
+
+    Raises:
+        ConfigError: The run can't be traced.
+    """
+    blueprint = ReducedRun.of(config)
+    where: Sequence[int] = range(blueprint.shares.pipeline)
+    if ends:
+        where = sorted({*where[:2], where[-1]})
+    run = _Run(blueprint, [StageTrace.of(blueprint, one, exact=exact) for one in where])
+    if len(run.places) > 1:
+        run.trace(run.first)
+    return run.estimate()
+
+
+def estimate_fitting(
+    config: RunConfig, *, memory: float, until: float | None = None
+) -> Estimate | None:
+    """Foretell the memory of a run, if it may fit: it takes less to see that one does not.
+
+    Args:
+        config: As for ``estimate``.
+        memory: Bytes of a device that it may take.
+        until: ``time.monotonic()`` at which it is given up; None: never.
+
+    Returns:
+        As ``estimate``; None where tensors alone leave no room for the rest.
+
+    Raises:
+        ConfigError: The run can't be traced.
+        TimeoutError: It is ``until``.
+    """
+    blueprint = ReducedRun.of(config)
+    where = range(blueprint.shares.pipeline)
+    places = [StageTrace.of(blueprint, one, exact=False) for one in where]
+    run = _Run(blueprint, places, until=until)
+    run.trace(run.first)
+    rest = cuda_process.besides(run.groups) if run.on_gpu else 0
+    if run.highest(run.first).peak_bytes + rest > memory:
+        return None
+    return run.estimate()
+
+
+@dataclass
+class _Run:
+    """A run, and what is known of it so far.
+
+    Attributes:
+        blueprint: The run's.
+        places: On the pp axis: those to tell of.
+        until: ``time.monotonic()`` at which tracing is given up; None: never.
+        done: What was traced and recorded.
+    """
+
+    blueprint: ReducedRun
+    places: list[StageTrace]
+    until: float | None = None
+    done: dict[Any, Any] = field(default_factory=dict)
+    _steps: dict[Any, list[Event]] = field(default_factory=dict)
+    _ranks: dict[int, RankEstimate] = field(default_factory=dict)
+
+    @property
+    def first(self) -> list[StageTrace]:
+        """The first two places, one of which holds most, but for odd splits."""
+        return self.places[:2]
+
+    @property
+    def on_gpu(self) -> bool:
+        hardware = self.blueprint.config.hardware
+        return hardware is None or not hardware.is_cpu
+
+    @property
+    def groups(self) -> list[int]:
+        """Sizes of the groups that a rank talks to."""
+        return list(self.blueprint.shares.axes.values())
+
+    def trace(self, places: Iterable[StageTrace], *, recorded: int | None = None) -> None:
+        """Trace what is not traced yet of some places, and record one beside them."""
+        runs: dict[Any, Callable[[], Any]] = {}
+        if recorded is not None and ("process", recorded) not in self.done:  # the longest to run
+            runs["process", recorded] = _recorded(self.blueprint, recorded)
+        for place in places:
+            runs |= {key: one for key, one in place.traces().items() if key not in self.done}
+        found = forked_map.run([*runs.values()], memory=fake_tensor_cache.recipes, until=self.until)
+        self.done.update(zip(runs, found, strict=True))
+
+    def rank(self, place: StageTrace) -> RankEstimate:
+        """Return what the first rank of a traced place holds."""
+        if place.kind not in self._steps:
+            self._steps[place.kind] = place.short_step(self.done)
+        if place.place not in self._ranks:
+            first = place.place * self.blueprint.world_size // self.blueprint.shares.pipeline
+            told = _of_rank(place, first, self._steps[place.kind], self.done)
+            self._ranks[place.place] = told
+        return self._ranks[place.place]
+
+    def estimate(self) -> Estimate:
+        """Trace and record what is left, and return what all of it tells."""
+        traced = [place for place in self.places if place.traces().keys() <= self.done.keys()]
+        likely = self.highest(traced).coords["pp"] if traced else 0
+        self.trace(self.places, recorded=likely if self.on_gpu else None)
+        highest = self.highest(self.places)
+        hardware = self.blueprint.config.hardware
+        memory = hardware.memory_bytes if hardware else None
+        reserved = held = highest.peak_bytes
+        if self.on_gpu:
+            place = highest.coords["pp"]
+            self.trace([], recorded=place)
+            changes = self.done["process", place]
+            found = _process(highest.peak_bytes, changes, groups=self.groups, memory=memory)
+            reserved, held = found.allocator, found.process
+        return Estimate(
+            world_size=self.blueprint.world_size,
+            mesh=self.blueprint.shares.axes,
+            parameters=sum(p.numel() for p in self.blueprint.model.parameters()),
+            peak_bytes=highest.peak_bytes,
+            reserved_bytes=reserved,
+            process_bytes=held,
+            ranks=[self.rank(place) for place in self.places],
+        )
+
+    def highest(self, places: Iterable[StageTrace]) -> RankEstimate:
+        """Return the rank of traced places that holds most."""
+        return max(map(self.rank, places), key=lambda one: one.peak_bytes)
+
+
+def _recorded(blueprint: ReducedRun, place: int) -> Callable[[], list[Change]]:
+    """Return the run that tells what a rank asks of its allocator, in a shorter step."""
+    found = StageTrace.of(blueprint, place, exact=False)
+    return partial(
+        cuda_process.record,
+        found.short,
+        rank=found.short_rank,
+        stages=found.short.stages_of(found.like),
+        on_host=host_categories(blueprint.config),
+    )
+
+
+def _process(
+    peak_bytes: int, changes: list[Change], *, groups: list[int], memory: int | None
+) -> cuda_process.Held:
+    """Return what the process of the highest rank holds of a GPU with so many bytes.
+
+    What the allocator keeps beside tensors is that of the shorter step.
+    """
+    return cuda_process.held(
+        changes,
+        peak_bytes=peak_bytes,
+        groups=groups,
+        capacity=None if memory is None else max(0, memory - cuda_process.besides(groups)),
+    )
+
+
+def _of_rank(
+    place: StageTrace, rank: int, short_step: list[Event], done: Mapping[Any, Any]
+) -> RankEstimate:
+    point, host = extrapolate_depth.peak(place.events(short_step, done))
+    return RankEstimate(
+        rank=rank,
+        coords=place.whole.shares.coordinates(rank),
+        peak_bytes=on_device(point),
+        host_bytes=host,
+        breakdown=dict(zip(CATEGORIES, point, strict=False)),
+        sharded_parameters=place.sharded(done),
+        microbatch_bytes=place.left_by_forward(short_step),
+    )

@@ -1,0 +1,141 @@
+"""Finds the layouts that fit and are fastest from the parent, which has no torch.
+
+No device, data file or rank takes part. It refuses what can't be traced, and hardware without the
+figures that speed takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from axonlaunch import config as configuration
+from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.errors import one_of
+from axonlaunch.config.layout import nodes
+from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.schema import GROUPS
+from axonlaunch.doctor import measured_hardware
+from axonlaunch.planning.records import Plan
+from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
+from axonlaunch.system import forked_call, forkserver
+
+
+def plan(
+    context: ForkServerContext,
+    overrides: Sequence[str],
+    *,
+    devices: int,
+    config_name: str,
+    config_dirs: Sequence[Path],
+) -> Plan:
+    """Check a configuration and search its layouts.
+
+    Args:
+        context: Of the warm fork server.
+        overrides: Of the run; a key of the layout that they set stays as it is.
+        devices: Ranks.
+        config_name: The primary config.
+        config_dirs: Folders of a user's own YAML.
+
+    Raises:
+        ConfigError: The configuration is wrong, no layout fits, or it can't be told.
+    """
+    composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
+    config = configuration.typed(
+        naming_files(composed.tree), composed.problems, origins=composed.origins
+    )
+    return searched(context, composed, config, devices=devices, config_dirs=config_dirs)
+
+
+def searched(
+    context: ForkServerContext,
+    composed: Composed,
+    config: RunConfig,
+    *,
+    devices: int,
+    config_dirs: Sequence[Path],
+    wanted: int = 3,
+) -> Plan:
+    """Search the layouts of a configuration.
+
+    Args:
+        context: Of the warm fork server.
+        composed: As composed: a key of the layout that an override set stays as it is.
+        config: The same, typed.
+        devices: Ranks.
+        config_dirs: Folders of a user's own YAML.
+        wanted: Layouts that fit.
+
+    Raises:
+        ConfigError: No layout fits, or it can't be told.
+    """
+    if config.hardware is None:
+        known = [*Composer(config_dirs=config_dirs).options("hardware")]
+        message = f"is needed: speed and room depend on the devices; use {one_of(known)}"
+        raise ConfigError([ConfigIssue("hardware", message)])
+    hardware = config.hardware
+    if hardware.is_cpu:
+        if nodes(config)[1] > 1:
+            message = "is measured on one machine; use the hardware of all of them, with a network"
+            raise ConfigError([ConfigIssue("hardware", message, hardware.name)])
+        hardware = measured_hardware.of_this_machine(context, hardware, ranks=devices)
+        config = configuration.with_values(config, {"hardware": hardware})
+    given = [key for key, text in composed.given.items() if _sets(text, key)]
+    found: Plan = forked_call.call(
+        context,
+        "axonlaunch.planning.plan:search",
+        replace_with_synthetic(config),
+        devices,
+        given,
+        wanted,
+    )
+    return found
+
+
+def search(config: RunConfig, devices: int, given: Sequence[str], wanted: int) -> Plan:
+    """Search, in a process forked from the server.
+
+    Raises:
+        ConfigError: No layout fits, or it can't be told.
+    """
+    from axonlaunch.planning.search import candidates, search
+    from axonlaunch.preflight.checks import resolve_anywhere
+
+    forkserver.lead_group()  # it forks a process for each trace
+    import_plugins(config.plugins)
+    values = configuration.flatten(config)
+    kept = {key: values[key] for key in candidates.SEARCHED if key in given}
+    return search.plan(config, devices=devices, kept=kept, check=resolve_anywhere, wanted=wanted)
+
+
+def experiment(overrides: Sequence[str], layout: Sequence[str]) -> str:
+    """Return YAML of the group ``experiment`` that says what these words say.
+
+    Args:
+        overrides: Of the run, as given.
+        layout: Of the layout.
+    """
+    import yaml
+
+    groups: list[dict[str, str]] = []
+    values: dict[str, Any] = {}
+    for word in [*overrides, *layout]:
+        key, _, text = word.lstrip("+").partition("=")
+        if key in GROUPS:
+            groups.append({f"override /{key}": text})
+            continue
+        *path, last = key.split(".")
+        place = values
+        for name in path:
+            place = place.setdefault(name, {})
+        place[last] = yaml.safe_load(text)
+    content = {"defaults": groups, **values} if groups else values
+    return "# @package _global_\n" + str(yaml.safe_dump(content, sort_keys=False))
+
+
+def _sets(override: str, key: str) -> bool:
+    """Say whether an override is of a key itself, not of what it is in."""
+    return override.lstrip("+").partition("=")[0] == key

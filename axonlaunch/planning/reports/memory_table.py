@@ -1,0 +1,146 @@
+"""An estimate as text for a terminal: a table and a stacked bar, a row for each pipeline stage.
+
+It shows what it is given; nothing in it hangs on colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from axonlaunch.planning.records import Estimate, Forecast, HostMemory, RankEstimate
+from axonlaunch.system.formatting import UNITS, figures, size, unit_of
+
+if TYPE_CHECKING:
+    from axonlaunch.planning.tracing.storage_trace import Category
+
+# By Okabe and Ito, lightened for dark letters; told apart by all common kinds of colour vision.
+COLOURS: dict[Category, str] = {
+    "parameters": "#8fcdf0",
+    "gradients": "#f7b955",
+    "optimizer": "#f0e442",
+    "activations": "#7fdcc0",
+    "communication": "#e3a7c8",
+    "temporary": "#c4c4c4",
+}
+_SHORT: dict[Category, str] = {
+    "parameters": "params",
+    "gradients": "grads",
+    "communication": "comm",
+}
+
+
+def place(rank: RankEstimate, found: Estimate) -> str:
+    """Name the ranks that an entry stands for."""
+    return f"pp {rank.coords['pp']}" if found.mesh["pp"] > 1 else "all"
+
+
+def table(found: Estimate) -> Table:
+    """Return a row for each stage: its peak, and what that is made of."""
+    unit = unit_of(found.peak_bytes)
+    drawn = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
+    for name in ("ranks", f"peak {UNITS[unit]}"):
+        drawn.add_column(name, justify="left" if name == "ranks" else "right", no_wrap=True)
+    for category in COLOURS:
+        drawn.add_column(_SHORT.get(category, category), justify="right", no_wrap=True)
+    has_host = any(one.host_bytes for one in found.ranks)
+    if has_host:
+        drawn.add_column("on host", justify="right", no_wrap=True)
+    for one in found.ranks:
+        numbers = [one.peak_bytes, *(one.breakdown[category] for category in COLOURS)]
+        if has_host:
+            numbers.append(one.host_bytes)
+        drawn.add_row(place(one, found), *(figures(number / unit) for number in numbers))
+    return drawn
+
+
+def conclusions(found: Forecast) -> Iterator[tuple[str, str, str]]:
+    """Yield what follows from an estimate, each as a label, a sentence and a style."""
+    known = found.estimate
+    yield "highest peak", f"{size(known.peak_bytes)} per rank", ""
+    if known.process_bytes > known.peak_bytes:
+        text = f"{size(known.reserved_bytes)} reserved by torch's allocator, "
+        yield "on a GPU", text + f"{size(known.process_bytes)} by the process", ""
+    if found.host_memory is not None:
+        style = "red" if found.host_memory.fits is False else ""
+        yield "host memory", of_host(found.host_memory), style
+    if found.memory_bytes is None:
+        return
+    room = found.memory_bytes - known.process_bytes
+    device = f"{found.hardware}, {size(found.memory_bytes)}: "
+    verdict = found.verdict
+    if verdict is None:
+        yield "may fit", f"{device}{size(room)} are left for the rest", ""
+    elif verdict == "fits":
+        yield "fits", f"{device}{size(room)} to spare", "green"
+    elif verdict == "tight":
+        why = f"less than the {found.margin:.0%} by which an estimate may be too low"
+        yield "tight", f"{device}{size(room)} to spare, {why} (estimate.margin)", "yellow"
+    elif room < 0:
+        yield "does not fit", f"{device}{size(-room)} too little", "red"
+    else:
+        yield "does not fit", "a node has too little host memory for what is offloaded", "red"
+
+
+def of_host(found: HostMemory) -> str:
+    """Say what is offloaded, and whether a node has it."""
+    text = f"{size(found.bytes_per_rank)} per rank, {size(found.bytes_per_node)} per node; "
+    if found.node_bytes is None:
+        return text + "hardware.host_memory_gib is not known, so whether a node has it isn't either"
+    return text + f"a node has {size(found.node_bytes)}" + ("" if found.fits else ": too little")
+
+
+def bars(found: Estimate, *, memory_bytes: int | None, width: int) -> Text:
+    """Draw each stage's peak in so many columns, and a device's memory as a line across.
+
+    Args:
+        found: What to draw.
+        memory_bytes: Of a device; None draws no line.
+        width: Of the terminal, columns.
+    """
+    names = [place(one, found) for one in found.ranks]
+    head = max(map(len, names)) + 2
+    room = max(width - head - 1, 20)
+    whole = max(found.peak_bytes, memory_bytes or 0)
+    limit = None if memory_bytes is None else round(memory_bytes / whole * room)
+    lines = []
+    for name, one in zip(names, found.ranks, strict=True):
+        lines.append(Text(f"{name:<{head}}") + _bar(one, whole / room, limit))
+    return Text("\n").join([*lines, Text(), *_legend(memory_bytes, width)])
+
+
+def _bar(one: RankEstimate, unit: float, limit: int | None) -> Text:
+    bar = Text()
+    total = 0
+    for category, colour in COLOURS.items():
+        total += one.breakdown[category]
+        wide = round(total / unit) - len(bar)
+        bar.append(_letter(category).ljust(wide, "-")[:wide], f"#000000 on {colour}")
+    if limit is None:
+        return bar
+    if len(bar) <= limit:
+        return bar + Text(" " * (limit - len(bar)) + "|")
+    return bar[:limit] + Text("|") + bar[limit:]
+
+
+def _legend(memory_bytes: int | None, width: int) -> list[Text]:
+    words = [
+        Text.assemble((f" {_letter(category)} ", f"#000000 on {colour}"), f" {category}")
+        for category, colour in COLOURS.items()
+    ]
+    if memory_bytes is not None:
+        words.append(Text(f" |  {size(memory_bytes)}"))
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) + 2 <= width:
+            lines[-1] = Text("  ").join([lines[-1], word])
+        else:
+            lines.append(word)
+    return lines
+
+
+def _letter(category: Category) -> str:
+    return category[0].upper()

@@ -1,0 +1,1 @@
+"""The search for layouts, and for what would make one fit."""

@@ -1,0 +1,185 @@
+"""The layouts that a model, a number of devices and a batch allow, as settings to paste.
+
+It lists what divides evenly and lies in the usual reach: tensor parallelism inside a node, whole
+blocks in each stage, micro-batches of powers of two. It says nothing of memory or speed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from axonlaunch.config import RunConfig
+from axonlaunch.config.errors import divisors
+from axonlaunch.config.layout import Layout, layout, of_ranks
+from axonlaunch.config.plain import with_values
+from axonlaunch.config.schedule_rules import SCHEDULES
+
+_SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+_MOST_STAGES = 32
+_SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
+_LONG = 32_768
+"""Positions of a sequence from which a ring of ranks is worth its merges, samples or not."""
+_CONTEXT = "strategy.context.degree"
+_OFFLOAD = "strategy.fsdp.cpu_offload"
+_OFFLOADED = ("none", "optimizer_states", "params")
+_RECOMPUTE = "train.activation_checkpointing"
+_RECOMPUTATION = ("none", "selective", "full")
+
+SEARCHED = (
+    "strategy.data_parallel",
+    "strategy.fsdp.sharding",
+    "strategy.fsdp.replicate",
+    _OFFLOAD,
+    "strategy.tensor.degree",
+    "strategy.tensor.sequence_parallel",
+    _CONTEXT,
+    "strategy.pipeline.degree",
+    "strategy.pipeline.schedule",
+    "train.micro_batch_size",
+    _RECOMPUTE,
+)
+"""Keys that a search sets; one that the user has set stays as it is."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout.
+
+    Attributes:
+        config: The whole run.
+        shares: Its layout.
+        settings: What it sets, by dotted key.
+    """
+
+    config: RunConfig
+    shares: Layout
+    settings: Mapping[str, Any]
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """Return what it shares with candidates that recompute or offload more or less."""
+        return tuple(v for k, v in self.settings.items() if k not in (_RECOMPUTE, _OFFLOAD))
+
+    @property
+    def offload(self) -> str:
+        """Return what it keeps in host memory."""
+        return str(self.settings.get(_OFFLOAD, "none"))
+
+
+def candidates(
+    config: RunConfig,
+    *,
+    devices: int,
+    in_node: int,
+    kept: Mapping[str, Any],
+    offloads: bool = False,
+) -> Iterator[Candidate]:
+    """Yield every layout worth a look.
+
+    Args:
+        config: The run, but for its layout.
+        devices: Ranks.
+        in_node: Devices of a node.
+        kept: What the user has set of ``SEARCHED``.
+        offloads: Whether a device has a host whose memory it could use.
+    """
+    batch = config.train.global_batch_size
+    for tensor, pipeline, context in _degrees(
+        config, devices=devices, in_node=in_node, context=kept.get(_CONTEXT)
+    ):
+        ranks = devices // (tensor * pipeline * context)
+        if batch % ranks:
+            continue
+        for schedule, parallel, size, recompute in itertools.product(
+            _SCHEDULES if pipeline > 1 else ("1f1b",),
+            _kinds(ranks * context, in_node=max(1, in_node // tensor), offloads=offloads),
+            _powers(batch // ranks),
+            _RECOMPUTATION,
+        ):
+            if not _fits(config, schedule, pipeline, batch // ranks // size):
+                continue
+            if SCHEDULES[schedule].splits_backward and recompute != "none":
+                continue  # both halves of a backward would recompute
+            settings = {
+                **parallel,
+                "strategy.tensor.degree": tensor,
+                "strategy.tensor.sequence_parallel": tensor > 1 and takes_sequences(config),
+                _CONTEXT: context,
+                "strategy.pipeline.degree": pipeline,
+                "strategy.pipeline.schedule": schedule,
+                "train.micro_batch_size": size,
+                _RECOMPUTE: recompute,
+            }
+            if all(settings.get(key, value) == value for key, value in kept.items()):
+                made = with_values(config, {**settings, **of_ranks(devices)})
+                yield Candidate(made, layout(made, world_size=devices), settings)
+
+
+def _degrees(
+    config: RunConfig, *, devices: int, in_node: int, context: int | None
+) -> Iterator[tuple[int, int, int]]:
+    model: Any = config.model
+    heads = getattr(model, "num_attention_heads", 0)  # without any, none are divided
+    shared = getattr(model, "num_key_value_heads", None) or heads
+    depth = getattr(model, "num_hidden_layers", 1)
+    length = getattr(config.data, "sequence_length", 1)
+    batch, contexts = config.train.global_batch_size, [1]
+    if context is not None:
+        contexts = [context]
+    elif takes_sequences(config):
+        contexts = _powers(in_node)
+    for tensor, pipeline, around in itertools.product(
+        _powers(in_node), divisors(devices), contexts
+    ):
+        if devices % (tensor * pipeline * around) or pipeline > min(depth, _MOST_STAGES):
+            continue
+        if heads % tensor or shared % tensor or getattr(model, "vocab_size", tensor) % tensor:
+            continue
+        if around > 1:
+            if length % (2 * around * tensor) or config.train.compile:
+                continue
+            if context is None and length < _LONG and devices // (tensor * pipeline) <= batch:
+                continue  # its merges cost, and there are samples for everyone
+        yield tensor, pipeline, around
+
+
+def takes_sequences(config: RunConfig) -> bool:
+    """Say whether a model's sequences can be divided over ranks."""
+    return config.model.name in ("gpt", "llama")
+
+
+def _kinds(ranks: int, *, in_node: int, offloads: bool) -> Iterator[dict[str, Any]]:
+    """Yield what the data-parallel ranks can do."""
+    kind = "strategy.data_parallel"
+    if ranks == 1:
+        yield {kind: "none"}
+        return
+    yield {kind: "ddp"}
+    yield {kind: "zero1"}
+    for sharding, offload in itertools.product(_SHARDINGS, _OFFLOADED if offloads else ("none",)):
+        found = {kind: "fsdp", "strategy.fsdp.sharding": sharding, _OFFLOAD: offload}
+        if sharding != "hybrid_shard":
+            yield found
+        elif ranks > in_node > 1 and ranks % in_node == 0:
+            yield found | {"strategy.fsdp.replicate": ranks // in_node}
+
+
+def _fits(config: RunConfig, schedule: str, pipeline: int, micro_batches: int) -> bool:
+    if pipeline == 1:
+        return True
+    rule = SCHEDULES[schedule]
+    stages = pipeline * rule.stages_per_rank
+    return stages <= getattr(config.model, "num_hidden_layers", 0) and rule.fits(
+        micro_batches, degree=pipeline, stages_per_rank=rule.stages_per_rank
+    )
+
+
+def _powers(most: int) -> list[int]:
+    """Return the powers of two that divide a number."""
+    found = [1]
+    while most % (2 * found[-1]) == 0:
+        found.append(2 * found[-1])
+    return found

@@ -1,0 +1,297 @@
+"""Searches the layouts of a number of devices for the fastest that fits.
+
+Closed formulas, on work and memory traced on one device, order all of them; the first are traced
+as they are, and those that turn out fastest have their memory estimated until enough fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, flatten
+from axonlaunch.config.errors import plain
+from axonlaunch.config.hardware import GIB, HardwareConfig
+from axonlaunch.config.layout import world_size
+from axonlaunch.models import fake_tensor_cache
+from axonlaunch.planning.memory.analytic import Formulas
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.records import Estimate, ParityResult, Plan, Planned, verdict
+from axonlaunch.planning.search.candidates import Candidate, candidates
+from axonlaunch.planning.search.workload import host_memory, workload
+from axonlaunch.planning.throughput.analytic_work import scaled
+from axonlaunch.planning.throughput.roofline import figure, refuse_missing
+from axonlaunch.planning.throughput.step_time import StepTime
+from axonlaunch.planning.throughput.step_work import step_work
+from axonlaunch.planning.throughput.throughput import Throughput, timed
+from axonlaunch.system import forked_map
+
+TIMED = 6
+"""Layouts whose work is traced."""
+TRIED = 4
+"""Layouts whose memory is estimated at most: a person waits."""
+_REFUSED = 200
+"""Layouts that a run's own checks may refuse before the search gives up."""
+
+
+def plan(
+    config: RunConfig,
+    *,
+    devices: int,
+    kept: Mapping[str, Any],
+    check: Callable[[RunConfig], RunConfig],
+    wanted: int = 3,
+) -> Plan:
+    """Find the fastest layouts that fit.
+
+    Args:
+        config: A run; its layout is what is looked for.
+        devices: Ranks.
+        kept: Settings of ``candidates.SEARCHED`` that stay as they are.
+        check: Resolves a run, or raises ``ConfigError`` where no machine can do it.
+        wanted: Layouts that fit.
+
+    Raises:
+        ConfigError: No layout divides the devices, or none fits; the run can't be traced, or the
+            hardware lacks a figure.
+    """
+    hardware = config.hardware
+    assert hardware is not None
+    refuse_missing(hardware, _needed(config, devices))
+    memory = figure(hardware, "memory_gib") * GIB / (1 + config.estimate.margin)
+    in_node = min(devices, figure(hardware, "devices_per_node"))
+    listed = list(
+        candidates(
+            config,
+            devices=devices,
+            in_node=in_node,
+            kept=kept,
+            offloads=hardware.host_gb_s is not None,
+        )
+    )
+    if not listed:
+        raise ConfigError([_indivisible(config, devices, kept)])
+    formulas = Formulas.of(config)
+    likely = _likely(listed, formulas=formulas, hardware=hardware, memory=memory)
+    first = _fastest(_legal(likely, check), hardware=hardware)
+    machines = devices // in_node if devices % in_node == 0 else 1
+    found = _estimated(first, config=config, ranks=(machines, devices // machines), wanted=wanted)
+    if not any(planned.fits for planned in found):
+        raise ConfigError([_too_large(config, devices, found)])
+    known = workload(config, searched=True)
+    return Plan(workload=known, searched=len(listed), candidates=found)
+
+
+def _needed(config: RunConfig, devices: int) -> list[str]:
+    """Return the figures of hardware without which no layout can be timed."""
+    assert config.hardware is not None
+    found = ["memory_gib", "devices_per_node", f"{config.train.precision}_tflops"]
+    found += ["matrix_sustained", "multiprocessors"]
+    if hasattr(config.model, "num_attention_heads"):
+        found.append("attention_sustained")
+    if not config.hardware.moved_bytes:
+        found += ["memory_bandwidth_gb_s", "memory_sustained"]
+    crossed = ["link"] if devices > 1 else []
+    in_node = config.hardware.devices_per_node
+    if in_node is not None and devices > in_node:
+        crossed.append("network")
+    parts = ("gb_s", "sustained", "latency_us")
+    return found + [f"{link}_{part}" for link in crossed for part in parts]
+
+
+@dataclass(frozen=True)
+class _Likely:
+    """A layout by closed formulas."""
+
+    candidate: Candidate
+    step_s: float
+    bytes: float
+
+
+def _likely(
+    listed: Iterable[Candidate],
+    *,
+    formulas: Formulas,
+    hardware: HardwareConfig,
+    memory: float,
+) -> list[_Likely]:
+    """Return layouts that seem to fit, the fastest first; of each family the one."""
+    best: dict[tuple[Any, ...], _Likely] = {}
+    done: set[tuple[Any, ...]] = set()
+    smallest: _Likely | None = None
+    for candidate in listed:
+        shares = candidate.shares
+        size = formulas.process_bytes(candidate.config, shares)
+        if size > memory:
+            if smallest is None or size < smallest.bytes:
+                smallest = _Likely(candidate, math.inf, size)
+            continue
+        if (kept_there := (candidate.family, candidate.offload)) in done:
+            continue  # what recomputes less comes first
+        done.add(kept_there)
+        layers = _layers(sum(formulas.one.layers), shares.num_stages)
+        work = scaled(formulas.one, candidate.config, shares, layers=layers)
+        seconds = StepTime(candidate.config, shares, hardware).about(work)
+        known = best.get(candidate.family)
+        if known is None or seconds < known.step_s:
+            best[candidate.family] = _Likely(candidate, seconds, size)
+    if not best:
+        assert smallest is not None
+        return [smallest]
+    return sorted(best.values(), key=lambda one: one.step_s)
+
+
+def _layers(depth: int, stages: int) -> tuple[int, ...]:
+    return tuple(depth // stages + (stage < depth % stages) for stage in range(stages))
+
+
+def _legal(likely: list[_Likely], check: Callable[[RunConfig], RunConfig]) -> list[Candidate]:
+    """Return the first layouts that a run's own checks pass.
+
+    Raises:
+        ConfigError: What is wrong with the first, if no layout passes.
+    """
+    found: list[Candidate] = []
+    refused: list[ConfigError] = []
+    for one in likely:
+        try:
+            checked = check(one.candidate.config)
+        except ConfigError as error:
+            refused.append(error)
+        else:
+            found.append(dataclasses.replace(one.candidate, config=checked))
+        if len(found) == TIMED or len(refused) == _REFUSED:
+            break
+    if not found:
+        raise refused[0]
+    return found
+
+
+def _fastest(
+    first: list[Candidate], *, hardware: HardwareConfig
+) -> list[tuple[Candidate, Throughput]]:
+    """Trace the work of layouts; return those that can be with their speed, the fastest first.
+
+    Raises:
+        ConfigError: Why the first can't be traced, if none can.
+    """
+    runs = [partial(_timed, candidate.config, hardware) for candidate in first]
+    told = forked_map.run(runs, memory=fake_tensor_cache.recipes)
+    found = [
+        (candidate, one)
+        for candidate, one in zip(first, told, strict=True)
+        if isinstance(one, Throughput)
+    ]
+    if not found:
+        assert isinstance(told[0], ConfigError)
+        raise told[0]
+    return sorted(found, key=lambda pair: pair[1].step_s)
+
+
+def _timed(config: RunConfig, hardware: HardwareConfig) -> Throughput | ConfigError:
+    """Return a layout's speed, or why it can't be traced, as with too small a micro-batch."""
+    try:
+        return timed(config, hardware, step_work(config, world_size=world_size(config)))
+    except ConfigError as error:
+        return error
+
+
+def _estimated(
+    first: list[tuple[Candidate, Throughput]],
+    *,
+    config: RunConfig,
+    ranks: tuple[int, int],
+    wanted: int,
+) -> list[Planned]:
+    """Estimate layouts in the order of their speed until as many fit as are wanted.
+
+    Args:
+        first: Layouts, the fastest first.
+        config: The run as it was given.
+        ranks: Machines, and ranks of each.
+        wanted: Layouts that fit.
+    """
+    found: list[Planned] = []
+    for candidate, speed in first[:TRIED]:
+        told = estimate(candidate.config, ends=True)
+        found.append(
+            Planned(
+                overrides=_overrides(config, candidate, ranks),
+                layout=_named(candidate),
+                mesh=candidate.shares.axes,
+                peak_bytes=told.peak_bytes,
+                host_bytes=told.host_bytes,
+                process_bytes=told.process_bytes,
+                verdict=_verdict(told, config),
+                tokens_per_s_per_device=speed.tokens_per_s_per_device,
+                step_s=speed.step_s,
+                mfu=speed.mfu,
+                breakdown=speed.breakdown,
+                host_memory=host_memory(candidate.config, told.host_bytes),
+            )
+        )
+        if sum(planned.fits for planned in found) == wanted:
+            break
+    return sorted(found, key=lambda planned: not planned.fits)
+
+
+def _verdict(found: Estimate, config: RunConfig) -> ParityResult:
+    assert config.hardware is not None
+    memory = figure(config.hardware, "memory_gib") * GIB
+    return verdict(found.process_bytes, memory=memory, margin=config.estimate.margin)
+
+
+def _named(candidate: Candidate) -> str:
+    """Say a layout in words, with what its axes don't tell."""
+    config, shares = candidate.config, candidate.shares
+    words = [str(shares)]
+    if shares.data_parallel == "fsdp" and config.strategy.fsdp.sharding == "shard_grad_op":
+        words.append("shard_grad_op")
+    if candidate.offload != "none":
+        words.append(f"{candidate.offload.replace('_', ' ')} offloaded")
+    words.append(f"micro-batch {shares.micro_batch_size}")
+    if config.train.activation_checkpointing != "none":
+        words.append(f"{config.train.activation_checkpointing} recomputation")
+    return ", ".join(words)
+
+
+def _overrides(config: RunConfig, candidate: Candidate, ranks: tuple[int, int]) -> list[str]:
+    """Write what differs from the run as it was given, and what is the layout's own choice."""
+    given = flatten(config)
+    found = [
+        f"{key}={plain(value)}" for key, value in candidate.settings.items() if value != given[key]
+    ]
+    machines, of_each = ranks
+    if machines > 1:
+        found.append(f"launch.nnodes={machines}")
+    return [*found, f"launch.nproc={of_each}"]
+
+
+def _indivisible(config: RunConfig, devices: int, kept: Mapping[str, Any]) -> ConfigIssue:
+    batch = config.train.global_batch_size
+    message = f"no layout of {_counted(devices)} divides the model and a batch of {batch} samples"
+    if kept:
+        message += " with " + " ".join(f"{key}={plain(value)}" for key, value in kept.items())
+    return ConfigIssue("train.global_batch_size", f"{message}; use a multiple of {devices}", batch)
+
+
+def _counted(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices} devices"
+
+
+def _too_large(config: RunConfig, devices: int, found: list[Planned]) -> ConfigIssue:
+    assert config.hardware is not None
+    assert config.hardware.memory_gib is not None
+    least = min(planned.process_bytes for planned in found) / GIB
+    margin = config.estimate.margin
+    message = (
+        f"no layout of {_counted(devices)} fits: the smallest takes {least:.1f} GiB, and a device "
+        f"has {config.hardware.memory_gib:g} GiB, of which an estimate may take "
+        f"{config.hardware.memory_gib / (1 + margin):.1f} (estimate.margin={margin:g}); use more "
+        "devices or a smaller batch or sequence"
+    )
+    return ConfigIssue("hardware", message, config.hardware.name)

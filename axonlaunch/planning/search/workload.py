@@ -1,0 +1,52 @@
+"""What a configuration trains on in a step, and what it asks of host memory, as plain records.
+
+It reads a configuration alone and estimates nothing; it has no opinion on what is too much.
+"""
+
+from __future__ import annotations
+
+from axonlaunch.config import RunConfig
+from axonlaunch.config.hardware import GIB
+from axonlaunch.config.layout import layout, world_size
+from axonlaunch.planning.records import HostMemory, Workload
+
+
+def workload(config: RunConfig, *, searched: bool = False) -> Workload:
+    """Return what a step trains on.
+
+    Args:
+        config: With ``launch.nproc`` resolved, unless it is searched.
+        searched: Whether its layout, micro-batch and recomputation are still looked for.
+    """
+    train = config.train
+    micro = None if searched else layout(config, world_size=world_size(config)).micro_batch_size
+    length = getattr(config.data, "sequence_length", None)
+    return Workload(
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=micro,
+        sequence_length=length if isinstance(length, int) else None,
+        precision=train.precision,
+        activation_checkpointing=None if searched else train.activation_checkpointing,
+    )
+
+
+def host_memory(config: RunConfig, bytes_per_rank: int) -> HostMemory | None:
+    """Return what a run keeps in host memory; None where nothing is offloaded to another memory.
+
+    Args:
+        config: With ``launch.nproc`` resolved.
+        bytes_per_rank: What the highest rank offloads.
+    """
+    hardware, nproc = config.hardware, config.launch.nproc
+    if not bytes_per_rank or (hardware is not None and hardware.is_cpu):
+        return None
+    assert nproc != "auto"
+    in_node = nproc
+    if hardware is not None and hardware.devices_per_node is not None:
+        in_node = min(nproc, hardware.devices_per_node)
+    of_node = bytes_per_rank * in_node
+    memory = None
+    if hardware is not None and hardware.host_memory_gib is not None:
+        memory = int(hardware.host_memory_gib * GIB)
+    fits = None if memory is None else of_node * (1 + config.estimate.margin) <= memory
+    return HostMemory(bytes_per_rank, of_node, memory, fits)

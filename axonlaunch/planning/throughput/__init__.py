@@ -1,0 +1,1 @@
+"""Step time and tokens per second of a layout."""

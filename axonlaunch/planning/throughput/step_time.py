@@ -1,0 +1,315 @@
+"""How long a step takes, from its operations: what overlaps as the engines let it overlap.
+
+FSDP gathers a layer while the one before computes, DDP reduces buckets during backward, what a
+tensor-parallel layer sends it waits for but for products that run meanwhile; the pipeline's bubble
+follows from its actions. It leaves out what a host adds that can't keep up with its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.layout import Layout
+from axonlaunch.config.optimizer_states import states_per_element
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.engines.pipeline.schedule import PipelineSchedule
+from axonlaunch.engines.pipeline.timeline import timeline
+from axonlaunch.planning.throughput.analytic_work import FP32
+from axonlaunch.planning.throughput.collectives import Links
+from axonlaunch.planning.throughput.operations import (
+    Amount,
+    Attention,
+    Exchange,
+    Kernel,
+    Phase,
+    Product,
+    Work,
+)
+from axonlaunch.planning.throughput.roofline import Roofline
+from axonlaunch.planning.throughput.step_work import Share, StageWork, StepWork
+
+FUSED = 0.4
+"""Share of memory-bound time that is left when a compiler fuses a block's kernels; fitted on the
+shared measurements with and without it."""
+
+_FORWARD: tuple[Phase, ...] = ("forward",)
+_BACKWARD: tuple[Phase, ...] = ("backward", "recomputation")
+_DATA_AXES = frozenset({"dp_replicate", "dp_shard", "cp"})
+
+
+class Parts(dict[str, float]):
+    """Seconds by what they go to."""
+
+    def put(self, name: str, seconds: float) -> None:
+        """Add to one."""
+        self[name] = self.get(name, 0.0) + seconds
+
+    def put_all(self, other: Parts, *, times: float = 1.0) -> None:
+        """Add to each."""
+        for name, seconds in other.items():
+            self.put(name, seconds * times)
+
+    @property
+    def total(self) -> float:
+        """All together."""
+        return sum(self.values())
+
+
+class StepTime:
+    """Times of one run's step on one kind of hardware."""
+
+    def __init__(self, config: RunConfig, shares: Layout, hardware: HardwareConfig) -> None:
+        self._config = config
+        self._shares = shares
+        self._roofline = Roofline(hardware)
+        self._links = Links(hardware, shares.axes)
+
+    def parts(self, work: StepWork) -> Parts:
+        """Return where the seconds of a step go, on the rank that has most to do."""
+        parts = self._alone(work) if self._shares.pipeline == 1 else self._pipelined(work)
+        if copied := self._copied(work, parts.total):
+            parts.put("host memory", copied)
+        return parts
+
+    def about(self, work: StepWork) -> float:
+        """Return the seconds of a step by a closed formula of the pipeline's bubble.
+
+        Ranks wait p - 1 times for a forward and a backward of a stage, under schedules that split
+        the backward for a third of that.
+
+        Source: Narayanan et al., 2021, section 2.2; Qi et al., 2024.
+        """
+        shares = self._shares
+        if shares.pipeline == 1:
+            alone = self._alone(work).total
+            return alone + self._copied(work, alone)
+        times = []
+        for index, layers in enumerate(work.layers):
+            stage = self._stage(work, index)
+            forward, backward = (
+                self._pass(stage, layers, phases).total for phases in (_FORWARD, _BACKWARD)
+            )
+            times.append((forward + backward, self._once(stage, layers).total))
+        a_turn = max(one for one, _ in times)
+        split = SCHEDULES[shares.schedule].splits_backward
+        waits = (shares.pipeline - 1) * (1 / 3 if split else 1.0) * shares.rounds
+        turns = shares.micro_batches * shares.stages_per_rank
+        once = max(update for _, update in times) * shares.stages_per_rank
+        computing = (turns + waits) * a_turn + once
+        return computing + self._copied(work, computing)
+
+    def _copied(self, work: StepWork, step_s: float) -> float:
+        """Return what copies from and to host memory add to a step.
+
+        What FSDP gathers and reduces is copied beside computation; the update waits for its own.
+
+        Raises:
+            ConfigError: The host's cores do the update.
+        """
+        shares, offload = self._shares, self._config.strategy.fsdp.cpu_offload
+        if shares.data_parallel != "fsdp" or offload == "none" or self._links.takes_cores:
+            return 0.0
+        if offload == "full":
+            message = "how fast the host's cores update is not foretold; use params"
+            raise ConfigError([ConfigIssue("strategy.fsdp.cpu_offload", message, offload)])
+        shards = shares.tensor * shares.pipeline * shares.dp_shard * shares.context
+        held = FP32 * work.parameters / shards
+        rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_sustained") * 1e9
+        if offload == "optimizer_states":
+            moments = states_per_element(self._config.optimizer)
+            return float(2 * moments * held / rate)
+        # The shard is read for forward and, where it was let go, for backward; its gradient is
+        # written. An update reads both and writes the shard.
+        reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
+        beside = (reads + 1) * shares.micro_batches * held / rate
+        return float(max(0.0, beside - step_s) + 3 * held / rate)
+
+    def _alone(self, work: StepWork) -> Parts:
+        stage, layers = work.first, work.layers[0]
+        forward = self._pass(stage, layers, _FORWARD)
+        backward = self._pass(stage, layers, _BACKWARD)
+        total = self._once(stage, layers)
+        for part in (forward, backward):
+            total.put_all(part, times=self._shares.micro_batches)
+        if self._shares.data_parallel in ("ddp", "zero1"):
+            total.put("communication dp", self._reduced_in_backward(stage, layers, backward))
+        return total
+
+    def _pipelined(self, work: StepWork) -> Parts:
+        shares = self._shares
+        schedule = PipelineSchedule(
+            shares.schedule,
+            degree=shares.pipeline,
+            microbatches=shares.round_microbatches,
+            stages_per_rank=shares.stages_per_rank,
+        )
+        stages = [self._stage(work, index) for index in range(shares.num_stages)]
+        forward = [
+            self._pass(stage, n, _FORWARD) for stage, n in zip(stages, work.layers, strict=True)
+        ]
+        backward = [
+            self._pass(stage, n, _BACKWARD) for stage, n in zip(stages, work.layers, strict=True)
+        ]
+        sent = sum(
+            amount.num_bytes
+            for key, amount in work.first.micro_ends.work.items()
+            if not isinstance(key, Product | Attention | Kernel | Exchange)
+        ) / min(2, shares.stages_per_rank)
+        span = (
+            timeline(
+                schedule,
+                forward=[part.total for part in forward],
+                backward=[part.total for part in backward],
+                message=self._links.message(sent, axis="pp"),
+            ).span
+            * shares.rounds
+        )
+        ranks: list[Parts] = []
+        for rank in range(shares.pipeline):
+            busy, total = Parts(), Parts()
+            for stage in schedule.stages_of(rank):
+                for part in (forward[stage], backward[stage]):
+                    busy.put_all(part, times=shares.micro_batches)
+                total.put_all(self._once(stages[stage], work.layers[stage]))
+            total.put_all(busy)
+            total.put("pipeline bubble", span - busy.total)
+            ranks.append(total)
+        return max(ranks, key=lambda parts: parts.total)
+
+    def _stage(self, work: StepWork, index: int) -> StageWork:
+        """Return the work of a stage: ends are with the first and the last, layers with all."""
+        if index == 0:
+            return work.first
+        if index == self._shares.num_stages - 1:
+            return work.last
+        nothing = Share({})
+        return StageWork(nothing, work.last.step_layer, nothing, work.last.micro_layer)
+
+    def _pass(self, stage: StageWork, layers: int, phases: tuple[Phase, ...]) -> Parts:
+        """Return where the time of one micro-batch's forward or backward goes."""
+        ends, layer = _during(stage.micro_ends, phases), _during(stage.micro_layer, phases)
+        of_ends = self._local(ends, fused=False)
+        of_layer = self._local(layer, fused=self._config.train.compile)
+        of_ends.put_all(self._waited_for(ends))
+        of_layer.put_all(self._waited_for(layer))
+        total = of_ends
+        total.put_all(of_layer, times=layers)
+        gathered_ends = self._gathered(ends)
+        gathered = self._gathered(layer)
+        if gathered_ends or gathered:
+            # The ends are gathered before anything computes and reduced after everything has;
+            # of the layers one is, the others are gathered and reduced under computation.
+            alone = gathered if phases == _FORWARD else 0.0
+            under = 0.0 if self._links.takes_cores else of_layer.total
+            hidden = max(0.0, gathered - under) * max(0, layers - 1)
+            total.put("communication dp", gathered_ends + alone + hidden)
+        return total
+
+    def _once(self, stage: StageWork, layers: int) -> Parts:
+        """Return where the time goes of what a stage does once a step."""
+        total = Parts()
+        for share, times in ((stage.step_ends, 1), (stage.step_layer, layers)):
+            updates = _during(share, ("update",))
+            rest = _during(share, (*_FORWARD, *_BACKWARD))
+            total.put("optimizer", self._local(updates, fused=False).total * times)
+            total.put_all(self._local(rest, fused=False), times=times)
+            for work in (updates, rest):
+                for key, amount in work.items():
+                    if isinstance(key, Exchange) and not self._is_bucket(key):
+                        seconds = self._links.seconds(key, amount) * times
+                        total.put(f"communication {_axis(key.axes)}", seconds)
+        return total
+
+    def _local(self, work: Work, *, fused: bool) -> Parts:
+        """Return the time of what a device does by itself."""
+        total = Parts()
+        for key, amount in work.items():
+            seconds = self._roofline.seconds(key, amount)
+            if isinstance(key, Product):
+                total.put("matrix products", seconds)
+            elif isinstance(key, Attention):
+                total.put("attention", seconds)
+            elif isinstance(key, Kernel):
+                total.put("memory-bound", seconds * (FUSED if fused else 1.0))
+        return total
+
+    def _waited_for(self, work: Work) -> Parts:
+        """Return the time of exchanges that hold up what follows them."""
+        total = Parts()
+        for key, amount in work.items():
+            if isinstance(key, Exchange) and not self._is_gathered(key):
+                beside = () if self._links.takes_cores else key.under
+                under = sum(self._roofline.seconds(one, Amount(amount.count)) for one in beside)
+                waited = max(0.0, self._links.seconds(key, amount) - under)
+                total.put(f"communication {_axis(key.axes)}", waited)
+        return total
+
+    def _gathered(self, work: Work) -> float:
+        """Return the time of FSDP's exchanges, which have a stream of their own."""
+        return sum(
+            self._links.seconds(key, amount)
+            for key, amount in work.items()
+            if isinstance(key, Exchange) and self._is_gathered(key)
+        )
+
+    def _is_gathered(self, key: Exchange) -> bool:
+        small = key.kind == "all_reduce" and self._shares.dp_replicate == 1
+        fsdp = self._shares.data_parallel == "fsdp"
+        return fsdp and bool(key.axes) and _DATA_AXES.issuperset(key.axes) and not small
+
+    def _reduced_in_backward(self, stage: StageWork, layers: int, backward: Parts) -> float:
+        """Return what is left of the gradients' all-reduce after the last backward.
+
+        What is not done when backward is, and the last bucket in any case, is waited for.
+        """
+        seconds, buckets = 0.0, 0.0
+        for key, amount in self._buckets(stage, layers):
+            seconds += self._links.seconds(key, amount)
+            buckets += amount.count
+        if not buckets:
+            return 0.0
+        if self._config.strategy.ddp.sync != "overlapped" or self._links.takes_cores:
+            return seconds
+        return max(seconds / buckets, seconds - backward.total)
+
+    def _buckets(self, stage: StageWork, layers: int) -> list[tuple[Exchange, Amount]]:
+        """Return the exchanges of gradients that a backward starts.
+
+        The trace has seen our own buckets. torch's DDP, which takes plain parameters summed in
+        their own type, reduces from C++; its buckets are counted by their size: one of 1 MiB, then
+        of ``strategy.ddp.bucket_size_mb``, over all gradients.
+        """
+        strategy = self._config.strategy
+        if self._shares.gradient_ranks == 1:
+            return []
+        torchs = strategy.ddp.sync == "overlapped" and strategy.reduce_dtype == "fp32"
+        if torchs and self._shares.tensor == 1:
+            num_bytes = stage.step_ends.gradient_bytes + layers * stage.step_layer.gradient_bytes
+            count = 1 + max(0.0, num_bytes - 2**20) / (strategy.ddp.bucket_size_mb * 2**20)
+            key = Exchange("backward", "all_reduce", ("dp_replicate", "cp"))
+            return [(key, Amount(count, num_bytes))]
+        return [
+            (key, amount * times)
+            for share, times in ((stage.step_ends, 1), (stage.step_layer, layers))
+            for key, amount in _during(share, _BACKWARD).items()
+            if isinstance(key, Exchange) and self._is_bucket(key)
+        ]
+
+    def _is_bucket(self, key: Exchange) -> bool:
+        replicated = self._shares.data_parallel in ("ddp", "zero1")
+        alone = self._shares.pipeline == 1 and key.phase == "backward"
+        return replicated and alone and bool(key.axes) and _DATA_AXES.issuperset(key.axes)
+
+
+def _during(share: Share, phases: Iterable[Phase]) -> Work:
+    wanted = set(phases)
+    return {key: amount for key, amount in share.work.items() if key.phase in wanted}
+
+
+def _axis(axes: tuple[str, ...]) -> str:
+    """Name axes for a reader: the data axes are one."""
+    if not axes or _DATA_AXES.issuperset(axes):
+        return "dp"
+    return axes[0] if len(axes) == 1 else "world"

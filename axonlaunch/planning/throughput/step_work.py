@@ -1,0 +1,274 @@
+"""What one step does on the ranks of each pipeline stage, from traces of a few layers.
+
+Layers repeat and micro-batches repeat, so operations are counted at two depths and two numbers of
+micro-batches and follow a line in both. A pipeline over a model without ``num_hidden_layers`` is
+refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.layout import layout, of_ranks, world_size
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.engines.optimizer.step import local_part
+from axonlaunch.models import fake_tensor_cache
+from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
+from axonlaunch.planning.tracing import fake_world
+from axonlaunch.planning.tracing.dry_run import DryRun
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.untraceable import refusing_untraceable
+from axonlaunch.system import forked_map
+
+_DEPTH = "num_hidden_layers"
+_LAYERS = (1, 2)
+"""Layers of each stage of the traces."""
+SAMPLES = 11
+"""Samples of a step on one device, from which layouts are told: several, for a BatchNorm can't take
+one, and a prime that widths are no multiples of, so that sizes which grow with them stand out."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Work that comes with something, and the bytes of gradients that do.
+
+    Attributes:
+        work: Operations.
+        gradient_bytes: Of the parameters held.
+    """
+
+    work: Work
+    gradient_bytes: float = 0.0
+
+    def plus(self, other: Share, *, times: float = 1.0) -> Share:
+        """Return the sum of both, the other so many times."""
+        return Share(
+            add(self.work, other.work, factor=times),
+            self.gradient_bytes + times * other.gradient_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What a stage of some layers does; ``ends`` is what it holds beside them.
+
+    Attributes:
+        step_ends: Once a step.
+        step_layer: Once a step for each layer.
+        micro_ends: For each micro-batch.
+        micro_layer: For each micro-batch and layer.
+    """
+
+    step_ends: Share
+    step_layer: Share
+    micro_ends: Share
+    micro_layer: Share
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """A step of a whole run.
+
+    Attributes:
+        first: Of the stage that is fed samples, and of the only one.
+        last: Of the stage that computes the loss.
+        layers: Layers of each stage, in order.
+        parameters: Of the whole model.
+        samples_length: Positions of a sample; 1 where it is no sequence.
+    """
+
+    first: StageWork
+    last: StageWork
+    layers: tuple[int, ...]
+    parameters: int
+    sample_length: int
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """One trace: operations of a step, bytes of gradients, parameters, a sample's length."""
+
+    share: Share
+    parameters: int
+    sample_length: int
+
+
+def step_work(config: RunConfig, *, world_size: int) -> StepWork:
+    """Count what a step does, from as few and as small traces as tell it.
+
+    Args:
+        config: Checked.
+        world_size: Ranks.
+
+    Raises:
+        ConfigError: The run can't be traced.
+    """
+    shares = layout(config, world_size=world_size)
+    depth = getattr(config.model, _DEPTH, None)
+    if depth is None and shares.pipeline > 1:
+        message = f"its depth can't be varied for it has no {_DEPTH}; use 1"
+        raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, shares.pipeline)])
+    counts = (2, 3) if shares.pipeline > 1 else (1, 2)[: min(2, shares.micro_batches)]
+    depths = _LAYERS if depth is not None else (0,)
+    stages = min(2, shares.stages_per_rank)
+    ranks = (0, 1) if shares.pipeline > 1 else (0,)
+    runs = {
+        (d, m): shortened(config, world_size=world_size, layers=d, micro_batches=m)
+        for d in depths
+        for m in counts
+    }
+    # A process for each rank, or each depth: what a first trace learns makes the next ones quick.
+    parts = [list(runs)] if shares.pipeline > 1 else [[(d, m) for m in counts] for d in depths]
+    jobs = [(rank, keys) for rank in ranks for keys in parts]
+    functions: list[Any] = [
+        partial(_trace, [runs[key] for key in keys], stage=rank) for rank, keys in jobs
+    ]
+    if shares.pipeline > 1:
+        functions.append(partial(_split, config))
+    told = forked_map.run(functions, memory=fake_tensor_cache.recipes)
+    layers = tuple(told[-1]) if shares.pipeline > 1 else (depth or 0,)
+    traced = {
+        (rank, *key): one
+        for (rank, keys), ones in zip(jobs, told, strict=False)
+        for key, one in zip(keys, ones, strict=True)
+    }
+    first, last = (
+        _fit({(d, m): traced[rank, d, m].share for d in depths for m in counts}, stages=stages)
+        for rank in (ranks[0], ranks[-1])
+    )
+    few = [traced[ranks[0], d, counts[0]].parameters for d in depths]
+    parameters = few[0]
+    if depth is not None:
+        a_layer = (few[1] - few[0]) // (stages * len(ranks))
+        parameters = few[0] + a_layer * (depth - _LAYERS[0] * stages * len(ranks))
+    length = traced[ranks[0], depths[0], counts[0]].sample_length
+    return StepWork(first, last, layers, parameters, length)
+
+
+def shortened(config: RunConfig, *, world_size: int, layers: int, micro_batches: int) -> RunConfig:
+    """Return a run like this one in every axis but a shorter pipeline, in a world to fit.
+
+    Args:
+        config: The whole run.
+        world_size: Its ranks.
+        layers: Of each stage; 0: as many as there are.
+        micro_batches: Of a rank's step.
+    """
+    shares = layout(config, world_size=world_size)
+    settings: dict[str, Any] = {
+        "train.micro_batch_size": shares.micro_batch_size,
+        "train.global_batch_size": shares.micro_batch_size * micro_batches * shares.data_ranks,
+        "train.compile": False,
+    }
+    stages = 1
+    if shares.pipeline > 1:
+        per_rank = min(2, shares.stages_per_rank)
+        stages = 2 * per_rank
+        settings |= {
+            "strategy.pipeline.degree": 2,
+            "strategy.pipeline.schedule": _like(shares.schedule, stages_per_rank=per_rank),
+            "strategy.pipeline.stages_per_rank": per_rank,
+            "strategy.pipeline.split": [layers] * stages,
+            "strategy.pipeline.microbatches": "auto",
+        }
+        world_size = 2 * world_size // shares.pipeline
+    if layers:
+        settings[f"model.{_DEPTH}"] = layers * stages
+    return with_values(config, {**settings, **of_ranks(world_size)})
+
+
+def _like(schedule: str, *, stages_per_rank: int) -> Any:
+    """Return a schedule that does the same work in two ranks, in whatever order."""
+    if stages_per_rank == 1 and not SCHEDULES[schedule].splits_backward:
+        return "gpipe"
+    return "interleaved_zero_bubble" if SCHEDULES[schedule].splits_backward else "interleaved_1f1b"
+
+
+def _fit(at: dict[tuple[int, int], Share], *, stages: int) -> StageWork:
+    """Find the four parts of a stage's work, which is linear in layers and in micro-batches.
+
+    Args:
+        at: By layers of a stage and micro-batches.
+        stages: Stages of the traced rank.
+    """
+    counts = sorted({m for _, m in at})
+    depths = sorted({d for d, _ in at})
+    nothing = Share({})
+    layer, ends = {}, {}
+    for m in counts:
+        layer[m] = nothing
+        if len(depths) > 1:
+            difference = at[depths[1], m].plus(at[depths[0], m], times=-1)
+            layer[m] = nothing.plus(difference, times=1 / stages)
+        ends[m] = at[depths[0], m].plus(layer[m], times=-depths[0] * stages)
+    step_ends, micro_ends = _by_micro_batches(ends)
+    step_layer, micro_layer = _by_micro_batches(layer)
+    return StageWork(step_ends, step_layer, micro_ends, micro_layer)
+
+
+def _by_micro_batches(at: dict[int, Share]) -> tuple[Share, Share]:
+    """Part what comes once a step from what each micro-batch brings.
+
+    With one micro-batch alone, the update is what comes once.
+    """
+    if len(at) == 1:
+        (share,) = at.values()
+        update = {key: amount for key, amount in share.work.items() if key.phase == "update"}
+        rest = {key: amount for key, amount in share.work.items() if key.phase != "update"}
+        return Share(update, share.gradient_bytes), Share(rest)
+    few, more = sorted(at)
+    each = at[more].plus(at[few], times=-1)
+    return at[few].plus(each, times=-few), each
+
+
+def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
+    """Trace a step of one rank of several runs, in a process of its own."""
+    _norm_in_one_kernel()
+    ranks = world_size(configs[0])
+    world = fake_world.join(rank=stage * ranks // 2, world_size=ranks)
+    with refusing_untraceable(configs[0]):
+        return [_trace_one(config, world) for config in configs]
+
+
+def _trace_one(config: RunConfig, world: World) -> _Traced:
+    # What fusing saves is the roofline's: how a compiler cuts a graph into kernels is not traced.
+    blueprint = ReducedRun.of(with_values(config, {"train.compile": False}))
+    dry = DryRun(blueprint, world)
+    trace = OperationTrace(blueprint.shares.axes)
+    batch = dry.batch()
+    with dry.storing():
+        dry.settle()
+        with trace:
+            dry.engine.backward(batch)
+            with trace.updating(), fake_world.assume_true():
+                dry.engine.update()
+    parameters = dict(dry.engine.named_parameters()).values()
+    held = sum(
+        local_part(p.detach()).numel() * p.element_size() for p in parameters if p.requires_grad
+    )
+    sample = blueprint.sample
+    length = sample.shape[0] if sample.ndim == 1 else 1
+    return _Traced(Share(trace.work, held), dry.engine.num_parameters, length)
+
+
+def _split(config: RunConfig) -> list[int]:
+    """Return the layers of each stage: as given, or as the engine balances them."""
+    return ReducedRun.of(config).counts
+
+
+def _norm_in_one_kernel() -> None:
+    """Let RMSNorm be one kernel, as on a GPU; a CPU's torch makes it of seven.
+
+    LayerNorm stands in for it: it reads and writes the same.
+    """
+
+    def rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+        return nn.functional.layer_norm(x, shape, weight, None, eps or 1e-6)
+
+    nn.functional.rms_norm = rms_norm  # type: ignore[assignment]

@@ -1,0 +1,74 @@
+"""How fast a run would train on hardware of a kind, from what its step does.
+
+It refuses what can't be traced and hardware without the figures it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from axonlaunch.config import RunConfig
+from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.layout import layout, world_size
+from axonlaunch.planning.throughput.roofline import figure
+from axonlaunch.planning.throughput.step_time import StepTime
+from axonlaunch.planning.throughput.step_work import StepWork, step_work
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """The speed of a run.
+
+    Attributes:
+        step_s: Seconds of an optimizer step.
+        tokens_per_s_per_device: Tokens trained on a second and device; samples, where a sample is
+            no sequence.
+        mfu: Share of the device's peak that the model itself needs, recomputation not counted;
+            None where a sample is no sequence.
+        breakdown: Seconds of a step by what they go to, of the rank that has most to do.
+    """
+
+    step_s: float
+    tokens_per_s_per_device: float
+    mfu: float | None
+    breakdown: dict[str, float]
+
+
+def throughput(config: RunConfig, hardware: HardwareConfig) -> Throughput:
+    """Foretell the speed of a run.
+
+    Args:
+        config: Checked, with ``launch.nproc`` resolved: the ranks of the world.
+        hardware: What each rank has.
+
+    Raises:
+        ConfigError: The run can't be traced, or the hardware lacks a figure.
+    """
+    return timed(config, hardware, step_work(config, world_size=world_size(config)))
+
+
+def timed(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throughput:
+    """Foretell the speed of a run whose work is known."""
+    ranks = world_size(config)
+    shares = layout(config, world_size=ranks)
+    parts = StepTime(config, shares, hardware).parts(work)
+    seconds = parts.total
+    samples = shares.micro_batch_size * shares.micro_batches * shares.data_ranks
+    rate = samples * work.sample_length / seconds / ranks
+    mfu = None
+    if work.sample_length > 1:
+        peak = figure(hardware, f"{config.train.precision}_tflops") * 1e12
+        mfu = rate * flops_per_token(config.model, work) / peak
+    return Throughput(seconds, rate, mfu, dict(parts))
+
+
+def flops_per_token(model: Any, work: StepWork) -> float:
+    """Return the FLOPs that forward and backward of a token need: 6 N + 12 L H Q T.
+
+    N parameters, L layers, H heads of Q numbers, T positions, as if attention saw them all.
+
+    Source: Chowdhery et al., "PaLM", 2022, appendix B.
+    """
+    attention = 12 * sum(work.layers) * getattr(model, "hidden_size", 0) * work.sample_length
+    return float(6 * work.parameters + attention)

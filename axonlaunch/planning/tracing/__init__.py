@@ -1,0 +1,1 @@
+"""A training step traced on fake tensors in a fake world."""

@@ -1,0 +1,137 @@
+"""One rank's engine and one step's samples, made without bytes: the real ones in a fake world.
+
+A dry run belongs in a process that is forked for it. It measures nothing by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.comm import World
+from axonlaunch.data.dataset import Batch
+from axonlaunch.engines.base import Engine
+from axonlaunch.engines.build import Divide, Source, build
+from axonlaunch.engines.pipeline.split import Part, block_names
+from axonlaunch.models import fake_tensor_cache
+from axonlaunch.models.build import spec_for
+from axonlaunch.models.initialization import materialize
+from axonlaunch.planning.tracing import fake_world, stage_boundaries
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
+
+
+class DryRun:
+    """One rank's engine, in a fake world.
+
+    Attributes:
+        engine: The rank's.
+        received: Bytes of one micro-batch's buffers for what other stages give, by category: the
+            rank's own stages hand outputs and gradients on without a message.
+    """
+
+    def __init__(
+        self, blueprint: ReducedRun, world: World, *, trace: StorageTrace | None = None
+    ) -> None:
+        """Build a rank's engine.
+
+        Args:
+            blueprint: What is run.
+            world: Where this process stands as the rank.
+            trace: Entered wherever storage is allocated; None: nothing follows it.
+        """
+        self._trace = trace
+        self._blueprint = blueprint
+        self._stages = blueprint.stages_of(
+            world.rank * blueprint.shares.pipeline // blueprint.world_size
+        )
+        self.received: Counter[Category] = Counter()
+        self._mode = fake_tensor_cache.tensors_without_bytes()
+        source = Source(
+            construct=self._construct,
+            start=self._start,
+            storing=self.storing,
+            boundaries=self._boundaries,
+        )
+        if blueprint.config.train.compile:
+            from axonlaunch.planning.tracing import fake_inductor
+
+            fake_inductor.install()
+        self.engine: Engine = build(blueprint.config, world, sample=blueprint.sample, source=source)
+
+    def storing(self) -> AbstractContextManager[Any]:
+        """Return the context in which tensors have no bytes and are followed."""
+        stack = ExitStack()
+        stack.enter_context(self._mode)
+        if self._trace is not None:
+            stack.enter_context(self._trace)
+        return stack
+
+    def batch(self, micro_batches: int | None = None) -> Batch:
+        """Return a rank's samples of a step; made outside of ``storing``, as a loader makes them.
+
+        What an engine takes of them is followed from then on: of a context axis its own positions.
+
+        Args:
+            micro_batches: How many; None: all of a step.
+        """
+        shares, sample = self._blueprint.shares, self._blueprint.sample
+        samples = shares.micro_batch_size * (micro_batches or shares.micro_batches)
+        with self._mode:
+            inputs = torch.empty((samples, *sample.shape), dtype=sample.dtype)
+            shape = inputs.shape if self._blueprint.is_text else inputs.shape[:1]
+            return Batch(inputs, torch.empty(shape, dtype=torch.int64))
+
+    def settle(self) -> None:
+        """Let the optimizer make its states, as a first step does; inside of ``storing``.
+
+        Without a pipeline it is a step of one micro-batch. A pipeline's least step is long, so that
+        there gradients come from nowhere.
+        """
+        if self._blueprint.shares.pipeline == 1:
+            self.engine.backward(self.batch(1))
+        for _, parameter in self.engine.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+        phase = nullcontext() if self._trace is None else self._trace.during("temporary")
+        with phase, fake_world.assume_true():
+            self.engine.update()
+
+    def _construct(self, config: Any, *, seed: int) -> nn.Module:
+        del config, seed
+        return self._blueprint.built()
+
+    def _start(self, module: nn.Module, config: Any, *, seed: int, device: Any) -> None:
+        del config, seed
+        with nullcontext() if self._trace is None else self._trace.during("parameters"):
+            materialize(module, device=device)
+
+    def _boundaries(self, divide: Divide, stages: Any) -> dict[int, tuple[Tensor, Tensor]]:
+        spec, shares = spec_for(self._blueprint.config.model), self._blueprint.shares
+        model = self._blueprint.built(1 if self._blueprint.repeats else None)
+        divide(model)
+        shape = [shares.micro_batch_size, *self._blueprint.sample.shape]
+        if shares.context > 1:
+            shape[1] //= shares.context
+        parts: list[Part] = list(stages)
+        with self._mode:
+            materialize(model, device="cpu")
+            ends = stage_boundaries.find(
+                model,
+                blocks=block_names(spec, model),
+                stages=parts,
+                inputs=torch.empty(shape, dtype=self._blueprint.sample.dtype),
+            )
+        for part in parts:
+            takes, gives = ends[part.index]
+            if part.index in self._stages:
+                below, above = (index in self._stages for index in (part.index - 1, part.index + 1))
+                if not part.is_first:
+                    self.received["activations" if below else "communication"] += takes.nbytes
+                if not part.is_last:
+                    self.received["temporary" if above else "communication"] += gives.nbytes
+        return ends

@@ -1,0 +1,217 @@
+"""What the dry runs of one configuration have in common, and smaller runs that tell of it.
+
+It is arithmetic on a model without storage; ``dry_run`` builds engines from it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from axonlaunch import data
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.engines.build import stage_blocks
+from axonlaunch.engines.pipeline.schedule import PipelineSchedule
+from axonlaunch.engines.tensor.plan_checks import styled
+from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.planning.tracing import extrapolate_depth
+
+_FEW = 3
+"""Micro-batches without a pipeline: the first finds no gradients, the last agrees on them."""
+_SHORT = 4
+"""Ranks of a short pipeline: the least that has a rank in its midst with three forwards ahead."""
+_SETTLED = _SHORT + 2
+"""Micro-batches after which those of a short pipeline are all alike."""
+
+
+@dataclass(frozen=True)
+class ReducedRun:
+    """What the dry runs of one configuration have in common.
+
+    Attributes:
+        config: The run's, with the blocks of each pipeline stage written out.
+        shares: Its layout.
+        world_size: Ranks.
+        model: Whole and undivided, on the meta device.
+        sample: Inputs of one sample [...]; values don't matter.
+        is_text: Whether each input has a target; else each sample has one.
+        num_blocks: Blocks that are run, the first ones of ``model``.
+        repeats: Whether the model can be told from fewer of its blocks.
+    """
+
+    config: RunConfig
+    shares: Layout
+    world_size: int
+    model: nn.Module
+    sample: Tensor
+    is_text: bool
+    num_blocks: int
+    repeats: bool
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Build the model of a checked configuration and read what a sample is."""
+        ranks = world_size(config)
+        shares = layout(config, world_size=ranks)
+        dataset = data.build(config.data)
+        model, sample = on_meta(config.model, seed=config.seed), sample_inputs(dataset)
+        if shares.pipeline > 1:
+            split = _split(config, shares, model, sample)
+            config = with_values(config, {"strategy.pipeline.split": split})
+        spec = spec_for(config.model)
+        return cls(
+            config,
+            shares,
+            ranks,
+            model,
+            sample,
+            is_text=dataset.kind == "tokens",
+            num_blocks=len(spec.blocks(model)),
+            repeats=spec.repeats(model) and _are_divided_alike(config, spec.blocks(model), model),
+        )
+
+    @property
+    def counts(self) -> list[int]:
+        """Blocks of each pipeline stage."""
+        split = self.config.strategy.pipeline.split
+        return [self.num_blocks] if self.shares.pipeline == 1 or split == "auto" else split
+
+    def built(self, num_blocks: int | None = None) -> nn.Module:
+        """Return a model of as many of the first blocks, or ``num_blocks``, on the meta device."""
+        spec, fewer = spec_for(self.config.model), {}
+        count = num_blocks or self.num_blocks
+        if count < len(spec.blocks(self.model)):
+            assert spec.layers is not None
+            held = self.model.get_submodule(spec.layers)
+            assert isinstance(held, nn.ModuleList)
+            fewer[id(held)] = copy.deepcopy(held[:count])  # the others cost time
+        return copy.deepcopy(self.model, fewer)
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """One round of a pipeline."""
+        return PipelineSchedule(
+            self.shares.schedule,
+            degree=self.shares.pipeline,
+            microbatches=self.shares.round_microbatches,
+            stages_per_rank=self.shares.stages_per_rank,
+        )
+
+    def stages_of(self, place: int) -> list[int]:
+        """Return the stages of a rank, by its place on the pp axis."""
+        return [0] if self.shares.pipeline == 1 else list(self.schedule.stages_of(place))
+
+    def spare_blocks(self, stages: list[int], *, needed: int = extrapolate_depth.SHALLOW) -> int:
+        """Return how many blocks can be left out of each of these stages."""
+        if not self.repeats:
+            return 0
+        return max(0, min(self.counts[stage] for stage in stages) - needed)
+
+    def without(self, blocks: int, stages: list[int]) -> Self:
+        """Return the same with so many blocks fewer in each of these stages, and one in others."""
+        return self._of_blocks(
+            [count - blocks if stage in stages else 1 for stage, count in enumerate(self.counts)]
+        )
+
+    def shorter(self, place: int) -> tuple[Self, int]:
+        """Return a run with as short a step as tells what a rank of this one does, and where.
+
+        The rank does fewer micro-batches and, if blocks repeat, holds its stages in a shorter
+        pipeline.
+
+        Args:
+            place: The rank's, on the pp axis.
+
+        Returns:
+            The run and the place of a rank like this one on its pp axis.
+        """
+        shares = self.shares
+        if shares.pipeline == 1:
+            few = min(_FEW, shares.micro_batches)
+            return self._with(degree=1, microbatches=few, rounds=1), 0
+        if not self.repeats:
+            return self, place
+        degree = min(_SHORT, shares.pipeline)
+        fits = SCHEDULES[shares.schedule].fits
+        # The first rank's forwards may all go ahead of its backwards, or all but one.
+        rest = 2 if place else min(2, shares.round_microbatches - shares.pipeline)
+        few = next(
+            n
+            for n in itertools.count(degree + rest if rest < 2 else _SETTLED)
+            if fits(n, degree=degree, stages_per_rank=shares.stages_per_rank)
+        )
+        few = min(few, shares.round_microbatches)
+        short = self._with(degree=degree, microbatches=few, rounds=min(2, shares.rounds))
+        like = min(place, max(1, degree - shares.pipeline + place))
+        counts = [1] * short.shares.num_stages
+        for stage, other in zip(self.stages_of(place), short.stages_of(like), strict=True):
+            counts[other] = self.counts[stage]
+        return short._of_blocks(counts), like
+
+    def _with(self, *, degree: int, microbatches: int, rounds: int) -> Self:
+        """Return the same over a shorter pipeline, in a world to fit, with fewer micro-batches."""
+        shares = self.shares
+        world_size = self.world_size // shares.pipeline * degree
+        samples = shares.micro_batch_size * microbatches * rounds * shares.data_ranks
+        settings: dict[str, Any] = {
+            "train.micro_batch_size": shares.micro_batch_size,
+            "train.global_batch_size": samples,
+            **of_ranks(world_size),
+        }
+        if degree > 1:
+            settings |= {
+                "strategy.pipeline.degree": degree,
+                "strategy.pipeline.microbatches": microbatches,
+            }
+        config = with_values(self.config, settings)
+        shares = layout(config, world_size=world_size)
+        return dataclasses.replace(self, config=config, shares=shares, world_size=world_size)
+
+    def _of_blocks(self, counts: list[int]) -> Self:
+        """Return the same with the model's first blocks alone, so many in each stage."""
+        split = {} if self.shares.pipeline == 1 else {"strategy.pipeline.split": counts}
+        config = with_values(self.config, split)
+        return dataclasses.replace(self, config=config, num_blocks=sum(counts))
+
+
+def _are_divided_alike(
+    config: RunConfig, blocks: Mapping[str, nn.Module], model: nn.Module
+) -> bool:
+    """Say whether a user's plan of tensor parallelism, if there is one, takes all blocks alike."""
+    tensor = config.strategy.tensor
+    if tensor.degree == 1 or not tensor.plan:
+        return True
+    told: dict[str, set[Any]] = {name: set() for name in blocks}
+    for one in styled(model, tensor.plan):
+        for block in blocks:
+            if one.name == block or one.name.startswith(f"{block}."):
+                inside = one.name.removeprefix(block)
+                told[block].add((inside, one.style, one.in_region, one.in_sequence))
+    first, *others = told.values()
+    return all(other == first for other in others)
+
+
+def _split(config: RunConfig, shares: Layout, model: nn.Module, sample: Tensor) -> list[int]:
+    """Return the blocks of each pipeline stage.
+
+    Raises:
+        ConfigError: The model computes with values, which there are none of.
+    """
+    try:
+        return stage_blocks(config, shares, model, sample=sample)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        message = (
+            f"where {type(model).__name__} is to be cut can't be told without running it ({reason})"
+            "; write the blocks of each stage"
+        )
+        raise ConfigError([ConfigIssue("strategy.pipeline.split", message, "auto")]) from error

@@ -1,0 +1,234 @@
+"""A place of a run on the pipeline's axis, and the shorter and shallower runs that tell of it.
+
+A process that is forked for it builds a rank's real engine on nothing and traces one steady step.
+What can't be traced so is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self, TypeAlias
+
+import torch
+
+from axonlaunch.config import RunConfig
+from axonlaunch.data.dataset import Batch
+from axonlaunch.engines.base import Engine
+from axonlaunch.engines.data_parallel.fsdp import CPUOffload
+from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
+from axonlaunch.models.build import spec_for
+from axonlaunch.models.spec import ModelSpec
+from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule, fake_world
+from axonlaunch.planning.tracing.dry_run import DryRun
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, Event, StorageTrace
+from axonlaunch.planning.tracing.untraceable import refusing_untraceable
+
+_ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
+    CPUOffload.NONE: (),
+    CPUOffload.PARAMS: ("parameters", "gradients"),
+    CPUOffload.OPTIMIZER_STATES: ("optimizer",),
+    CPUOffload.FULL: ("parameters", "gradients", "optimizer"),
+}
+Key: TypeAlias = tuple[int, tuple[int, ...]]
+"""What tells one trace of a run from another: the place, and blocks of each stage."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step, and the bytes that a micro-batch brings before anything is computed.
+
+    Attributes:
+        events: The step's.
+        fed: Samples and targets of a micro-batch; without a pipeline, where no action shows it,
+            also its loss, which is kept.
+        received: Buffers for what other stages give of one, by category.
+        sharded: What the rank holds of parameters that are sharded; None where none are.
+    """
+
+    events: list[Event]
+    fed: int
+    received: Mapping[Category, int]
+    sharded: FSDPMemoryStats | None
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """A place on the pp axis, and the shorter and shallower runs that tell of it.
+
+    Attributes:
+        whole: The run.
+        place: Its place there.
+        short: A run of fewer micro-batches in a shorter pipeline.
+        like: Its place there.
+        spare: Blocks of each of its stages that need not be traced.
+    """
+
+    whole: ReducedRun
+    place: int
+    short: ReducedRun
+    like: int
+    spare: int
+
+    @classmethod
+    def of(cls, blueprint: ReducedRun, place: int, *, exact: bool) -> Self:
+        """Choose the runs that tell of a place; with ``exact`` it is the whole run."""
+        short, like = (blueprint, place) if exact else blueprint.shorter(place)
+        spare = 0 if exact else short.spare_blocks(short.stages_of(like))
+        return cls(blueprint, place, short, like, spare if spare > 1 else 0)
+
+    @property
+    def short_rank(self) -> int:
+        """The first rank of the place in the short run."""
+        return self.like * self.short.world_size // self.short.shares.pipeline
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What is equal for places whose short runs are, and as deep."""
+        return self.spare, *self._keys()
+
+    def traces(self) -> dict[Key, Callable[[], Traced]]:
+        """Return what has to be run, by what tells one run from another."""
+        return {
+            key: partial(traced, self._without(fewer), self.short_rank)
+            for key, fewer in self._keys().items()
+        }
+
+    def short_step(self, done: Mapping[Key, Traced]) -> list[Event]:
+        """Return the step of the short run, as deep as the place is."""
+        told = [done[key].events for key in self._keys()]
+        return extrapolate_depth.extrapolate(*told, blocks=self.spare) if self.spare else told[0]
+
+    def events(self, short_step: list[Event], done: Mapping[Key, Traced]) -> list[Event]:
+        """Return the place's step."""
+        told = done[next(iter(self._keys()))]
+        short, whole = self.short.shares, self.whole.shares
+        micro_batches = whole.micro_batches - short.micro_batches
+        in_a_round = whole.round_microbatches - short.round_microbatches
+        more = dict.fromkeys(CATEGORIES, 0)
+        more["activations"] = micro_batches * told.fed
+        for category, num_bytes in told.received.items():
+            more[category] += in_a_round * num_bytes
+        events = [extrapolate_schedule.shifted(event, (*more.values(), 0)) for event in short_step]
+        if whole.pipeline == 1 or short == whole:
+            return events
+        step = self.whole.schedule.actions[self.place]
+        return extrapolate_schedule.extend_schedule(events, rounds=[step] * min(2, whole.rounds))
+
+    def sharded(self, done: Mapping[Key, Traced]) -> dict[str, int] | None:
+        """Return bytes of the rank's sharded parameters, by name; None where there are none."""
+        few, *more = (_of_parameters(done[key].sharded) for key in self._keys())
+        if not more or not few:
+            return few or None
+        # They grow by as much with every block, as a moment of a step does.
+        return dict(
+            zip(
+                few,
+                extrapolate_depth.linear_extrapolate(few.values(), more[0].values(), self.spare),
+                strict=True,
+            )
+        )
+
+    def left_by_forward(self, short_step: list[Event]) -> list[int]:
+        """Return what a micro-batch leaves for its backward on each of the rank's stages."""
+        if self.whole.shares.pipeline == 1:
+            return []
+        return [*extrapolate_schedule.left_by_forward(short_step).values()]
+
+    def _keys(self) -> dict[Key, int]:
+        depths = (self.spare, self.spare - 1) if self.spare else (0,)
+        return {(self.like, tuple(self._without(fewer).counts)): fewer for fewer in depths}
+
+    def _without(self, blocks: int) -> ReducedRun:
+        if not blocks:
+            return self.short
+        return self.short.without(blocks, self.short.stages_of(self.like))
+
+
+def traced(blueprint: ReducedRun, rank: int) -> Traced:
+    """Trace one rank's step; this process must be forked for it.
+
+    Raises:
+        ConfigError: It can't be traced.
+    """
+    trace = StorageTrace(on_host=host_categories(blueprint.config))
+    extrapolate_schedule.watch(trace)
+    world = fake_world.join(rank=rank, world_size=blueprint.world_size)
+    with refusing_untraceable(blueprint.config):
+        dry = DryRun(blueprint, world, trace=trace)
+        batch, spec = dry.batch(), spec_for(blueprint.config.model)
+        with dry.storing():
+            dry.settle()
+            measure(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
+    shares = blueprint.shares
+    fed = (batch.inputs.nbytes + batch.targets.nbytes) // (shares.micro_batches * shares.context)
+    if shares.pipeline == 1:
+        fed += torch.float32.itemsize
+    return Traced(trace.events, fed, dry.received, dry.engine.memory_stats())
+
+
+def _of_parameters(stats: FSDPMemoryStats | None) -> dict[str, int]:
+    if stats is None:
+        return {}
+    return {
+        "current_bytes": stats.current_bytes,
+        "peak_bytes": stats.peak_bytes,
+        "total_bytes": stats.total_bytes,
+    }
+
+
+def measure(
+    engine: Engine,
+    batch: Batch,
+    trace: StorageTrace,
+    *,
+    spec: ModelSpec,
+    updating: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Do a step in an entered trace and leave it with the step's events.
+
+    Args:
+        engine: A rank's, whose optimizer has its states.
+        batch: The rank's samples of a step.
+        trace: What follows storages.
+        spec: The model's.
+        updating: What surrounds the update.
+    """
+    follow(engine, trace)
+    blocks = {n: [*spec.blocks(module).values()] for n, module in enumerate(engine.modules)}
+    extrapolate_depth.watch(blocks, trace)
+    step(engine, batch, trace, updating=updating)
+
+
+def follow(engine: Engine, trace: StorageTrace) -> None:
+    """Say what an engine's tensors are for, in an entered trace: it may make optimizer states."""
+    for module in engine.modules:
+        trace.tag([*module.parameters(), *module.buffers()], "parameters")
+    trace.tag(engine.optimizer_states(), "optimizer")
+    trace.follow(parameter for _, parameter in engine.named_parameters())
+
+
+def step(
+    engine: Engine,
+    batch: Batch,
+    trace: StorageTrace,
+    *,
+    updating: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Do a step once more in the trace of one that was measured, and leave it with its events."""
+    trace.forget()
+    engine.backward(batch)
+    trace.begin("update")
+    with trace.during("temporary"), updating():
+        engine.update()
+    trace.finish()
+
+
+def host_categories(config: RunConfig) -> tuple[Category, ...]:
+    """Return what a run keeps in host memory."""
+    if config.strategy.data_parallel != "fsdp":
+        return ()
+    return _ON_HOST[CPUOffload(config.strategy.fsdp.cpu_offload)]

@@ -1,0 +1,317 @@
+"""Follows every storage that tensors of one thread hold, by what it is for: bytes now and at most.
+
+It watches tensors with values and fake ones alike. It counts what torch's operations return and
+nothing else: not what a kernel allocates for itself, and not what an allocator rounds up to.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Category = Literal[
+    "parameters", "gradients", "optimizer", "activations", "communication", "temporary"
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+Point: TypeAlias = tuple[int, ...]
+"""Bytes at one moment: of each of ``CATEGORIES`` on the device, then those kept on the host."""
+
+
+@dataclass
+class Event:
+    """A part of a step.
+
+    Attributes:
+        name: What goes on, and where in the model.
+        points: Bytes after each of its operations that allocated, and before the first.
+    """
+
+    name: tuple[str | int, ...]
+    points: list[Point]
+
+
+def on_device(point: Point) -> int:
+    """Return a moment's bytes on the device."""
+    return sum(point[:-1])
+
+
+_PASSING: frozenset[Category] = frozenset({"activations", "temporary"})
+# What they are given to send stays what it is; the other operations between ranks are given
+# buffers that exist for them.
+_SENDS = frozenset({"c10d::send", "c10d::broadcast_", "c10d::allreduce_"})
+_DEVICE = torch.ops.prim.device.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+
+_resize: Any = torch.UntypedStorage.resize_
+_running = threading.local()
+
+
+class _Held:
+    """One live storage."""
+
+    __slots__ = ("alive", "category", "num_bytes")
+
+    def __init__(self, alive: Any, num_bytes: int, category: Category) -> None:
+        self.alive = alive
+        self.num_bytes = num_bytes
+        self.category = category
+
+
+class StorageTrace(TorchDispatchMode):
+    """Counts live storages while it is entered; it may be entered again and goes on counting.
+
+    Attributes:
+        now: Bytes of each category on the device.
+        host: Bytes of each category that an offloading run keeps in host memory.
+        events: What was held in each part of what is measured.
+    """
+
+    def __init__(self, *, on_host: Collection[Category] = ()) -> None:
+        """Begin to count.
+
+        Args:
+            on_host: Categories that live in host memory; on a CPU, where host and device are one,
+                this alone tells them apart.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        self.host: dict[Category, int] = dict.fromkeys(on_host, 0)
+        self.events = [Event(("start",), [self._point()])]
+        self._live: dict[int, _Held] = {}
+        self._parameters: list[Tensor] = []
+        self._in_flight: dict[int, Tensor] = {}
+        self._grown = False
+        self._top: int | None = 0
+        self._highest = 0
+        self._phase: Category | None = None
+
+    # Of an operator that runs others no more is seen than what it returns.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without what keeps Dynamo out of ``__torch_dispatch__``, at a fifth of its time."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let what is compiled be compiled: its operations are seen when they run."""
+        return True
+
+    def __enter__(self) -> Self:
+        self._outer = getattr(_running, "trace", None)
+        _running.trace = self
+        torch.UntypedStorage.resize_ = _resized  # type: ignore[assignment, method-assign]
+        entered: Self = super().__enter__()  # type: ignore[no-untyped-call]
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        _running.trace = self._outer
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # more than half of all that comes
+            return args[0].fake_device
+        if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
+            return NotImplemented  # they come again as the plain tensors that they hold
+        namespace = func.namespace
+        if namespace == "_c10d_functional" and isinstance(args[0], FakeTensor):
+            return self._without_values(func, args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        category = self._phase or _category()
+        if namespace in ("c10d", "fsdp"):
+            if func._schema.name not in _SENDS:
+                self._between_ranks(args, kwargs or {})
+            category = "communication"
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                # A tensor that waits for a message holds another one, and no storage of its own.
+                self._add(_plain(tensor), category)
+        if namespace == "c10d" and self.host:
+            self._tag_gradients()
+        self._note()
+        return out
+
+    @contextmanager
+    def during(self, category: Category) -> Iterator[None]:
+        """Take whatever is allocated inside for one category."""
+        before, self._phase = self._phase, category
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def tag(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what some tensors are for; those that were not seen yet are counted from now on."""
+        for tensor in tensors:
+            plain = _plain(tensor)
+            held = self._live.get(id(plain.untyped_storage()))
+            if held is None:
+                self._add(plain, category)
+            else:
+                self._move(held, category)
+
+    def follow(self, parameters: Iterable[Tensor]) -> None:
+        """Take whatever these have as ``.grad`` for gradients, from now on."""
+        self._parameters = list(parameters)
+
+    def forget(self) -> None:
+        """Measure from now on."""
+        self.begin("start")
+        del self.events[:-1]
+
+    def begin(self, *name: str | int) -> None:
+        """Begin an event, which ends the one before."""
+        self.finish()
+        self.events.append(Event(name, [self._point()]))
+        self._top, self._highest = 0, on_device(self.events[-1].points[0])
+
+    def finish(self) -> None:
+        """Complete what the last event says."""
+        self._note()
+        self._settle()
+        self._tag_gradients()
+
+    def resized(self, storage: Any) -> None:
+        """Note that a storage has another size, as those of gathered parameters get."""
+        held = self._live.get(id(storage))
+        if held is None:
+            return
+        if held.category in _PASSING:
+            self._move(held, "communication")
+        size = storage.nbytes()
+        self._count(held.category, size - held.num_bytes)
+        held.num_bytes = size
+        self._note()
+
+    def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation between ranks on fake tensors, with a real one's memory.
+
+        Its input is held until somebody waits for its result, except where the result begins as a
+        copy of it. A fake kernel of waiting would allocate, a real one doesn't.
+        """
+        if func is _WAIT:
+            self._in_flight.pop(id(args[0].untyped_storage()), None)
+            return args[0]
+        out = func(*args, **(kwargs or {}))
+        self._add(out, self._phase or _category())
+        if func is not _ALL_REDUCE:
+            self._in_flight[id(out.untyped_storage())] = args[0]
+        self._note()
+        return out
+
+    def _add(self, tensor: Tensor, category: Category) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._live or tensor.device.type == "meta":
+            return
+        size = storage.nbytes()
+        alive = weakref.ref(storage, self._remover(key))
+        self._live[key] = _Held(alive, size, category)
+        self._count(category, size)
+
+    def _remover(self, key: int) -> Callable[[Any], None]:
+        def remove(_: Any) -> None:
+            held = self._live.pop(key)
+            self._count(held.category, -held.num_bytes)
+
+        return remove
+
+    def _between_ranks(self, args: Any, kwargs: Any) -> None:
+        """Take an operation's buffers, given to be written or read, for what they are."""
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                held = self._live.get(id(tensor.untyped_storage()))
+                if held is not None and held.category in _PASSING:
+                    self._move(held, "communication")
+
+    def _move(self, held: _Held, category: Category) -> None:
+        if held.category == category:
+            return
+        crosses = (held.category in self.host) != (category in self.host)
+        if crosses:
+            self._count(held.category, -held.num_bytes)
+            held.category = category
+            self._count(category, held.num_bytes)
+            return
+        place = self.host if category in self.host else self.now
+        place[held.category] -= held.num_bytes
+        place[category] += held.num_bytes
+        held.category = category
+
+    def _count(self, category: Category, change: int) -> None:
+        if change < 0:
+            self._note()
+            self._settle()
+        place = self.host if category in self.host else self.now
+        place[category] += change
+        self._grown = self._grown or change > 0
+
+    def _note(self) -> None:
+        """Write down a moment at which more is held than before."""
+        if not self._grown:
+            return
+        self._grown = False
+        points = self.events[-1].points
+        points.append(self._point())
+        if (held := on_device(points[-1])) > self._highest:
+            self._highest, self._top = held, len(points) - 1
+
+    def _settle(self) -> None:
+        """Write down what an event's peak is made of, before it is left.
+
+        Gradients are told from other tensors only here: nothing says when a parameter gets one.
+        """
+        if self._top is not None:
+            top, self._top = self._top, None
+            self._tag_gradients()
+            self.events[-1].points[top] = self._point()
+
+    def _point(self) -> Point:
+        return (*self.now.values(), sum(self.host.values()))
+
+    def _tag_gradients(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                plain = _plain(parameter.grad)
+                held = self._live.get(id(plain.untyped_storage()))
+                if held is not None:
+                    self._move(held, "gradients")
+
+
+def _category() -> Category:
+    """Say what an operation's result is for: for backward, unless backward makes it.
+
+    Recomputation is a forward inside of backward, with gradients enabled.
+    """
+    in_backward = torch._C._current_graph_task_id() != -1
+    return "temporary" if in_backward and not torch.is_grad_enabled() else "activations"
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return _plain(tensor._local_tensor)
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def _resized(storage: Any, size: int) -> Any:
+    """Resize a storage and tell the trace of this thread: no operation does."""
+    result = _resize(storage, size)
+    trace: StorageTrace | None = getattr(_running, "trace", None)
+    if trace is not None:
+        trace.resized(storage)
+    return result

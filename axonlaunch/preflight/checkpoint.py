@@ -1,0 +1,163 @@
+"""What is wrong with what a run is to start from, told before a rank starts.
+
+Sizes, names and shapes are looked at; contents are read, and their checksums held, by the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from axonlaunch.checkpoint import fallback, reader, step_folders, weights
+from axonlaunch.checkpoint.manifest import Checkpoint
+from axonlaunch.checkpoint.storage import place, reaching
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.optimizer_states import OPTIMIZER_STATES, optimizer_states
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def checkpoint_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Yield what keeps a run from its checkpoint, or from the weights that it is to start from.
+
+    Args:
+        config: The run's.
+        model: As it is to be, on ``meta`` or not.
+    """
+    key, where = "checkpoint.resume", config.checkpoint.resume
+    if where in ("auto", "never") and config.checkpoint.path is not None:
+        key, where = "checkpoint.path", config.checkpoint.path
+    try:
+        yield from _resume(config, model)
+    except ConfigError as error:
+        yield from _unreached(error, key, where)
+    yield from _weights(config, model)
+
+
+def _unreached(error: ConfigError, key: str, where: str) -> Iterator[ConfigIssue]:
+    """Yield, as problems of a key, that a place can't be reached."""
+    for problem in error.problems:
+        yield ConfigIssue(key, problem.message.removeprefix(f"{where}: "), where)
+
+
+def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
+    path = getattr(config.model, "weights", None)
+    if path is None:
+        return
+    if config.checkpoint.resume not in ("auto", "never"):
+        message = (
+            f"checkpoint.resume={config.checkpoint.resume} brings weights of its own; use null"
+        )
+        yield ConfigIssue("model.weights", message, path)
+        return
+    try:
+        there = place(path)
+        with reaching(there):
+            is_folder = there.is_dir()
+    except ConfigError as error:
+        yield from _unreached(error, "model.weights", path)
+        return
+    if not is_folder:
+        message = "there is no such folder; give a run, a checkpoint, or a folder of safetensors"
+        yield ConfigIssue("model.weights", message, path)
+        return
+    try:
+        wrong = weights.differences(there, config.model, model)
+    except ConfigError as error:
+        yield from (
+            ConfigIssue("model.weights", problem.message, path) for problem in error.problems
+        )
+    else:
+        if wrong:
+            message = f"they are of another model: {weights.first(wrong)}"
+            yield ConfigIssue("model.weights", message, path)
+
+
+def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
+    resume, kept = config.checkpoint.resume, config.checkpoint.path
+    if resume == "never":
+        yield from _overwritten(kept)
+        return
+    if resume != "auto":
+        folder = place(resume)
+    elif kept is not None:
+        folder = place(kept)
+    elif config.run_dir == config.name == "auto":
+        return
+    else:
+        folder = Path(config.run_dir if config.run_dir != "auto" else f"runs/{config.name}")
+    with reaching(folder):
+        found, wrong = fallback.newest_good(folder)
+        if wrong and (found is None or resume != "auto" or not config.checkpoint.fallback):
+            yield _damaged(resume, wrong, found)
+        elif found is not None:
+            yield from _resumable(config, model, found)
+        elif resume != "auto":
+            yield ConfigIssue("checkpoint.resume", "there is no complete checkpoint in it", resume)
+
+
+def _overwritten(kept: str | None) -> Iterator[ConfigIssue]:
+    """Refuse to begin anew where another run keeps its checkpoints."""
+    if kept is None:
+        return
+    with reaching(place(kept)):
+        found = step_folders.latest(place(kept))
+    if found is not None:
+        message = f"{found.path} is there; use another checkpoint.path, or go on from it with auto"
+        yield ConfigIssue("checkpoint.resume", message, "never")
+
+
+def _damaged(resume: str, wrong: dict[Path, str], found: Checkpoint | None) -> ConfigIssue:
+    """Refuse to resume in silence from an older checkpoint, or from nothing."""
+    reasons = "; ".join(f"{path} {reason}" for path, reason in wrong.items())
+    return ConfigIssue("checkpoint.resume", f"{reasons}; {fallback.instead(found)}", resume)
+
+
+def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterator[ConfigIssue]:
+    """Compare a checkpoint with the run that is to go on from it."""
+    resume = config.checkpoint.resume
+    if found.step > config.train.steps:
+        message = f"{found.path} has done {found.step} already; use more to train on"
+        yield ConfigIssue("train.steps", message, config.train.steps)
+    if found.samples != found.step * config.train.global_batch_size:
+        message = (
+            f"{found.path} saw {found.samples // max(1, found.step)} samples a step; keep that, "
+            "so that no sample is skipped or repeated"
+        )
+        yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
+    if reader.is_of_a_run(found):
+        yield from _other_states(config, found)
+    else:
+        message = (
+            f"{found.path} holds weights and no run; use never, and model.weights={found.path}"
+        )
+        yield ConfigIssue("checkpoint.resume", message, resume)
+    differences = reader.differences(found, model)
+    if differences:
+        message = f"{found.path} is of another model: {weights.first(differences)}"
+        yield ConfigIssue("checkpoint.resume", message, resume)
+
+
+def _other_states(config: RunConfig, found: Checkpoint) -> Iterator[ConfigIssue]:
+    """Refuse optimizer states that this run's optimizer does not have, or has and lacks here."""
+    optimizer, saved = config.optimizer, reader.saved_states(found)
+    wanted = {state.name for state in optimizer_states(optimizer)}
+    if saved == wanted:
+        return
+    # Of SGD with and without momentum that field is at fault, not the optimizer.
+    depends_on = {state.name: state.absent_at_zero for state in OPTIMIZER_STATES[optimizer.name]}
+    fields = {depends_on.get(name) for name in saved ^ wanted}
+    field = fields.pop() if len(fields) == 1 else None
+    if field is not None:
+        use = "use what it was saved with, above 0" if saved else "use 0, as it was saved with"
+        message = f"{found.path} has {_listed(saved)}; {use}"
+        yield ConfigIssue(f"optimizer.{field}", message, getattr(optimizer, field))
+        return
+    message = f"{found.path} is of another optimizer; it has {_listed(saved)}"
+    yield ConfigIssue("optimizer.name", message, optimizer.name)
+
+
+def _listed(states: set[str]) -> str:
+    return f"states {', '.join(sorted(states))}" if states else "no states"

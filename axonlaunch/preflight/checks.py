@@ -1,0 +1,285 @@
+"""Every check of a configuration that needs torch, the model or the data, but no rank.
+
+It gathers problems; each room knows its own. It runs in a process of its own, before any rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from axonlaunch import data
+from axonlaunch.comm import nccl
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.hardware import GIB
+from axonlaunch.config.layout import Layout, layout, resolved, world_size
+from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig
+from axonlaunch.config.optimizer_states import states_per_element
+from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.rules import find_rule_violations
+from axonlaunch.config.url import is_url
+from axonlaunch.data.dataset import Dataset
+from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.spec import ModelSpec
+from axonlaunch.preflight.checkpoint import checkpoint_problems
+from axonlaunch.preflight.model_outputs import output_problems
+from axonlaunch.preflight.parallelism import (
+    context_problems,
+    listed,
+    pipeline_problems,
+    sharding_problems,
+    tensor_problems,
+)
+from axonlaunch.system import host
+from axonlaunch.system.disk import free_bytes
+from axonlaunch.system.formatting import size
+
+FP32 = 4
+"""Bytes of a parameter's element, of its gradient and of each of its optimizer states."""
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Resolve ``launch.nproc`` and check everything that can be checked without a rank.
+
+    Raises:
+        ConfigError: Every problem, all at once.
+    """
+    return _resolved(config, here=True)
+
+
+def resolve_anywhere(config: RunConfig) -> RunConfig:
+    """Resolve ``launch.nproc`` and check what holds on every machine that has the devices.
+
+    Raises:
+        ConfigError: Every problem, all at once.
+    """
+    return _resolved(config, here=False)
+
+
+def obstacles(config: RunConfig) -> list[ConfigIssue]:
+    """Return what would stop a run here whose ``launch.nproc`` is resolved."""
+    import_plugins(config.plugins)
+    return check(config)
+
+
+def _resolved(config: RunConfig, *, here: bool) -> RunConfig:
+    import_plugins(config.plugins)  # the parent did, but this is another process
+    config = resolved(config, accelerators=accelerators())
+    problems = check(config, here=here)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
+    """Return what is wrong with a configuration whose ``launch.nproc`` is known.
+
+    Args:
+        config: The run's.
+        here: Whether this machine is to run it: its devices, memory, disk, data and checkpoints
+            then have to suffice.
+    """
+    ranks = world_size(config)
+    shares = layout(config, world_size=ranks)
+    # Again, now that all is resolved: each rank holds what it reads of the run against them.
+    problems = find_rule_violations(config)
+    if here:
+        problems += _backend(config)
+    dataset, found = _dataset(config)
+    problems += found
+    spec, model, found = _model(config)
+    problems += found
+    if here and dataset is not None:
+        problems += _samples(config, dataset)
+    if spec is not None and dataset is not None:
+        unfit = list(_fit_each_other(config, spec, dataset))
+        if not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
+            unfit = list(_named(config, output_problems(model, spec, dataset)))
+        problems += unfit
+    if model is not None and spec is not None:
+        problems += sharding_problems(config, spec, model)
+        problems += context_problems(config, spec)
+        problems += tensor_problems(config, spec, model)
+        problems += pipeline_problems(config, spec, model)
+    if here and model is not None:
+        problems += _memory(config, model, shares)
+        problems += _disk(config, model)
+        problems += checkpoint_problems(config, model)
+    return problems
+
+
+def accelerators() -> int:
+    """Return the number of accelerators that NCCL can serve."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "cuda" or not nccl.status().available:
+        return 0
+    return torch.accelerator.device_count()
+
+
+def _backend(config: RunConfig) -> Iterator[ConfigIssue]:
+    backend, found, nproc = config.launch.backend, accelerators(), config.launch.nproc
+    assert nproc != "auto"
+    if backend == "nccl" and found < nproc:
+        have = f"this machine has {found} for it" if found else "this machine has none for it"
+        yield ConfigIssue(
+            "launch.backend",
+            f"{nproc} ranks need an accelerator each; {have}; use gloo",
+            backend,
+        )
+    if backend == "mock" and config.train.compile:
+        message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
+        yield ConfigIssue("launch.backend", message, backend)
+
+
+def _dataset(config: RunConfig) -> tuple[Dataset | None, list[ConfigIssue]]:
+    try:
+        return data.build(config.data), []
+    except ConfigError as error:
+        return None, error.problems
+    except (ValueError, OSError, ImportError) as error:
+        return None, [ConfigIssue("data", str(error), config.data.name)]
+
+
+def _model(
+    config: RunConfig,
+) -> tuple[ModelSpec | None, nn.Module | None, list[ConfigIssue]]:
+    """Build the model without storage."""
+    spec = None
+    try:
+        spec = spec_for(config.model)
+        model = on_meta(config.model, seed=config.seed)
+        spec.blocks(model)
+    except ConfigError as error:
+        return spec, None, error.problems
+    except (Exception, SystemExit) as error:  # a user's own builder may fail in any way
+        message = f"building it failed with {type(error).__name__}: {error}"
+        return spec, None, [ConfigIssue("model", message, config.model.name)]
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        message = "it has no parameter that can be trained"
+        return spec, None, [ConfigIssue("model", message, config.model.name)]
+    if spec.initializers is not None:
+        started = spec.initializers(model)
+        if unstarted := [name for name, _ in model.named_parameters() if name not in started]:
+            message = f"initializers= gives nothing for {listed(unstarted)}; add it by that name"
+            return spec, None, [ConfigIssue("model", message, config.model.name)]
+    return spec, model, []
+
+
+def _samples(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
+    if dataset.num_samples < config.train.global_batch_size:
+        message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
+        yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
+    if config.train.eval_batches and not dataset.num_eval_samples:
+        message = "the data holds no samples out; use 0, or hold some out"
+        yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
+
+
+def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
+    model, name = config.model, config.data.name
+    if spec.inputs not in ("any", dataset.kind):
+        message = f"is fed {spec.inputs}, but data={name} gives {dataset.kind}"
+        yield ConfigIssue("model.name", message, model.name)
+        return
+    size = getattr(model, "vocab_size", None)
+    if dataset.kind == "tokens" and size is not None and size < dataset.num_classes:
+        message = f"data={name} has {dataset.num_classes} tokens; use {dataset.num_classes} or more"
+        yield ConfigIssue("model.vocab_size", message, size)
+    longest, length = getattr(model, "max_position_embeddings", None), _length(config)
+    if longest is not None and length is not None and length > longest:
+        message = f"longer than model.max_position_embeddings={longest}; shorten it or raise that"
+        yield ConfigIssue("data.sequence_length", message, length)
+    classes = getattr(model, "num_classes", None)
+    if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:
+        message = f"data={name} has {dataset.num_classes} classes; use {dataset.num_classes}"
+        yield ConfigIssue("model.num_classes", message, classes)
+    yield from _image_shape(config, dataset)
+
+
+def _named(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[ConfigIssue]:
+    """Say of which model the problems are: by what the user chose it."""
+    for one in problems:
+        if isinstance(config.model, CustomConfig):
+            yield ConfigIssue("model.target", one.message, config.model.target)
+        else:
+            yield ConfigIssue("model.name", one.message, config.model.name)
+
+
+def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
+    """Compare the figures of a model of images with those of the images."""
+    if dataset.kind != "images":
+        return
+    shape = dataset.sample_shape
+    numel = torch.Size(shape).numel()
+    given = getattr(config.model, "input_size", None)
+    if given is not None and given != numel:
+        yield ConfigIssue("model.input_size", f"the images are {_by(shape)}; use {numel}", given)
+    for field, seen in (("num_channels", shape[0]), ("image_size", shape[-1])):
+        given = getattr(config.model, field, None)
+        if given is not None and given != seen:
+            yield ConfigIssue(f"model.{field}", f"the images are {_by(shape)}; use {seen}", given)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _length(config: RunConfig) -> int | None:
+    length = getattr(config.data, "sequence_length", None)
+    return length if isinstance(length, int) else None
+
+
+def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[ConfigIssue]:
+    """Refuse what cannot fit: the states alone, without activations, against what a device has."""
+    count = sum(p.numel() for p in model.parameters())
+    held = count // (shares.tensor * shares.pipeline)
+    states = FP32 * states_per_element(config.optimizer)
+    whole = 2 * FP32 + states
+    share = {"fsdp": whole / shares.dp_shard, "zero1": 2 * FP32 + states / shares.data_ranks}
+    per_rank = int(held * share.get(shares.data_parallel, whole))
+    memory, where = min(_rooms(config))
+    offload = config.strategy.fsdp.cpu_offload
+    if per_rank > memory and offload == "none":
+        message = (
+            f"{count / 1e9:.3g}B parameters with gradients and optimizer states take "
+            f"{per_rank / GIB:.1f} GiB per rank; {where} has {memory / GIB:.1f} GiB: "
+            "use a smaller model, more ranks with strategy=fsdp, or larger devices"
+        )
+        yield ConfigIssue("model", message, config.model.name)
+
+
+def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
+    """Yield the bytes that a rank may take: of what runs it here, and of the hardware it names."""
+    hardware, nproc = config.hardware, config.launch.nproc
+    assert nproc != "auto"
+    if hardware is not None and hardware.memory_bytes is not None:
+        yield hardware.memory_bytes, f"hardware={hardware.name}"
+    if accelerators() and config.launch.backend in ("auto", "nccl"):
+        yield torch.accelerator.get_memory_info(0)[1], "a device here"
+    else:
+        yield host.memory_bytes() // nproc, "a rank's share of this machine"
+
+
+def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Refuse a run whose checkpoints can't fit the disk."""
+    if not config.checkpoint.every:
+        return
+    count = sum(p.numel() for p in model.parameters())
+    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1  # and the one being written
+    needed = count * FP32 * (1 + states_per_element(config.optimizer)) * kept
+    where = config.checkpoint.path or config.run_dir
+    if is_url(where):  # a bucket's room is not known
+        return
+    folder, free = free_bytes(Path(where if where != "auto" else "runs"))
+    if not os.access(folder, os.W_OK):
+        key = "checkpoint.path" if config.checkpoint.path else "run_dir"
+        yield ConfigIssue(key, f"{folder} can't be written to; use another", where)
+    elif needed > free:
+        message = (
+            f"checkpoints take up to {size(needed)}, {folder} has {size(free)} free; keep fewer, "
+            "use another run_dir, or checkpoint.every=0"
+        )
+        yield ConfigIssue("checkpoint.keep", message, config.checkpoint.keep)

@@ -1,0 +1,104 @@
+"""What a model makes of one micro-batch, found on tensors without bytes, before there is a rank.
+
+It is for models of others: what ours return follows from their configuration. What can't be run so
+is not judged; an estimate or the rank itself reports it, with its place in the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.config import ConfigIssue
+from axonlaunch.data.dataset import Dataset, sample_inputs
+from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.initialization import materialize
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec, not_a_tensor
+
+_SAMPLES = 2
+"""Of the micro-batch: batch normalisation refuses one."""
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What one forward did.
+
+    Attributes:
+        returned: What the model returned; a tensor, if it is one, has no values.
+        embeddings: ``{name: rows}`` of the embeddings that looked the inputs themselves up.
+    """
+
+    returned: Any
+    embeddings: dict[str, int]
+
+
+def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
+    """Yield why a model can't be trained on a dataset: what it returns, or knows too little of.
+
+    Args:
+        model: On the meta device; it is not changed.
+        spec: Its loss decides what the outputs have to be.
+        dataset: Its samples' shape and the number of its classes are used, no sample.
+    """
+    forward = _forward(model, sample_inputs(dataset))
+    if forward is None:
+        return
+    if not isinstance(forward.returned, Tensor):
+        yield not_a_tensor(forward.returned)
+        return
+    sizes = {f"its embedding {name} has": rows for name, rows in forward.embeddings.items()}
+    if spec.loss is cross_entropy_sum and forward.returned.dim():
+        sizes["its outputs have"] = forward.returned.shape[-1]
+    needed, what = dataset.num_classes, "tokens" if dataset.kind == "tokens" else "classes"
+    if small := [f"{has} {size}" for has, size in sizes.items() if size < needed]:
+        message = f"{', '.join(small)}, and the data {needed} {what}; make it {needed} or more"
+        yield ConfigIssue("model", message)
+
+
+def _forward(model: nn.Module, sample: Tensor) -> _Forward | None:
+    """Run a copy of the model on as good as nothing; None where it does not run so."""
+    embeddings: dict[str, int] = {}
+    silence_fake_tensors()
+    try:
+        model = copy.deepcopy(model)
+        with _unheard(), torch.no_grad(), tensors_without_bytes():
+            materialize(model, device="cpu")
+            inputs = torch.empty((_SAMPLES, *sample.shape), dtype=sample.dtype)
+            storage = inputs.untyped_storage()
+            for name, module in model.named_modules():
+                if isinstance(module, nn.Embedding):
+                    module.register_forward_pre_hook(_looked_up(name, storage, embeddings))
+            return _Forward(model(inputs), embeddings)
+    except Exception:  # a model of others may fail in any way without values, and train with them
+        return None
+
+
+def _looked_up(name: str, storage: torch.UntypedStorage, embeddings: dict[str, int]) -> Any:
+    """Return a hook that notes an embedding which is fed the inputs or a view of them.
+
+    One of positions is fed something else, and may be of any size.
+    """
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        is_fed = args and isinstance(args[0], Tensor) and args[0].untyped_storage() is storage
+        if is_fed and isinstance(module, nn.Embedding):
+            embeddings[name] = module.num_embeddings
+
+    return note
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Keep what the model prints and warns of for its ranks, which do so again."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,166 @@
+"""Whether a model can be divided as a strategy asks: over tensor and data axes, into stages.
+
+It tells problems of a model that was built on ``meta`` or on the CPU; it needs no rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from axonlaunch.config import ConfigIssue, RunConfig
+from axonlaunch.config.errors import one_of
+from axonlaunch.config.layout import stages_per_rank
+from axonlaunch.engines.context.context import CHUNKS
+from axonlaunch.engines.pipeline.split import block_names, cuttable, kept_everywhere, missing_ends
+from axonlaunch.engines.pipeline.tied_weights import tied_names
+from axonlaunch.engines.tensor.parallelize import problems as plan_problems
+from axonlaunch.engines.tensor.plan_checks import styled
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
+
+
+def context_problems(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
+    """Yield what keeps ranks from dividing the model's sequences."""
+    degree = config.strategy.context.degree
+    if degree == 1:
+        return
+    if spec.positions is None:
+        message = f"model={config.model.name} can't compute on a part of a sequence; use 1"
+        yield ConfigIssue("strategy.context.degree", message, degree)
+        return
+    if config.train.compile:
+        message = "ring attention of strategy.context.degree can't be compiled; use false"
+        yield ConfigIssue("train.compile", message, True)
+    if not config.strategy.tensor.sequence_parallel:
+        yield from _undivided_length(config)
+
+
+def _undivided_length(config: RunConfig) -> Iterator[ConfigIssue]:
+    strategy, length = config.strategy, getattr(config.data, "sequence_length", None)
+    pieces, sharers = 1, []
+    if strategy.context.degree > 1:
+        pieces *= CHUNKS * strategy.context.degree
+        sharers.append(f"strategy.context.degree={strategy.context.degree}")
+    if strategy.tensor.sequence_parallel:
+        pieces *= strategy.tensor.degree
+        sharers.append(f"strategy.tensor.degree={strategy.tensor.degree}")
+    if isinstance(length, int) and length % pieces:
+        near = -(-length // pieces) * pieces
+        needs = "needs" if len(sharers) == 1 else "need"
+        message = f"{' and '.join(sharers)} {needs} a multiple of {pieces}; use {near}"
+        yield ConfigIssue("data.sequence_length", message, length)
+
+
+def sharding_problems(
+    config: RunConfig, spec: ModelSpec, model: nn.Module
+) -> Iterator[ConfigIssue]:
+    """Yield what keeps ``fully_shard`` from dividing the model's parameters."""
+    if config.strategy.data_parallel != "fsdp":
+        return
+    key = "strategy.data_parallel"
+    if scalars := [name for name, one in model.named_parameters() if one.ndim == 0]:
+        message = (
+            f"{listed(scalars)} has no dim that can be sharded; give it the shape [1], or use ddp "
+            "or zero1"
+        )
+        yield ConfigIssue(key, message, "fsdp")
+    # Each block is gathered by itself, and the rest together; what is gathered is of one type.
+    blocks = {f"{name}.": block for name, block in spec.blocks(model).items()}
+    units: dict[str, dict[torch.dtype, str]] = {}
+    for name, parameter in model.named_parameters():
+        unit = next((prefix for prefix in blocks if name.startswith(prefix)), "")
+        units.setdefault(unit, {}).setdefault(parameter.dtype, name)
+    for types in units.values():
+        if len(types) > 1:
+            seen = " and ".join(f"{name} is {dtype}" for dtype, name in types.items())
+            message = f"{seen}, and they are gathered together; give them one type, or use ddp"
+            yield ConfigIssue(key, message.replace("torch.", ""), "fsdp")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first four names."""
+    return ", ".join([*names[:4], "..."] if len(names) > 4 else names)
+
+
+def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Yield what keeps a tensor axis from dividing the model."""
+    tensor = config.strategy.tensor
+    if tensor.degree == 1:
+        return
+    plan = tensor.plan or spec.plan(model)
+    if not plan:
+        message = (
+            f"model={config.model.name} brings no tensor plan; give one as strategy.tensor.plan, "
+            "patterns of names to column, row, vocabulary, sequence or region"
+        )
+        yield ConfigIssue("strategy.tensor.degree", message, tensor.degree)
+        return
+    if tensor.sequence_parallel and not tensor.plan and not spec.sequence_parallel:
+        message = f"model={config.model.name} has no sequence-parallel form; use false"
+        yield ConfigIssue("strategy.tensor.sequence_parallel", message, True)
+        return
+    yield from _undivided_length(config)
+    found = plan_problems(
+        model, plan, degree=tensor.degree, sequence_parallel=tensor.sequence_parallel
+    )
+    for pattern, message in found:
+        if pattern and tensor.plan:
+            yield ConfigIssue(f"strategy.tensor.plan.{pattern}", message, plan[pattern])
+        else:
+            yield ConfigIssue("strategy.tensor.degree", message, tensor.degree)
+    if not found and spec.loss is not cross_entropy_sum:
+        yield from _own_loss(config, plan, model)
+
+
+def _own_loss(config: RunConfig, plan: dict[str, str], model: nn.Module) -> Iterator[ConfigIssue]:
+    for one in styled(model, plan):
+        if one.style == "vocabulary" and isinstance(one.module, nn.Linear):
+            message = (
+                f"{one.name} would give a part of the logits, and model={config.model.name} has a "
+                "loss of its own, which needs them whole; leave it out"
+            )
+            yield ConfigIssue(f"strategy.tensor.plan.{one.pattern}", message, one.style)
+
+
+def pipeline_problems(
+    config: RunConfig, spec: ModelSpec, model: nn.Module
+) -> Iterator[ConfigIssue]:
+    """Yield what keeps the model from being cut into the pipeline's stages."""
+    pipeline = config.strategy.pipeline
+    if pipeline.degree == 1:
+        return
+    if not cuttable(spec, model):
+        message = (
+            f"model={config.model.name} can't be cut into stages: it is no nn.Sequential and names "
+            "no ends; register it with layers= and ends="
+        )
+        yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
+        return
+    if missing := missing_ends(spec, model):
+        held = ", ".join(name for name, _ in model.named_children())
+        message = f"{type(model).__name__} has no such attribute; at its top it has {held}"
+        yield ConfigIssue("model.ends", message, one_of(missing))
+        return
+    if kept := kept_everywhere(spec, model):
+        message = (
+            f"every stage would train its own {listed(kept)}; name what holds it among the ends"
+        )
+        yield ConfigIssue("model.ends", message)
+    per_rank = stages_per_rank(config.strategy)
+    stages, blocks = pipeline.degree * per_rank, len(block_names(spec, model))
+    if blocks < stages:
+        legal = list(range(2, blocks // per_rank + 1))
+        use = f"use {one_of(legal)}" if legal else "use fewer stages a rank, or no pipeline"
+        message = f"the model has {blocks} blocks, too few for {stages} stages; {use}"
+        yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
+    elif pipeline.split != "auto" and sum(pipeline.split) != blocks:
+        message = f"sums to {sum(pipeline.split)}, but the model has {blocks} blocks"
+        yield ConfigIssue("strategy.pipeline.split", message, pipeline.split)
+    first, last = spec.ends or ((), ())
+    for other, one in tied_names(model).items():
+        if not (one.split(".")[0] in first and other.split(".")[0] in last):
+            message = f"{other} is {one}, and they may come to lie on different stages; untie them"
+            yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)

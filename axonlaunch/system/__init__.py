@@ -1,0 +1,1 @@
+"""The operating system's side: processes, caches, disks, formatting."""

@@ -1,0 +1,150 @@
+"""Opens and writes files in folders that others may have prepared.
+
+Links, FIFOs, sockets and devices are refused, whoever put them there, and so is what is too large.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+_NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
+"""What opening a link, a socket or a folder fails with."""
+
+
+class NotRegularError(OSError):
+    """A path that should be a regular file leads elsewhere, or to something else."""
+
+
+class TooLargeError(OSError):
+    """A file is larger than any of its kind."""
+
+
+def opened(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a regular file, or one of a remote place, to read it.
+
+    What is looked at is what was opened, so that nobody can swap it in between; and a FIFO that
+    nobody writes to is not waited for.
+
+    Raises:
+        NotRegularError: It is a link, a FIFO, a socket, a folder or a device.
+        OSError: It can't be opened.
+    """
+    if not isinstance(path, str | Path):  # ``upath``'s, of a place that knows files alone
+        remote: io.BufferedReader = cast("Any", path).open("rb")
+        return remote
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(_regular(path, flags), "rb")
+
+
+def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
+    """Read a regular file of UTF-8, or one of a remote place.
+
+    Args:
+        path: The file.
+        at_most: Bytes.
+
+    Raises:
+        NotRegularError: It is something else.
+        TooLargeError: It is larger.
+        OSError: It can't be read.
+        UnicodeDecodeError: It is not UTF-8; a ``ValueError``.
+    """
+    with opened(path) as stream:
+        content = stream.read(at_most + 1)
+    if len(content) > at_most:
+        message = f"is larger than {at_most} bytes"
+        raise TooLargeError(errno.EFBIG, message, str(path))
+    return content.decode()
+
+
+def created(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file that is not there yet, to write it.
+
+    Raises:
+        FileExistsError: Something is there, be it a link that leads nowhere.
+        OSError: It can't be made.
+    """
+    return os.fdopen(new_descriptor(path), "wb")
+
+
+def new_descriptor(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor of what ``created`` opens."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o666)
+
+
+def appended(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor that adds to a regular file, which is made where there is none.
+
+    Raises:
+        NotRegularError: It is something else.
+        OSError: It can't be opened.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return _regular(path, flags)
+
+
+def append_text(path: str | os.PathLike[str], text: str) -> None:
+    """Add to a regular file, as ``appended`` does."""
+    with os.fdopen(appended(path), "a") as stream:
+        stream.write(text)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8 as ``replace`` does."""
+    replace(path, text.encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old or the new one, never half of it.
+
+    A link in its place is replaced, not followed.
+
+    Raises:
+        OSError: It can't be written; nothing is left of it.
+    """
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)  # of a process that was killed, or somebody's link
+    try:
+        with created(partial) as stream:
+            stream.write(content)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path exists; unlike ``Path.exists`` it passes over no error but that.
+
+    Raises:
+        OSError: That can't be found out.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _regular(path: str | os.PathLike[str], flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in _NOT_REGULAR:
+            raise _not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _not_regular(path: str | os.PathLike[str]) -> NotRegularError:
+    return NotRegularError(errno.EINVAL, "is no regular file", os.fspath(path))

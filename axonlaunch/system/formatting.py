@@ -1,0 +1,35 @@
+"""Bytes and counts as people read them; one way of writing each, for every table and message."""
+
+from __future__ import annotations
+
+GIB, MIB = 1024**3, 1024**2
+UNITS = {GIB: "GiB", MIB: "MiB"}
+
+
+def size(number: float) -> str:
+    """Write bytes in three figures, as MiB or GiB."""
+    unit = unit_of(number)
+    return f"{figures(number / unit)} {UNITS[unit]}"
+
+
+def figures(number: float) -> str:
+    """Write a number in three figures, without an exponent."""
+    if number == 0:
+        return "0"
+    if abs(number) >= 100:
+        return f"{number:.0f}"
+    text = f"{number:.3g}"
+    return text if "e" not in text else f"{number:.6f}"
+
+
+def unit_of(number: float) -> int:
+    """Return the unit in which a number of bytes has at most three figures before the point."""
+    return GIB if number >= 999.5 * MIB else MIB
+
+
+def quantity(number: float) -> str:
+    """Write a count in three figures: ``813``, ``1.84M``, ``41.2k``."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"

@@ -1,0 +1,31 @@
+"""What the node itself has, found without torch: parents that start ranks ask too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def memory_bytes() -> int:
+    """Return the physical memory of this machine, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def threads(*, ranks: int) -> int:
+    """Return how many threads each of some ranks computes with, by this process' cores."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder, unless it is there, that this user alone can enter.
+
+    Raises:
+        OSError: It can't be made, or is another user's.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat(follow_symlinks=False)
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to another user")
+    if found.st_mode & 0o077:
+        path.chmod(0o700)
+    return path

@@ -1,0 +1,125 @@
+"""Files that a run's numbers are written to: ``metrics.jsonl`` and TensorBoard's events.
+
+They take events and refuse none; what is not theirs they leave.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from axonlaunch.events import Evaluated, Event, Finished, StepLogged, finite
+from axonlaunch.system.files import append_text, is_there, opened, replace
+
+
+class MetricsFile:
+    """A line of JSON a logged step, and one an evaluation.
+
+    Attributes:
+        notes: What is to be said of what the file held before.
+    """
+
+    notes: tuple[str, ...]
+
+    def __init__(self, path: Path, *, resumed_at: int | None) -> None:
+        """Open the file; what a run that was not resumed finds in it is kept beside it.
+
+        Lines after the step that a run resumes from are dropped: they are written again. Lines that
+        can't be read are dropped too, from a file of which a copy is kept.
+
+        Args:
+            path: The file.
+            resumed_at: Steps done in the checkpoint that was loaded; None: none was.
+
+        Raises:
+            OSError: It can't be read or written.
+        """
+        content = _content(path)
+        lines, unreadable = _lines(content)
+        kept = [] if resumed_at is None else [t for t, step in lines if step <= resumed_at]
+        reasons = []
+        if content and resumed_at is None:
+            reasons.append("of a run before, which this one does not resume")
+        elif unreadable:
+            reasons.append(f"{unreadable} of its lines can't be read")
+        if reasons:
+            aside = _free(path)
+            replace(aside, content)
+            reasons = [f"{path.name}: {reasons[0]}; it is kept as {aside.name}"]
+        self.notes = tuple(reasons)
+        replace(path, b"".join(kept))
+        self._path = path
+        self._last = kept[-1] if kept else b""
+
+    def __call__(self, event: Event) -> None:
+        """Append an event that has numbers."""
+        if isinstance(event, StepLogged):
+            line = asdict(event)
+            if event.slowest is None:
+                del line["slowest"]  # only where ranks were seen to wait for each other
+        elif isinstance(event, Evaluated):
+            line = {"step": event.step, "eval_loss": event.eval_loss}
+        else:
+            return
+        text = json.dumps(finite(line), allow_nan=False) + "\n"
+        if text.encode() != self._last:  # an evaluation that a run was killed after is done again
+            append_text(self._path, text)
+        self._last = b""
+
+
+def _content(path: Path) -> bytes:
+    """Return what a file holds; nothing where there is none."""
+    try:
+        with opened(path) as stream:
+            return stream.read()
+    except FileNotFoundError:
+        return b""
+
+
+def _lines(content: bytes) -> tuple[list[tuple[bytes, int]], int]:
+    """Return whole lines with their steps, and how many can't be read.
+
+    A run that was killed while writing leaves half a one, which is no loss.
+    """
+    *whole, _ = content.split(b"\n")
+    found, unreadable = [], 0
+    for text in whole:
+        try:
+            step = json.loads(text)["step"]
+            if not isinstance(step, int):
+                raise TypeError(step)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            unreadable += 1
+        else:
+            found.append((text + b"\n", step))
+    return found, unreadable
+
+
+def _free(path: Path) -> Path:
+    """Return a name beside a file that is not taken: metrics.1.jsonl, metrics.2.jsonl, ..."""
+    for number in itertools.count(1):
+        free = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        if not is_there(free):
+            return free
+    raise AssertionError("count ended")
+
+
+class TensorBoard:
+    """Scalars under the names of ``metrics.jsonl``."""
+
+    def __init__(self, folder: Path, *, after_step: int) -> None:
+        """Open a writer; events after the step that a run resumes from are hidden."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=after_step + 1)
+
+    def __call__(self, event: Event) -> None:
+        """Write an event's numbers, and close with the last one."""
+        if isinstance(event, StepLogged | Evaluated):
+            for name, value in asdict(event).items():
+                if name != "step" and isinstance(value, int | float):
+                    self._writer.add_scalar(name, value, event.step)
+        elif isinstance(event, Finished):
+            self._writer.close()

@@ -1,0 +1,80 @@
+"""What this process holds of its device's memory, as the system or the allocator tells.
+
+It measures; ``planning`` is where memory is foretold.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from axonlaunch.engines.base import Engine
+from axonlaunch.system import host
+
+
+class Watch(Protocol):
+    """Finds the peak of a run."""
+
+    def storing(self) -> AbstractContextManager[Any]:
+        """Surround whatever allocates the engine's storage."""
+
+    def step(self, engine: Engine) -> AbstractContextManager[None]:
+        """Surround a step of the run."""
+
+    def peak_bytes(self) -> int | None:
+        """Return the most that was held; None where that is not known."""
+
+
+class DevicePeak:
+    """The peak that an accelerator's allocator tells."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def storing(self) -> AbstractContextManager[Any]:
+        """Do nothing, as ``step``."""
+        return nullcontext()
+
+    def step(self, engine: Engine) -> AbstractContextManager[None]:
+        """Do nothing: who tells it watches by itself."""
+        del engine
+        return nullcontext()
+
+    def peak_bytes(self) -> int | None:
+        """Return what the allocator gave to tensors; None on a CPU, which has none to ask."""
+        return None if self._device.type == "cpu" else peak_memory_bytes(self._device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most that was held so far.
+
+    On an accelerator, bytes its allocator gave to tensors; on a CPU, this process's peak resident
+    set, the interpreter and libraries included.
+    """
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_bytes(sharing: int) -> int:
+    """Return what other programs leave of a device's memory to one rank, its own included.
+
+    Args:
+        sharing: Ranks that share the host's memory, where there is no device of their own.
+    """
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved()
+    table = Path("/proc/meminfo")
+    if not table.exists():
+        return host.memory_bytes() // sharing
+    free_kib = table.read_text().split("MemAvailable:")[1].split()[0]
+    own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(free_kib) * 1024 // sharing + own

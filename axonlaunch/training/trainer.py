@@ -1,0 +1,230 @@
+"""The training loop.
+
+It decides when to step, log, evaluate and save; how is the engine's, the data's and the
+checkpoint's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from axonlaunch.checkpoint.saver import Completed, Saver
+from axonlaunch.comm import World
+from axonlaunch.config.schema import TrainConfig
+from axonlaunch.data.loader import Loader
+from axonlaunch.diagnostics.stragglers import Stragglers
+from axonlaunch.engines.base import Engine, StepResult
+from axonlaunch.events import (
+    Beat,
+    Evaluated,
+    Event,
+    Finished,
+    Saved,
+    StepDone,
+    StepLogged,
+    Straggler,
+    ignore_heartbeat,
+)
+from axonlaunch.training.nonfinite import raise_if_nonfinite
+from axonlaunch.training.peak_memory import Watch, peak_memory_bytes
+from axonlaunch.training.unknown_tokens import naming_unknown_tokens
+
+Report = Callable[[Event], None]
+
+
+@dataclass
+class _Progress:
+    """Numbers since the last logged step, and of the whole run."""
+
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    since: float = field(default_factory=time.perf_counter)
+    steps_since: int = 0
+    started: bool = False
+
+
+def fit(
+    engine: Engine,
+    data: Loader,
+    config: TrainConfig,
+    *,
+    world: World,
+    report: Report,
+    saver: Saver | None = None,
+    save_every: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+    watch: Watch,
+    beat: Beat = ignore_heartbeat,
+    loss: float | None = None,
+) -> Finished:
+    """Train until ``config.steps`` or until a rank asks to stop; every rank calls this.
+
+    Args:
+        engine: Does a step; it may have done some already.
+        data: This rank's share of each global batch.
+        config: How long, and how often what.
+        world: Who takes part.
+        report: Takes every event, on this rank.
+        saver: Writes checkpoints; None: there are none.
+        save_every: Steps between checkpoints.
+        stop: Whether this rank was asked to stop; all then stop after the same step.
+        watch: Finds the peak of this rank's memory.
+        beat: Takes what this rank is doing.
+        loss: Of the last step that the engine has done; None: it has done none, or it is not known.
+    """
+    progress = _Progress(loss=loss)
+    is_over = engine.step >= config.steps
+    interrupted = False
+    leaves_out = config.precision == "fp16"  # updates by gradients that are not finite
+    with closing(data.iterate(engine.step)) as batches, closing(Stragglers(world)) as stragglers:
+
+        def doing(phase: str) -> None:
+            beat(phase, step=engine.step)
+            stragglers.note(phase)
+
+        while engine.step < config.steps and not interrupted:
+            vote = _Vote(world, stop())
+            rate = engine.learning_rate()
+            doing("reading")
+            batch = next(batches)
+            doing("stepping")
+            step = engine.step + 1
+            last = step == config.steps
+            is_logged = _due(step, config.log_every, last=last) or not progress.started
+            is_saved = saver is not None and _due(step, save_every, last=last)
+            with watch.step(engine):
+                with naming_unknown_tokens(batch, data, step=engine.step):
+                    step_loss, tokens = engine.backward(batch)
+                if (is_logged or is_saved) and not leaves_out:
+                    raise_if_nonfinite(engine, step_loss, world=world)
+                result = StepResult(step_loss, tokens, *engine.update())
+            progress.steps_since += 1
+            if is_logged:
+                slowest = stragglers.slowest()
+                report(_measured(progress, result, step, rate, world, slowest))
+            else:
+                report(StepDone(step))
+            interrupted = vote.anyone()
+            if _due(step, config.eval_every, last=last) and config.eval_batches:
+                doing("evaluating")
+                report(_evaluate(engine, data, config, progress, world))
+            if saver is not None:
+                started = time.perf_counter()
+                doing("saving")
+                if interrupted and not leaves_out:
+                    raise_if_nonfinite(engine, step_loss, world=world)
+                if interrupted or is_saved:
+                    _save(saver, engine, config, progress, report)
+                _tell(saver.close() if interrupted or last else saver.finished(), report)
+                _forget_time(progress, started)
+            del step_loss, tokens, result  # the next step's peak is its own
+        if is_over and config.eval_batches:  # it was stopped after its last save
+            doing("evaluating")
+            report(_evaluate(engine, data, config, progress, world))
+    speed = progress.tokens / progress.seconds if progress.seconds else None
+    done = Finished(
+        step=engine.step,
+        interrupted=interrupted and engine.step < config.steps,
+        loss=progress.loss,
+        eval_loss=progress.eval_loss,
+        tokens_per_s=speed,
+        peak_memory_bytes=watch.peak_bytes(),
+    )
+    report(done)
+    beat("done", step=engine.step)
+    return done
+
+
+def _measured(
+    progress: _Progress,
+    result: StepResult,
+    step: int,
+    rate: float,
+    world: World,
+    slowest: Straggler | None,
+) -> StepLogged:
+    """Read the step's numbers; this waits for the device, which unlogged steps never do."""
+    loss, tokens = float(result.loss), int(result.tokens)
+    norm = None if result.grad_norm is None else float(result.grad_norm)
+    now = time.perf_counter()
+    seconds = (now - progress.since) / progress.steps_since
+    if progress.started:  # the first step also pays for what is done once
+        progress.tokens += tokens * progress.steps_since
+        progress.seconds += seconds * progress.steps_since
+    progress.started = True
+    progress.loss, progress.since, progress.steps_since = loss, now, 0
+    return StepLogged(
+        step=step,
+        loss=loss,
+        lr=rate,
+        grad_norm=norm,
+        tokens=tokens,
+        tokens_per_s=tokens / seconds,
+        step_s=seconds,
+        peak_memory_bytes=peak_memory_bytes(world.device),
+        slowest=slowest,
+    )
+
+
+def _evaluate(
+    engine: Engine, data: Loader, config: TrainConfig, progress: _Progress, world: World
+) -> Evaluated:
+    started = time.perf_counter()
+    sums = torch.zeros(2, dtype=torch.float64)
+    for batch in data.eval_batches(config.eval_batches):
+        sums += engine.evaluate(batch)
+    if world.world_size > 1:
+        dist.all_reduce(sums)
+    progress.eval_loss = float(sums[0] / sums[1].clamp(min=1))
+    _forget_time(progress, started)
+    entropy = getattr(data.dataset, "unigram_entropy", None)
+    return Evaluated(engine.step, progress.eval_loss, int(sums[1]), entropy)
+
+
+def _save(
+    saver: Saver, engine: Engine, config: TrainConfig, progress: _Progress, report: Report
+) -> None:
+    saved = saver.save(
+        engine.state_dict(),
+        step=engine.step,
+        samples=engine.step * config.global_batch_size,
+        loss=progress.loss,
+        eval_loss=progress.eval_loss,
+    )
+    _tell(saved, report)
+
+
+def _tell(saved: list[Completed], report: Report) -> None:
+    for one in saved:
+        report(Saved(one.step, str(one.path), one.seconds, one.stalled_s))
+
+
+def _forget_time(progress: _Progress, started: float) -> None:
+    """Leave what was not a step out of the time a step takes."""
+    progress.since += time.perf_counter() - started
+
+
+def _due(step: int, every: int, *, last: bool) -> bool:
+    return last or (every > 0 and step % every == 0)
+
+
+class _Vote:
+    """Whether any rank was asked to stop, summed while the step runs."""
+
+    def __init__(self, world: World, stop: bool) -> None:
+        self._asked = torch.tensor(int(stop))
+        self._work = dist.all_reduce(self._asked, async_op=True) if world.world_size > 1 else None
+
+    def anyone(self) -> bool:
+        """Return the same answer on every rank."""
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._asked)

@@ -1,0 +1,212 @@
+"""What each rank runs: one frozen configuration in, a trained run out.
+
+It connects the rooms; how ranks were started, and who reads the events, is not its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from axonlaunch import checkpoint, data
+from axonlaunch.checkpoint import Checkpoint, Retention, storage
+from axonlaunch.checkpoint.fallback import Resumed, load_newest
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.weights import start
+from axonlaunch.comm import World
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import layout
+from axonlaunch.data.dataset import Dataset, sample_inputs
+from axonlaunch.data.loader import rank_loader
+from axonlaunch.engines.base import Engine
+from axonlaunch.engines.build import Source, build
+from axonlaunch.events import Beat, Event, Finished, SampleGenerated, Started, ignore_heartbeat
+from axonlaunch.models.generation import generate
+from axonlaunch.training.metrics import MetricsFile, TensorBoard
+from axonlaunch.training.peak_memory import DevicePeak, Watch
+from axonlaunch.training.trainer import fit
+
+Report = Callable[[Event], None]
+
+
+def run(
+    config: RunConfig,
+    world: World,
+    *,
+    report: Report = lambda event: None,
+    stop: Callable[[], bool] = lambda: False,
+    watch: Watch | None = None,
+    beat: Beat = ignore_heartbeat,
+) -> Finished:
+    """Train as a frozen configuration says; every rank of the world calls this.
+
+    Args:
+        config: Checked, with ``run_dir`` resolved.
+        world: Its ranks.
+        report: Takes the main rank's events.
+        stop: Whether this rank was asked to stop.
+        watch: Finds the peak of this rank's memory; None: as the device's allocator reports it.
+        beat: Takes what this rank is doing.
+    """
+    beat("building", step=None)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    run_dir = Path(config.run_dir)
+    shares = layout(config, world_size=world.world_size)
+    dataset = data.build(config.data)
+    loader = rank_loader(
+        config,
+        dataset,
+        shares=shares,
+        rank=world.rank,
+        pin_memory=world.device.type != "cpu",
+    )
+    watch = watch or DevicePeak(world.device)
+    source = Source(storing=watch.storing)
+    engine = build(config, world, sample=sample_inputs(dataset), source=source)
+    beat("loading", step=None)
+    resumed = _restore(config, engine, world)
+    if resumed.checkpoint is None:
+        start(engine, config.model, world=world)
+    kept = storage.root(config)
+    report, notes = _on_main(report, run_dir, resumed.checkpoint, config, world)
+    report(
+        Started(
+            run_dir=config.run_dir,
+            layout=str(shares),
+            device=str(world.device),
+            parameters=engine.num_parameters,
+            samples=dataset.num_samples,
+            counted=dataset.kind,
+            step=engine.step,
+            steps=config.train.steps,
+            resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
+            damaged=resumed.aside,
+            notes=(*notes, *_swept(kept, world), *_notes(config, world)),
+        )
+    )
+
+    saver = None
+    if config.checkpoint.every:
+        if world.is_main:
+            storage.describe(config)
+        saver = Saver(
+            kept,
+            world=world,
+            retention=Retention(
+                newest=config.checkpoint.keep,
+                every=config.checkpoint.keep_every,
+                best=config.checkpoint.keep_best,
+            ),
+            layout=str(shares),
+            background=config.checkpoint.async_save,
+        )
+    finished = fit(
+        engine,
+        loader,
+        config.train,
+        world=world,
+        report=report,
+        saver=saver,
+        save_every=config.checkpoint.every,
+        stop=stop,
+        watch=watch,
+        beat=beat,
+        loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
+    )
+    if not finished.interrupted:
+        _sample(config, engine, dataset, report)
+    return finished
+
+
+def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
+    """Load the checkpoint that the configuration names."""
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return Resumed(None, {})
+    if resume == "auto":
+        resumed = load_newest(
+            storage.root(config),
+            engine.state_dict,
+            world=world,
+            passes_over=config.checkpoint.fallback,
+        )
+    elif (found := checkpoint.resolve(storage.place(resume))) is not None:
+        resumed = Resumed(found, checkpoint.load(found, engine.state_dict(), world=world))
+    else:
+        raise checkpoint.CorruptCheckpointError(
+            f"{resume}: there is no complete checkpoint in it any more"
+        )
+    if resumed.checkpoint is not None:
+        engine.load_state_dict(resumed.state)
+    return resumed
+
+
+def _on_main(
+    report: Report, run_dir: Path, resumed: Checkpoint | None, config: RunConfig, world: World
+) -> tuple[Report, tuple[str, ...]]:
+    """Return what takes events on this rank, and what is to be said of the files of before.
+
+    On the main rank those are files and the given listener, on others nothing is.
+    """
+    if not world.is_main:
+        return lambda event: None, ()
+    step = None if resumed is None else resumed.step
+    metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_at=step)
+    writers: list[Report] = [metrics, report]
+    if config.train.tensorboard:
+        writers.append(TensorBoard(run_dir / "tensorboard", after_step=step or 0))
+
+    def write(event: Event) -> None:
+        for writer in writers:
+            writer(event)
+
+    return write, metrics.notes
+
+
+def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report) -> None:
+    """Let a model of text continue the prompt; every rank calls this."""
+    if not config.train.sample_tokens or dataset.kind != "tokens" or not dataset.is_text:
+        return
+    prompt = config.train.prompt
+    tokens = generate(
+        engine.predict,
+        dataset.encode(prompt),
+        max_new_tokens=config.train.sample_tokens,
+        context_length=dataset.sample_shape[0],
+        seed=config.seed,
+    )
+    report(SampleGenerated(prompt, dataset.decode(tokens)))
+
+
+def _swept(kept: Path, world: World) -> list[str]:
+    """Delete what interrupted saves left, and name it."""
+    left = checkpoint.sweep_partial(kept) if world.is_main else []
+    return [
+        f"checkpoints/{name}: deleted, a save that was interrupted had left it" for name in left
+    ]
+
+
+def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
+    """Say what a setting can't do on this device, or in this world."""
+    notes = []
+    strategy = config.strategy
+    is_hybrid = strategy.data_parallel == "fsdp" and strategy.fsdp.sharding == "hybrid_shard"
+    if is_hybrid and layout(config, world_size=world.world_size).dp_replicate == 1:
+        notes.append(
+            "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
+            "strategy.fsdp.replicate=2 makes two"
+        )
+    offload = strategy.fsdp.cpu_offload
+    if offload != "none" and world.device.type == "cpu":
+        notes.append(
+            f"strategy.fsdp.cpu_offload={offload}: the device is the CPU, "
+            "so what is offloaded is in host memory already"
+        )
+    if config.train.precision != "fp32" and world.device.type == "cpu":
+        notes.append(
+            f"train.precision={config.train.precision}: many CPUs have no arithmetic for it, "
+            "so it may be slower than fp32"
+        )
+    return tuple(notes)

@@ -1,0 +1,1 @@
+"""Numerical parity of a layout with a single process."""

@@ -1,0 +1,78 @@
+"""What ``verify`` found, as a plain record that a process without torch can read.
+
+It holds numbers and words; ``verification`` finds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import layout, world_size
+
+TOLERANCES = {"fp32": 1e-5, "bf16": 0.1, "fp16": 0.02}
+"""Largest relative difference that rounding explains, by ``train.precision``."""
+
+
+# torch sums squares in fp32: it is 8e-5 off for a gradient of 4 million elements on a CPU.
+_NORM_TOLERANCE = 1e-3
+
+
+def tolerance_of(config: RunConfig) -> float:
+    """Return the largest relative difference that passes, by the lowest precision in use."""
+    lowest = (config.train.precision, config.strategy.reduce_dtype)
+    return max(TOLERANCES[precision] for precision in lowest)
+
+
+def norm_tolerance(tolerance: float) -> float:
+    """Return what passes for norms of the whole gradient, by what passes for a gradient."""
+    return max(tolerance, _NORM_TOLERANCE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityResult:
+    """Whether a layout computes what one process does.
+
+    Attributes:
+        passed: Whether rounding explains every difference.
+        layout: The layout in words.
+        steps: Optimizer steps that were compared.
+        tolerance: Largest relative difference that passes; norms have ``norm_tolerance`` of it.
+        max_loss_difference: Relative, over the steps.
+        max_gradient_difference: Relative, over parameters, steps and ranks.
+        max_norm_difference: Relative, of the norm of the whole gradient.
+        max_parameter_difference: Relative, after the last step.
+        worst_parameter: Where gradient or value differ most; None if nothing was compared.
+        losses: One process's, by step.
+        differences: What exceeds the tolerance, in words, the earliest first.
+        failure: Why the layout could not run; None if it did.
+    """
+
+    passed: bool
+    layout: str
+    steps: int
+    tolerance: float
+    max_loss_difference: float = 0.0
+    max_gradient_difference: float = 0.0
+    max_norm_difference: float = 0.0
+    max_parameter_difference: float = 0.0
+    worst_parameter: str | None = None
+    losses: list[float] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    failure: str | None = None
+
+
+def failed(config: RunConfig, steps: int, why: str) -> ParityResult:
+    """Return the verdict on a layout that could not run to its end."""
+    return ParityResult(
+        passed=False,
+        layout=layout_of(config),
+        steps=steps,
+        tolerance=tolerance_of(config),
+        failure=why,
+    )
+
+
+def layout_of(config: RunConfig) -> str:
+    """Return the layout in words."""
+    return str(layout(config, world_size=world_size(config)))

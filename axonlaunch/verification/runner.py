@@ -1,0 +1,74 @@
+"""Verifies a layout from the parent, which has no torch: on the mock world, or on real ranks."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import cast
+
+from axonlaunch import config as configuration
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import world_size
+from axonlaunch.planning import auto_strategy
+from axonlaunch.system import forked_call
+from axonlaunch.verification.result import ParityResult, failed
+
+_log = logging.getLogger(__name__)
+
+
+def verify(
+    context: ForkServerContext,
+    overrides: Sequence[str],
+    *,
+    config_name: str,
+    config_dirs: Sequence[Path],
+    steps: int,
+) -> ParityResult:
+    """Check a configuration, run its layout and one process, compare.
+
+    ``launch.backend=auto`` means the mock world here, which needs neither ports nor devices; what
+    is compiled needs processes.
+
+    Raises:
+        ConfigError: The configuration can't be run.
+    """
+    compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
+    config = auto_strategy.load(
+        overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
+    )
+    if config.launch.backend == "auto":
+        backend = "gloo" if config.train.compile else "mock"
+        config = configuration.with_values(config, {"launch.backend": backend})
+    config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
+    if config.launch.backend == "mock":
+        verdict: ParityResult = forked_call.call(
+            context, "axonlaunch.verification.compare:on_mock", config, steps
+        )
+        return verdict
+    return _on_processes(context, config, steps)
+
+
+def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> ParityResult:
+    with tempfile.TemporaryDirectory() as folder:
+        run = "axonlaunch.verification.compare:"
+        given = (config, steps, folder)
+        if (no_reference := forked_call.call(context, f"{run}save_reference", *given)) is not None:
+            return cast("ParityResult", no_reference)
+        ranks = [(*given, rank) for rank in range(world_size(config))]
+        try:
+            verdict, *_ = forked_call.call_together(context, f"{run}on_rank", ranks)
+        except forked_call.CallsFailedError as error:
+            for rank, one in error.errors.items():
+                _log.debug("rank %d failed", rank, exc_info=one)
+            return failed(config, steps, _who(error.errors))
+        return cast("ParityResult", verdict)
+
+
+def _who(errors: Mapping[int, Exception]) -> str:
+    """Say which rank failed, of several the one that did not just lose its connection."""
+    rank = min(errors, key=lambda one: ("onnection" in str(errors[one]), one))
+    return f"rank {rank} failed: {type(errors[rank]).__name__}: {errors[rank]}"

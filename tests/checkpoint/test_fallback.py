@@ -1,0 +1,198 @@
+"""A run goes back to its newest good checkpoint on every rank, and over nothing but damage."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from axonlaunch import checkpoint
+from axonlaunch.checkpoint import (
+    CorruptCheckpointError,
+    Retention,
+    fallback,
+    reader,
+    step_folders,
+    storage,
+)
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.comm import RankFailedError, World
+from axonlaunch.system import files
+
+RANKS = 3
+
+
+def save(where: Path, *steps: int, keep: int = 9) -> None:
+    """Save a state whose values are the step, a tensor from each of three ranks."""
+
+    def on_rank(world: World) -> None:
+        saver = Saver(where, world=world, retention=Retention(newest=keep))
+        for step in steps:
+            state = {f"w{rank}": torch.full((64,), float(step)) for rank in range(RANKS)}
+            saver.save({"model": state}, step=step, samples=step)
+        saver.close()
+
+    World.mock(RANKS).run(on_rank)
+
+
+def resume(where: Path, *, passes_over: bool = True) -> tuple[int | None, set[float], list[str]]:
+    """Return the step that all ranks resumed from, what they read, and what was put aside."""
+
+    def on_rank(world: World) -> tuple[int | None, set[float], list[str]]:
+        state: dict[str, Any] = {"model": {f"w{rank}": torch.zeros(64) for rank in range(RANKS)}}
+        found = fallback.load_newest(where, lambda: state, world=world, passes_over=passes_over)
+        values = {float(v) for t in found.state.get("model", {}).values() for v in t}
+        step = None if found.checkpoint is None else found.checkpoint.step
+        return step, values, [*found.aside]
+
+    first, *others = World.mock(RANKS).run(on_rank)
+    assert all(other[:2] == first[:2] for other in others)
+    assert all(other[2] == [] for other in others)
+    return first
+
+
+def flip(file: Path, *, at: int = -40) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(bytes(content))
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "folder":
+        return tmp_path / "run"
+    return storage.place(f"memory://{uuid.uuid4().hex}/run")
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_damage_that_one_rank_finds_sends_all_back(rank: int, where: Path) -> None:
+    save(where, 1, 2)
+    files_of = sorted(
+        path for path in step_folders.files(checkpoint.listed(where)[-1]) if "__" in path
+    )
+    flip(where / "checkpoints" / "step_2" / files_of[rank % len(files_of)])
+    step, values, [line] = resume(where)
+    assert (step, values) == (1, {1.0})
+    assert "step_2 is damaged: " in line
+    assert "(its CRC-32 differs)" in line
+    assert line.endswith("it is kept as step_2.damaged")
+    assert [path.name for path in fallback.put_aside_before(where)] == ["step_2.damaged"]
+    assert resume(where) == (1, {1.0}, [])
+
+
+def test_what_was_put_aside_is_neither_counted_nor_deleted(where: Path) -> None:
+    save(where, 1, 2)
+    for number in (1, 2):  # the same step is damaged again
+        flip(where / "checkpoints/step_2/index.json")
+        assert resume(where)[0] == 1
+        save(where, 2)
+        assert len(fallback.put_aside_before(where)) == number
+    save(where, 3, 4, keep=1)
+    assert sorted(storage.sizes(where / "checkpoints")) == [
+        *("step_2.damaged", "step_2.damaged-2", "step_4"),
+    ]
+    assert checkpoint.sweep_partial(where) == []
+    assert set(fallback.put_aside_before(where).values()) == {
+        "has an index.json that is not what was written (its CRC-32 differs)"
+    }
+
+
+def test_several_damaged_ones_are_passed_over(where: Path) -> None:
+    save(where, 1, 2, 3, 4)
+    (where / "checkpoints/step_4/index.json").unlink()
+    flip(where / "checkpoints/step_3/index.json")
+    flip(where / "checkpoints/step_2/__0_0.distcp")
+    step, values, lines = resume(where)
+    assert (step, values) == (1, {1.0})
+    assert len(lines) == 3
+
+
+def test_where_none_is_good_nothing_is_begun(where: Path) -> None:
+    save(where, 1)
+    flip(where / "checkpoints/step_1/__0_0.distcp")
+    for _ in range(2):
+        with pytest.raises(RankFailedError, match="another name, or remove what is damaged"):
+            resume(where)
+
+
+def test_damage_is_an_error_to_who_passes_over_none(where: Path) -> None:
+    save(where, 1, 2)
+    flip(where / "checkpoints/step_2/__0_0.distcp")
+    with pytest.raises(
+        RankFailedError, match=r"go on from the one before with checkpoint\.resume="
+    ):
+        resume(where, passes_over=False)
+    assert fallback.put_aside_before(where) == {}
+
+
+def test_a_run_without_checkpoints_begins(where: Path) -> None:
+    assert resume(where) == (None, set(), [])
+
+
+def denied(*_: Any, **__: Any) -> Any:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "checkpoints")
+
+
+LISTINGS: dict[str, Callable[[Path], object]] = {
+    "latest": checkpoint.latest,
+    "resolve": checkpoint.resolve,
+    "damaged": checkpoint.damaged,
+    "newest_good": fallback.newest_good,
+    "sweep_partial": checkpoint.sweep_partial,
+}
+
+
+@pytest.mark.parametrize("name", LISTINGS)
+def test_what_can_not_be_listed_is_an_error_and_not_empty(
+    name: str, where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(where, 1)
+    monkeypatch.setattr(os, "scandir", denied)
+    if storage.is_remote(where):
+        monkeypatch.setattr(type(storage.filesystem(where)), "ls", denied)
+    with pytest.raises(PermissionError):
+        LISTINGS[name](where)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE])
+def test_a_file_that_can_not_be_opened_is_no_damage(
+    number: int, where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(where, 1, 2)
+
+    def fail(path: Any) -> Any:
+        raise OSError(number, os.strerror(number), str(path))
+
+    for module in (files, step_folders):
+        monkeypatch.setattr(module, "opened", fail)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        step_folders.read(where / "checkpoints" / "step_2")
+    with pytest.raises(OSError, match=os.strerror(number)):
+        fallback.newest_good(where)
+    monkeypatch.undo()
+    found = checkpoint.latest(where)
+    assert found is not None
+    monkeypatch.setattr(step_folders, "opened", fail)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        step_folders.damage(found)
+    assert found.step == 2
+
+
+def test_a_disk_that_can_not_read_a_file_any_more_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    found = checkpoint.listed(tmp_path)[0]
+
+    def fail(path: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(step_folders, "opened", fail)
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
+        reader.refuse_damage(found)

@@ -1,0 +1,381 @@
+"""A checkpoint's folder may be anybody's: what is edited, mixed or leads elsewhere is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import old_checkpoint
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from axonlaunch import checkpoint, config
+from axonlaunch.checkpoint import Checkpoint, CorruptCheckpointError, reader, step_folders
+from axonlaunch.checkpoint.dcp_writer import Writer
+from axonlaunch.checkpoint.safetensors import Reader
+from axonlaunch.config import ConfigError
+
+STATE = {
+    "model": {"w": torch.arange(64.0), "b": torch.ones(3, dtype=torch.bfloat16)},
+    "optimizer": {"w.exp_avg": torch.ones(64)},
+}
+DATA = "__0_0.distcp"
+DAMAGED = (CorruptCheckpointError, dcp.api.CheckpointException)
+
+
+def saved(run_dir: Path, *, step: int = 1) -> Checkpoint:
+    about = Checkpoint(step_folders.path_of(run_dir, step=step), step, 8 * step, 1, None)
+    with reader.in_one_process():
+        dcp.save(STATE, storage_writer=Writer(about), no_dist=True)
+    return about
+
+
+def edit(file: Path, change: Callable[[Any], object]) -> None:
+    """Change a file of JSON in place."""
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def is_loaded(folder: Path) -> bool:
+    """Whether anything of a checkpoint reaches a state."""
+    found = step_folders.read(folder)
+    if found is None:
+        return False
+    try:
+        checkpoint.load_model(found, {"w": torch.zeros(64)})
+    except DAMAGED:
+        return False
+    return True
+
+
+FILES = "files"
+EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a file is left out": lambda about: about[FILES].pop(DATA),
+    "a sum is null": lambda about: about[FILES][DATA].update(crc32=None),
+    "a sum is left out": lambda about: about[FILES][DATA].pop("crc32"),
+    "a size alone": lambda about: about[FILES].update({DATA: about[FILES][DATA]["bytes"]}),
+    "another step": lambda about: about.update(step=7),
+    "the first format": lambda about: about.update(
+        format=1, files={name: known["bytes"] for name, known in about[FILES].items()}
+    ),
+    "the second format": lambda about: about.update(format=2),
+    "no files": lambda about: about.update(files={}),
+    "no checksum of itself": lambda about: about.pop("sha256", None),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_manifest_beside_changed_bytes_is_refused(name: str, tmp_path: Path) -> None:
+    found = saved(tmp_path)
+    edit(found.path / "manifest.json", EDITS[name])
+    flip(found.path / DATA)
+    assert not is_loaded(found.path)
+    assert checkpoint.listed(tmp_path) == []
+    assert list(checkpoint.damaged(tmp_path)) == [found.path]
+
+
+def test_a_whole_one_is_loaded_and_an_old_one_too(tmp_path: Path) -> None:
+    assert is_loaded(saved(tmp_path / "new").path)
+    before = old_checkpoint.save(tmp_path / "old", STATE)
+    assert is_loaded(before.path)
+    state = {"w": torch.zeros(64), "b": torch.zeros(3, dtype=torch.bfloat16)}
+    checkpoint.load_model(before, state)
+    assert torch.equal(state["w"], STATE["model"]["w"])
+    assert torch.equal(state["b"], STATE["model"]["b"])
+    assert reader.saved_states(before) == {"exp_avg"}
+
+
+def test_what_is_saved_holds_no_pickled_index(tmp_path: Path) -> None:
+    found = saved(tmp_path)
+    assert sorted(file.name for file in found.path.iterdir()) == [
+        DATA,
+        "index.json",
+        "manifest.json",
+    ]
+    assert sorted(step_folders.files(found)) == [DATA, "index.json"]
+    tensors = json.loads((found.path / "index.json").read_text())["tensors"]
+    assert sorted(tensors) == ["model.b", "model.w", "optimizer.w.exp_avg"]
+
+
+@pytest.mark.parametrize("manifest", ["new", "old"])
+def test_formats_do_not_mix(manifest: str, tmp_path: Path) -> None:
+    new, before = saved(tmp_path / "new"), old_checkpoint.save(tmp_path / "old", STATE)
+    one, other, index = (
+        (new, before, ".metadata") if manifest == "new" else (before, new, "index.json")
+    )
+    shutil.copy(other.path / index, one.path / index)
+    assert not is_loaded(one.path)
+    [reason] = checkpoint.damaged(one.path).values()
+    assert "mixes formats" in reason
+
+
+def test_an_old_manifest_may_not_say_that_it_is_older(tmp_path: Path) -> None:
+    found = old_checkpoint.save(tmp_path, STATE)
+    edit(found.path / "manifest.json", EDITS["the first format"])
+    flip(found.path / DATA)
+    assert not is_loaded(found.path)
+
+
+class Malicious:
+    def __init__(self, victim: Path) -> None:
+        self.victim = victim
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.victim}",)
+
+
+def resum(folder: Path) -> None:
+    """Make a manifest true again, as who made the folder can."""
+    from axonlaunch.checkpoint import manifest
+
+    def change(about: dict[str, Any]) -> None:
+        for name in about[FILES]:
+            if (folder / name).is_file():
+                size = (folder / name).stat().st_size
+                about[FILES][name] = {"bytes": size, "crc32": step_folders._crc32(folder / name)}
+        if about["format"] > 2:
+            about["sha256"] = manifest._own_sum(about)
+
+    edit(folder / "manifest.json", change)
+
+
+def test_an_old_index_that_names_a_function_does_not_call_it(tmp_path: Path) -> None:
+    found, victim = old_checkpoint.save(tmp_path, STATE), tmp_path / "victim"
+    (found.path / ".metadata").write_bytes(pickle.dumps(Malicious(victim)))
+    resum(found.path)
+    with pytest.raises(CorruptCheckpointError, match=r"names posix.system, which no index needs"):
+        reader.contents(found)
+    assert not victim.exists()
+
+
+def test_a_new_checkpoint_with_a_pickle_for_an_index_is_refused(tmp_path: Path) -> None:
+    found, victim = saved(tmp_path), tmp_path / "victim"
+    (found.path / "index.json").write_bytes(pickle.dumps(Malicious(victim)))
+    resum(found.path)
+    with pytest.raises(
+        CorruptCheckpointError, match=r"has an index\.json that can't be understood"
+    ):
+        reader.contents(found)
+    assert not victim.exists()
+
+
+def first_chunk(index: dict[str, Any]) -> dict[str, Any]:
+    chunk: dict[str, Any] = index["tensors"]["model.w"]["chunks"][0]
+    return chunk
+
+
+INDEX_EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a file above": (
+        lambda index: first_chunk(index).update(file="../secret"),
+        "names ../secret, which the manifest does not list",
+    ),
+    "an absolute file": (
+        lambda index: first_chunk(index).update(file="/etc/passwd"),
+        "names /etc/passwd, which the manifest does not list",
+    ),
+    "a file that is not in the manifest": (
+        lambda index: first_chunk(index).update(file="other"),
+        "names other, which the manifest does not list",
+    ),
+    "beyond the file's end": (
+        lambda index: first_chunk(index).update(offset=10**9),
+        "puts model.w beyond the end of __0_0.distcp",
+    ),
+    "a tensor larger than what holds it": (
+        lambda index: (
+            first_chunk(index).update(sizes=[10**15]),
+            index["tensors"]["model.w"].update(size=[10**15]),
+        ),
+        "gives model.w more values than its file holds",
+    ),
+    "parts that are missing": (
+        lambda index: index["tensors"]["model.w"].update(size=[65]),
+        "lacks parts of model.w",
+    ),
+    "a number for a tensor": (lambda index: index["tensors"].update({"model.w": 3}), ""),
+    "null for a tensor": (lambda index: index["tensors"].update({"model.w": None}), ""),
+    "a number for tensors": (lambda index: index.update(tensors=3), ""),
+    "no such dtype": (
+        lambda index: index["tensors"]["model.w"].update(dtype="save"),
+        "gives 'model.w' no dtype or name that there is",
+    ),
+    "a size below 0": (lambda index: index["tensors"]["model.w"].update(size=[-64]), ""),
+    "a fraction for an offset": (lambda index: first_chunk(index).update(offset=0.5), ""),
+}
+
+
+@pytest.mark.parametrize("name", INDEX_EDITS)
+def test_an_index_that_says_what_can_not_be_is_refused(name: str, tmp_path: Path) -> None:
+    """By whoever wrote it, so that every checksum is right."""
+    found = saved(tmp_path)
+    change, told = INDEX_EDITS[name]
+    (tmp_path / "checkpoints" / "secret").write_bytes((found.path / DATA).read_bytes())
+    edit(found.path / "index.json", change)
+    resum(found.path)
+    with pytest.raises(
+        CorruptCheckpointError, match=told or r"has an index\.json that can't be understood"
+    ):
+        reader.contents(found)
+    assert not is_loaded(found.path)
+
+
+@pytest.mark.parametrize("text", ["3", "null", "[" * 15_000, "{" * 15_000, '"x"', "", "\0", "NaN"])
+@pytest.mark.parametrize("file", ["manifest.json", "index.json"])
+def test_json_that_is_something_else_is_refused(file: str, text: str, tmp_path: Path) -> None:
+    found = saved(tmp_path)
+    (found.path / file).write_text(text)
+    if file == "index.json":
+        resum(found.path)
+        with pytest.raises(
+            CorruptCheckpointError, match=r"has an index\.json that can't be understood"
+        ):
+            reader.contents(found)
+    else:
+        assert checkpoint.damaged(tmp_path) == {
+            found.path: "has a manifest.json that can't be understood"
+        }
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "..", ".", "", "a\0b"])
+def test_a_name_that_leaves_the_folder_is_refused_in_a_manifest(name: str, tmp_path: Path) -> None:
+    found = saved(tmp_path)
+    (tmp_path / "checkpoints" / "secret").write_bytes(b"x")
+    edit(
+        found.path / "manifest.json", lambda about: about[FILES].update({name: about[FILES][DATA]})
+    )
+    resum(found.path)
+    [reason] = checkpoint.damaged(tmp_path).values()
+    assert reason == f"has a manifest.json that names {name!r}, which is no file's name"
+
+
+def linked(file: Path) -> None:
+    aside = file.rename(file.parent.parent / f"aside-{file.name}")
+    file.symlink_to(aside)
+
+
+def piped(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+SWAPS = {"a link": linked, "a FIFO": piped, "a device": device}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [DATA, "index.json", "manifest.json"])
+@pytest.mark.parametrize("swap", SWAPS)
+def test_what_is_no_regular_file_is_refused(swap: str, name: str, tmp_path: Path) -> None:
+    found = saved(tmp_path)
+    SWAPS[swap](found.path / name)
+    assert not is_loaded(found.path)
+    [reason] = checkpoint.damaged(tmp_path).values()
+    assert reason == f"has {name}, which is no regular file"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("swap", SWAPS)
+def test_what_was_swapped_since_it_was_looked_at_is_refused(swap: str, tmp_path: Path) -> None:
+    found = saved(tmp_path)
+    SWAPS[swap](found.path / DATA)
+    with pytest.raises(CorruptCheckpointError, match="no regular file"):
+        reader.read(found, {"model": {"w": torch.zeros(64)}})
+
+
+def test_a_checkpoint_that_is_a_link_is_refused_unless_a_user_names_it(tmp_path: Path) -> None:
+    elsewhere = saved(tmp_path / "elsewhere", step=9)
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    link = run_dir / "checkpoints" / "step_9"
+    link.symlink_to(elsewhere.path)
+    assert checkpoint.listed(run_dir) == []
+    assert checkpoint.damaged(run_dir) == {link: "is a link"}
+    named = checkpoint.resolve(link)
+    assert named is not None
+    assert named.path == elsewhere.path
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_file({"w": torch.ones(4)}, folder / "model.safetensors")
+    return folder
+
+
+def reading(folder: Path) -> Reader:
+    return Reader(folder, config.load(["model=mlp", "data=synthetic_images"]).model)
+
+
+@pytest.mark.parametrize("value", ["../outside.safetensors", "/etc/passwd", "..", 3, None, "a/b"])
+def test_an_index_of_safetensors_names_files_of_its_folder(value: Any, weights: Path) -> None:
+    (weights / "model.safetensors").rename(weights.parent / "outside.safetensors")
+    text = json.dumps({"weight_map": {"w": value}})
+    (weights / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"index\.json: names .*, which is no file's name"):
+        reading(weights)
+
+
+@pytest.mark.parametrize("text", ["3", "null", "[" * 15_000, '{"weight_map": 3}', "{}"])
+def test_an_index_of_safetensors_that_is_something_else_is_refused(
+    text: str, weights: Path
+) -> None:
+    (weights / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"index\.json: can't be read"):
+        reading(weights)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("swap", SWAPS)
+def test_safetensors_that_are_no_regular_files_are_refused(
+    swap: str, name: str, weights: Path
+) -> None:
+    text = json.dumps({"weight_map": {"w": "model.safetensors"}})
+    (weights / "model.safetensors.index.json").write_text(text)
+    SWAPS[swap](weights / name)
+    with pytest.raises(ConfigError, match="no regular file"):
+        reading(weights)
+
+
+def test_a_snapshot_of_the_hub_s_cache_is_read(weights: Path) -> None:
+    """Its files are links to blobs beside it, and to nothing else."""
+    snapshot = weights.parent / "models--x" / "snapshots" / "main"
+    blobs = snapshot.parent.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (weights / "model.safetensors").rename(blobs / ("a" * 64))
+    (snapshot / "model.safetensors").symlink_to(Path("../../blobs") / ("a" * 64))
+    assert reading(snapshot).shapes() == {"w": (4,)}
+    (blobs / ("a" * 64)).rename(blobs / "secret")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(Path("../../blobs/secret"))
+    with pytest.raises(ConfigError, match="no regular file"):
+        reading(snapshot)
+
+
+def test_a_save_writes_through_no_link_that_stood_there(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step_1.partial").symlink_to(victim)
+    assert is_loaded(saved(tmp_path).path)
+    assert list(victim.iterdir()) == []

@@ -1,0 +1,218 @@
+"""A stranger's run can be looked at and used, and its code runs only for who trusts it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import Served
+from served import Server
+
+from axonlaunch import config
+from axonlaunch.checkpoint import Retention, step_folders
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.comm import World
+from axonlaunch.config import to_tree, to_yaml
+
+EVIL = """
+from pathlib import Path
+from torch import nn
+
+Path(__file__).with_name("victim").write_text("it ran")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 8)
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+def build():
+    return Model()
+"""
+WORDS = {
+    "check": ["checkpoint", "check", "foreign"],
+    "export": ["checkpoint", "export", "foreign", "out"],
+    "sample": ["sample", "foreign", "--tokens", "3"],
+}
+NAMED: dict[str, tuple[dict[str, Any], str]] = {
+    "a plugin": ({"plugins": ["evil"]}, "plugins=evil: would import it"),
+    "a target": (
+        {"model": {"name": "custom", "target": "evil:build"}},
+        "model.target=evil:build: would import and call it",
+    ),
+    "remote code": (
+        {"model": {"name": "gpt", "trust_remote_code": True}},
+        "model.trust_remote_code=true: would run code that comes with the model",
+    ),
+}
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, server: Server) -> Served:
+    """A folder with a stranger's run of a small model, and the module that its code would be in."""
+    run_dir = tmp_path / "foreign"
+
+    def on_rank(world: World) -> None:
+        saver = Saver(run_dir, world=world, retention=Retention(newest=1))
+        model = {"embedding.weight": torch.ones(256, 8), "head.weight": torch.ones(256, 8)}
+        saver.save({"model": {**model, "head.bias": torch.ones(256)}}, step=1, samples=1)
+
+    World.mock(1).run(on_rank)
+    (tmp_path / "evil.py").write_text(EVIL)
+    return Served(tmp_path, server)
+
+
+def freeze(foreign: Served, **changed: Any) -> Path:
+    """Write the run's configuration."""
+    tree = {**to_tree(config.load(["strategy=single", "name=foreign"])), **changed}
+    file = foreign.folder / "foreign" / "config.yaml"
+    file.write_text(to_yaml(tree))
+    return file
+
+
+@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("words", WORDS)
+def test_a_foreign_configuration_s_code_does_not_run(
+    words: str, named: str, foreign: Served
+) -> None:
+    changed, told = NAMED[named]
+    text = freeze(foreign, **changed).read_text()
+    ran = foreign(*WORDS[words], status=2)
+    [error] = ran.stderr.splitlines()
+    key = told.partition("=")[0].rpartition(".")[2]
+    [line] = [n for n, one in enumerate(text.splitlines(), 1) if one.strip().startswith(f"{key}:")]
+    assert error == (
+        f"error: foreign/config.yaml:{line}: {told}; add --trust if you trust who wrote it"
+    )
+    assert not (foreign.folder / "victim").exists()
+    assert not (foreign.folder / "out").exists()
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_it_runs_for_who_trusts_it(words: str, foreign: Served) -> None:
+    freeze(foreign, plugins=["evil"], model=NAMED["a target"][0]["model"])
+    foreign(*WORDS[words], "--trust")
+    assert (foreign.folder / "victim").exists()
+
+
+def test_a_model_of_an_entry_point_is_foreign_code(
+    foreign: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib.metadata import EntryPoint
+
+    from axonlaunch.config import plugins, trust
+
+    point = EntryPoint("announced", "evil", plugins.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(trust, "entry_points", lambda group, name: [point])
+    file = freeze(foreign, model={"name": "announced"})
+    with pytest.raises(
+        config.ConfigError, match=r"model\.name=announced: would import evil, of an"
+    ):
+        config.read(file.parent)
+
+
+@pytest.mark.parametrize("words", [["ls", "foreign"], ["diff", "foreign", "foreign"]])
+def test_what_needs_no_model_needs_no_trust(words: list[str], foreign: Served) -> None:
+    freeze(foreign, plugins=["evil"])
+    foreign("checkpoint", *words)
+    assert not (foreign.folder / "victim").exists()
+
+
+def test_weights_of_a_foreign_run_run_none_of_its_code(foreign: Served) -> None:
+    freeze(foreign, plugins=["evil"], model={"name": "custom", "target": "evil:build"})
+    ran = foreign.train("name=mine", "model.weights=foreign", status=2)
+    assert "model.weights=foreign: they are of another model" in ran.stderr
+    assert not (foreign.folder / "victim").exists()
+
+
+def test_an_import_runs_none_of_what_config_json_names(foreign: Served) -> None:
+    folder = foreign.folder / "hub"
+    folder.mkdir()
+    auto = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.build"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
+    (folder / "evil.py").write_text(EVIL)
+    ran = foreign("checkpoint", "import", "hub", "mine", status=2)
+    assert ran.stderr.startswith("error: hub/config.json: model_type=evil is none that can be read")
+    assert not (folder / "victim").exists()
+
+
+BOMBS = {
+    "an alias bomb": (
+        "a: &a [1,1,1,1,1,1,1,1,1]\n"
+        + "".join(
+            f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n"
+            for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+        ),
+        "holds more than 100000 values, aliases counted in full",
+    ),
+    "a recursive alias": ("a: &a [*a]\n", "the alias *a stands for something that holds it"),
+    "deep": ("a: " + "{" * 15_000, "is nested deeper than 64 levels"),
+    "deep lists": ("a: " + "[" * 15_000, "is nested deeper than 64 levels"),
+    "large": ("a: " + "x" * (1 << 20), "can't be read: is larger than 1048576 bytes"),
+    "a tag": ("a: !!python/object/apply:os.system ['touch victim']", "not YAML: "),
+    "no keys": ("3", "holds no keys"),
+    "bad bytes": (b"\xff\xfe\x00a", "can't be read: "),
+    "a list of keys": ("? [a, b]\n: 3\n", "not YAML: "),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_for_a_configuration_is_one_line(bomb: str, foreign: Served) -> None:
+    content, told = BOMBS[bomb]
+    file = freeze(foreign)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    ran = foreign("checkpoint", "check", "foreign", status=2)
+    [error] = ran.stderr.splitlines()
+    assert error.startswith(f"error: foreign/config.yaml: {told}")
+    foreign("checkpoint", "ls", "foreign")
+
+
+def test_checkpoints_are_found_beside_a_bomb(foreign: Served) -> None:
+    """``kept_by`` reads a configuration only where there is no folder of checkpoints."""
+    (foreign.folder / "foreign" / "checkpoints").rename(foreign.folder / "aside")
+    freeze(foreign).write_text(BOMBS["an alias bomb"][0])
+    assert step_folders.latest(foreign.folder / "foreign") is None
+
+
+@pytest.mark.parametrize("kind", ["a link", "a FIFO"])
+@pytest.mark.timeout(30)
+def test_a_configuration_that_is_no_file_is_refused(kind: str, foreign: Served) -> None:
+    import os
+
+    file = freeze(foreign)
+    aside = file.rename(foreign.folder / "aside.yaml")
+    file.symlink_to(aside) if kind == "a link" else os.mkfifo(file)
+    ran = foreign("sample", "foreign", status=2)
+    assert ran.stderr == "error: foreign/config.yaml: can't be read: is no regular file\n"
+
+
+def test_the_layout_that_a_manifest_tells_can_not_write_to_the_terminal(foreign: Served) -> None:
+    from axonlaunch.checkpoint import manifest
+
+    folder = foreign.folder / "foreign/checkpoints/step_1"
+    about = json.loads((folder / "manifest.json").read_text())
+    about["layout"] = "[red]x[/red]"
+    about["sha256"] = manifest._own_sum(about)
+    (folder / "manifest.json").write_text(json.dumps(about))
+    assert "[red]x[/red]" in foreign("checkpoint", "ls", "foreign").stdout
+    about["layout"] = "\x1b]0;title\x07"
+    about["sha256"] = manifest._own_sum(about)
+    (folder / "manifest.json").write_text(json.dumps(about))
+    ran = foreign("checkpoint", "ls", "foreign")
+    assert "has a manifest.json that can't be understood" in ran.stdout
+    assert "\x1b" not in ran.stdout
+
+
+def test_a_value_of_a_configuration_can_not_write_to_the_terminal(foreign: Served) -> None:
+    freeze(foreign, seed="\x1b]0;title\x07")
+    ran = foreign("checkpoint", "check", "foreign", status=2)
+    assert "seed=\\x1b]0;title\\x07: expected" in ran.stderr

@@ -1,0 +1,98 @@
+"""What is too large, too deep or no figure at all is a line and exit status 2, in no time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command import Served
+from safetensors.torch import save_file
+from served import Server
+
+from axonlaunch import config
+from axonlaunch.config import ConfigError
+from axonlaunch.models import hugging_face
+
+
+@pytest.fixture
+def served(tmp_path: Path, server: Server) -> Served:
+    return Served(tmp_path, server)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train.prompt=" + "ab " * 20_000], "train.prompt=ab ab ab ab ab "),
+        (["name=" + "x" * 60_000], "name=xxxxxxxxxxxxxxxxxxxx"),
+        (["name=" + "x" * 300], "name=xxxxxxxxxxxxxxxxxxxx"),
+        (["name=" + "x/" * 3000], "name=x/x/x/x/x/"),
+        (["model.arguments=" + "{" * 15_000], "model.arguments={{{{{{{{{{"),
+        (["model.arguments=" + "{a:" * 500 + "1" + "}" * 500], "model.arguments={a:{a:{a:"),
+        (["data.files=" + "[" * 3000 + "]" * 3000], "data.files=[[[[[[[[[[[[["),
+        (
+            ["model.num_hidden_layers=1000000000"],
+            "model.num_hidden_layers=1000000000: must be at m",
+        ),
+    ],
+    ids=["long", "long name", "a name of 300", "a long path", "15000", "500", "lists", "layers"],
+)
+def test_an_override_is_refused_in_a_line(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(words)
+    [line] = str(caught.value).splitlines()
+    assert line.startswith(told)
+    assert len(line) < 500
+
+
+def test_brackets_in_quotes_are_not_nested() -> None:
+    prompt = "(" * 100
+    assert config.load([f"train.prompt='{prompt}'"]).train.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("figures", "told"),
+    [
+        ({"n_layer": 1_000_000_000}, "num_hidden_layers=1000000000: must be at most 10000"),
+        ({"n_layer": "2"}, "num_hidden_layers=2: expected a whole number"),
+        ({"n_layer": None}, "num_hidden_layers=null: expected"),
+        ({"n_layer": -1}, "num_hidden_layers=-1: must be at least 1"),
+        ({"n_embd": [1]}, "hidden_size=[1]: expected"),
+        ({"n_head": 0}, ""),
+        ({"n_embd": 1e400}, "hidden_size=inf: expected"),
+    ],
+)
+def test_figures_of_a_foreign_model_are_held_against_ours(
+    figures: dict[str, object], told: str
+) -> None:
+    content = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 8}
+    with pytest.raises(ConfigError) as caught:
+        hugging_face.typed({**content, **figures}, where="hub/config.json")
+    [line] = str(caught.value).splitlines()
+    assert line.startswith("hub/config.json: ")
+    assert told in line
+
+
+@pytest.mark.parametrize("text", ["3", "null", "[" * 15_000, "{", '{"model_type": ["gpt2"]}', "\0"])
+def test_a_config_json_that_is_something_else_is_refused(text: str, served: Served) -> None:
+    folder = served.folder / "hub"
+    folder.mkdir()
+    (folder / "config.json").write_text(text)
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    ran = served("checkpoint", "import", "hub", "mine", status=2)
+    [error] = ran.stderr.splitlines()
+    assert error.startswith("error: hub/config.json: ")
+    assert not (served.folder / "mine").exists()
+
+
+def test_a_foreign_model_of_more_layers_than_it_has_weights_is_refused(served: Served) -> None:
+    folder = served.folder / "hub"
+    folder.mkdir()
+    figures = {"model_type": "gpt2", "n_layer": 10_000, "n_embd": 8, "n_head": 2, "vocab_size": 8}
+    (folder / "config.json").write_text(json.dumps(figures))
+    save_file({"transformer.wte.weight": torch.ones(8, 8)}, folder / "model.safetensors")
+    ran = served("checkpoint", "import", "hub", "mine", status=2)
+    assert "is missing; " in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1

@@ -1,0 +1,71 @@
+"""``axonlaunch sample``: from a run, from what was exported of it, and from what was imported."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command import Served
+from served import Server
+
+MODEL = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+SHORT = ["strategy=single", "train.steps=2", "train.eval_batches=0", "train.sample_tokens=0"]
+SHORT += ["checkpoint.every=2", "train.global_batch_size=4"]
+TEXT = ["data=text", "data.files=[text.txt]", "data.sequence_length=16", "model.vocab_size=260"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
+    """The command in a folder with a run on text, one on tokens, one on images, and exports."""
+    command = Served(tmp_path_factory.mktemp("runs"), server)
+    (command.folder / "text.txt").write_text("to be or not to be. " * 60)
+    command("train", *MODEL, *SHORT, *TEXT, "name=text")
+    command("train", *MODEL, *SHORT, "data=synthetic_tokens", "name=tokens")
+    images = ["model=mlp", "model.hidden_size=8", "data=synthetic_images"]
+    command("train", *SHORT, *images, "name=images")
+    for run in ("text", "tokens", "images"):
+        command("checkpoint", "export", f"runs/{run}", f"exported/{run}")
+    for run in ("text", "tokens"):
+        command("checkpoint", "import", f"exported/{run}", f"imported/{run}")
+    return command
+
+
+def test_a_run_its_export_and_that_imported_write_the_same_text(trained: Served) -> None:
+    words = ["--prompt", "to be ", "--tokens", "40", "--json"]
+    run, exported, imported = (
+        json.loads(trained("sample", folder, *words).stdout)
+        for folder in ("runs/text", "exported/text", "imported/text")
+    )
+    assert run["prompt"] == "to be "
+    assert len(run["text"].encode()) >= 20
+    assert exported == imported == run
+
+
+def test_weights_of_elsewhere_with_a_vocabulary_of_bytes_are_taken_for_text(
+    trained: Served,
+) -> None:
+    folder = trained.folder / "exported" / "tokens"
+    file, told = folder / "config.json", (folder / "config.json").read_text()
+    content = json.loads(told)
+    del content["axonlaunch"]
+    try:
+        file.write_text(json.dumps(content))
+        assert trained("sample", str(folder), "--tokens", "3").stdout.startswith("def ")
+    finally:
+        file.write_text(told)
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("runs/tokens", "runs/tokens: the run is of data=synthetic_tokens with 256 tokens; only "),
+        ("exported/tokens", "exported/tokens: its model is of data=synthetic_tokens with 256 "),
+        ("imported/tokens", "imported/tokens: the run is of data=synthetic_tokens with 256 "),
+        ("runs/images", "runs/images: the run is of data=synthetic_images; only a model of text"),
+        ("exported/images", "exported/images/config.json: model=mlp is not in Hugging Face's "),
+        ("exported", "exported: no run folder (it has no config.yaml)"),
+    ],
+)
+def test_what_is_no_model_of_text_is_refused(folder: str, message: str, trained: Served) -> None:
+    [error] = trained("sample", folder, status=2).stderr.splitlines()
+    assert error.startswith(f"error: {message}")

@@ -1,0 +1,154 @@
+"""A stranger at a gloo port takes no rank's place unnoticed, and finds the port closed afterwards.
+
+``axonlaunch/comm/gloo.py`` stands in for the name ``ProcessGroupGloo`` in
+``torch.distributed.distributed_c10d`` while a world lives. Where the last tests here fail after an
+update of torch, look at how ``_new_process_group_helper`` makes its groups now.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from axonlaunch.comm import World, gloo
+from axonlaunch.comm.authentication import derive_key
+
+Run = Callable[..., list[tuple[int | None, str]]]
+
+WORLD = """
+import os, socket, struct, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from axonlaunch.comm.authentication import Credentials
+from axonlaunch.comm import World, gloo, all_reduce_sum
+from axonlaunch.comm.authenticated_store import AuthenticatedStore
+
+HELD = []
+RANK = int(os.environ["RANK"])
+key = bytes(32)
+"""
+START = """
+inner = dist.FileStore("store", 2)
+own = Credentials(key=key, run="run", sender=f"rank {RANK}")
+begun = time.monotonic()
+try:
+    with World.init(timeout_s=600, store=AuthenticatedStore(inner, own)) as world:
+        print("total", int(all_reduce_sum(torch.ones(1)).item()))
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+assert time.monotonic() - begun < 30
+sys.stdout.flush()
+os._exit(0)
+"""
+ROBBED = """
+gloo.DEADLINE_S = 3.0
+
+class Robbed(gloo._Listeners):
+    def __init__(self):
+        super().__init__()
+        host, port = self.addresses[0].split(":")
+        for number in range(8):  # gloo's numbers of the connections that it waits for
+            HELD.append(socket.create_connection((host, int(port))))
+            HELD[-1].sendall(struct.pack("<q", number))
+        time.sleep(0.3)
+
+gloo._Listeners = Robbed  # of both: which one listens depends on their addresses
+"""
+NOISE = """
+import random
+
+class Noisy(gloo._Listeners):
+    def __init__(self):
+        super().__init__()
+        host, port = self.addresses[0].split(":")
+        chance = random.Random(RANK)
+        for count in range(2_000):
+            one = socket.create_connection((host, int(port)))
+            if count % 3:
+                one.sendall(chance.randbytes(chance.randint(1, 300)))
+            if count % 20 == 0:
+                HELD.append(one)
+            else:
+                one.close()
+
+gloo._Listeners = Noisy
+"""
+
+
+def test_eight_bytes_that_take_a_ranks_place_end_the_start_and_name_the_rank(
+    run_ranks: Run,
+) -> None:
+    (_, first), (_, second) = run_ranks(WORLD + ROBBED + START)
+    assert "UnreachableRankError: rank 0 could not reach rank 1 over gloo: " in first
+    assert "another program connected to 127.0.0.1:" in first
+    assert "UnreachableRankError: rank 1 could not reach rank 0 over gloo: " in second
+
+
+def test_a_rank_without_the_key_is_refused(run_ranks: Run) -> None:
+    pretender = """
+if RANK == 1:
+    gloo._prove = lambda group, store, challenge, key, **rest: original(
+        group, store, challenge, bytes(range(32)), **rest)
+"""
+    (_, first), (_, second) = run_ranks(
+        WORLD + "original = gloo._prove\n" + pretender + "gloo.DEADLINE_S = 5.0\n" + START
+    )
+    assert "the connection that stands for it answered without the run's key" in first
+    assert "total" not in first + second
+
+
+@pytest.mark.slow
+def test_noise_at_both_ports_while_ranks_connect_does_no_harm(run_ranks: Run) -> None:
+    outcomes = run_ranks(WORLD + NOISE + START)
+    assert [text.split() for _, text in outcomes] == [["total", "2"]] * 2
+
+
+def test_a_rank_that_never_comes_is_waited_for_no_longer_than_the_world_says() -> None:
+    begun = time.monotonic()
+    with pytest.raises(dist.DistStoreError):
+        gloo.connect(
+            dist.HashStore(),
+            0,
+            2,
+            timeout=timedelta(seconds=0.5),
+            world_rank=0,
+            key=derive_key(b""),
+        )
+    assert time.monotonic() - begun < gloo.DEADLINE_S
+
+
+def test_every_gloo_group_of_a_world_is_proven_and_its_port_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[list[str]] = []
+
+    class Listeners(gloo._Listeners):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self.addresses)
+
+    monkeypatch.setattr(gloo, "_Listeners", Listeners)
+    with World.init():
+        dist.new_group([0])
+        dist.init_device_mesh("cpu", (1,))
+        assert len(made) >= 2
+        assert all(len(addresses) == 1 for addresses in made)
+        for [address] in made:
+            host, port = address.split(":")
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((host, int(port)), timeout=5)
+
+
+def test_torch_takes_a_proven_group_for_its_own() -> None:
+    with World.init():
+        group = dist.group.WORLD
+        assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+        distributed_c10d._set_pg_timeout(timedelta(seconds=5), group)
+    assert distributed_c10d.ProcessGroupGloo is dist.ProcessGroupGloo

@@ -1,0 +1,101 @@
+"""A bucket gives back what was put in, and refuses what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import axonlaunch as ax
+
+
+def test_tensors_lie_one_after_another_and_come_back_in_their_shapes() -> None:
+    bucket = ax.GradientBucket(10)
+    first, second = torch.randn(2, 3), torch.randn(4)
+    assert bucket.add(first)
+    assert bucket.add(second)
+    assert bucket.size == 10
+    assert torch.equal(bucket.data, torch.cat([first.flatten(), second]))
+    assert [torch.equal(a, b) for a, b in zip(bucket.extract(), [first, second], strict=True)]
+    assert [part.shape for part in bucket.extract()] == [(2, 3), (4,)]
+
+
+def test_what_has_no_room_is_left_out_whole() -> None:
+    bucket = ax.GradientBucket(5)
+    assert bucket.add(torch.ones(3))
+    assert not bucket.is_full
+    assert not bucket.add(torch.ones(3))
+    assert bucket.data.tolist() == [1.0] * 3
+    assert bucket.add(torch.zeros(2))
+    assert bucket.is_full
+
+
+def test_it_copies_what_it_takes() -> None:
+    gradient = torch.ones(2)
+    bucket = ax.GradientBucket(2)
+    bucket.add(gradient)
+    gradient.zero_()
+    assert bucket.data.tolist() == [1.0, 1.0]
+
+
+def test_a_cleared_bucket_is_empty_and_what_was_extracted_stays() -> None:
+    bucket = ax.GradientBucket(2)
+    assert bucket.is_empty
+    bucket.add(torch.ones(2))
+    assert not bucket.is_empty
+    [extracted] = bucket.extract()
+    bucket.clear()
+    assert (bucket.is_empty, bucket.size, bucket.data.tolist()) == (True, 0, [])
+    bucket.add(torch.zeros(2, dtype=torch.float64))  # another dtype than before
+    assert extracted.tolist() == [1.0, 1.0]
+
+
+def test_writing_to_its_data_is_seen_in_what_is_extracted() -> None:
+    bucket = ax.GradientBucket(4)
+    bucket.add(torch.ones(2, 2))
+    bucket.data.mul_(3)
+    assert bucket.extract()[0].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_dtypes_are_not_mixed() -> None:
+    bucket = ax.GradientBucket(4)
+    bucket.add(torch.ones(2))
+    with pytest.raises(ValueError, match=r"torch.float64 on cpu can't join .* torch.float32"):
+        bucket.add(torch.ones(2, dtype=torch.float64))
+    assert bucket.size == 2
+
+
+def test_a_dtype_of_its_own_is_what_it_keeps() -> None:
+    bucket = ax.GradientBucket(2, dtype=torch.bfloat16)
+    bucket.add(torch.tensor([1.0, 1 / 3]))
+    assert bucket.data.dtype is torch.bfloat16
+
+
+def test_a_negative_capacity_is_refused() -> None:
+    with pytest.raises(ValueError, match="capacity=-1: use 0 or more elements"):
+        ax.GradientBucket(-1)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+def test_ranks_average_it_in_its_dtype(dtype: torch.dtype | None) -> None:
+    def run(world: ax.World) -> Tensor:
+        bucket = ax.GradientBucket(3, dtype=dtype)
+        bucket.add(torch.arange(3.0) * (world.rank + 1))
+        bucket.start(world.default_group.torch_group)
+        bucket.finish(world.world_size)
+        return bucket.data
+
+    for mean in ax.World.mock(3).run(run):
+        assert mean.dtype is (dtype or torch.float32)
+        torch.testing.assert_close(mean.float(), torch.arange(3.0) * 2, rtol=1e-2, atol=0)
+
+
+def test_a_sum_in_a_smaller_type_does_not_overflow() -> None:
+    def run(world: ax.World) -> list[float]:
+        bucket = ax.GradientBucket(1, dtype=torch.float16)
+        bucket.add(torch.tensor([60000.0]))
+        bucket.start(world.default_group.torch_group)
+        bucket.finish(world.world_size)
+        return bucket.data.tolist()
+
+    assert ax.World.mock(4).run(run) == [[60000.0]] * 4

@@ -1,0 +1,154 @@
+"""What dropout draws: alike where ranks hold the same values, otherwise apart, and again alike."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from configured import run_config
+from rank_engine import rank_engine
+from torch import Tensor, nn
+
+import axonlaunch as ax
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import layout
+from axonlaunch.data.dataset import Batch
+from axonlaunch.models.build import build
+from axonlaunch.models.dtensor_regions import whole
+
+BLOCKS, STEPS = 2, 2
+
+
+class Block(nn.Module):
+    """Notes what its dropout keeps; ``given`` is kept instead, where it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.drop = nn.Dropout(0.5)
+        self.kept: list[Tensor] = []
+        self.given: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.down(self.up(x).relu())
+        if self.given is not None:
+            return x + 2 * hidden * self.given
+        dropped = self.drop(hidden)
+        self.kept.append(dropped.detach() != 0)
+        return x + dropped
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@dataclass
+class Drawn:
+    """By step: what each block kept, that of its forward first, gradients, and samples."""
+
+    kept: list[list[list[Tensor]]]
+    gradients: list[dict[str, Tensor]]
+    batches: list[Batch]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    plan = {"layers.*.up": "column", "layers.*.down": "row"}
+    ax.register_model("dropping", layers="layers", tensor_plan=plan)(Dropping)
+
+
+def configured(*overrides: str, ranks: int) -> RunConfig:
+    return run_config(
+        [
+            *("model=dropping", "data=synthetic_tokens", "data.sequence_length=8"),
+            *(
+                "train.global_batch_size=4",
+                "optimizer.lr=0",
+                f"launch.nproc={ranks}",
+                "launch.backend=mock",
+            ),
+            *overrides,
+        ]
+    )
+
+
+def draw(chosen: RunConfig, *, ranks: int) -> list[Drawn]:
+    """Train for some steps on the mock world; return what each rank drew."""
+
+    def run(world: ax.World) -> Drawn:
+        engine, loader = rank_engine(chosen, world)
+        blocks = [one for one in engine.modules[0].modules() if isinstance(one, Block)]
+        drawn = Drawn([], [], [])
+        for step in range(STEPS):
+            batch = loader.batch(step)
+            engine.backward(batch)
+            named = engine.named_parameters()
+            drawn.gradients.append(
+                {n: whole(p.grad).clone() for n, p in named if p.grad is not None}
+            )
+            drawn.kept.append([block.kept for block in blocks])
+            drawn.batches.append(batch)
+            for block in blocks:
+                block.kept = []
+            engine.update()  # at a rate of 0: every step has the same weights
+        return drawn
+
+    return ax.World.mock(ranks).run(run)
+
+
+RECOMPUTE = "train.activation_checkpointing="
+SHARED = ["strategy.tensor.degree=2"]
+LAYOUTS = [["strategy=ddp", *SHARED], ["strategy=fsdp", *SHARED], ["strategy=zero1", *SHARED]]
+
+
+@pytest.mark.parametrize("overrides", LAYOUTS, ids=" ".join)
+def test_tensor_ranks_draw_alike_and_data_ranks_and_steps_and_blocks_apart(
+    overrides: list[str],
+) -> None:
+    chosen = configured(*overrides, ranks=4)
+    drawn, shares = draw(chosen, ranks=4), layout(chosen, world_size=4)
+    masks: dict[tuple[int, int, int], Tensor] = {}
+    for rank, of_rank in enumerate(drawn):
+        for step, block in itertools.product(range(STEPS), range(BLOCKS)):
+            [mask] = of_rank.kept[step][block]
+            place = shares.data_shard(rank), step, block
+            assert torch.equal(masks.setdefault(place, mask), mask), f"rank {rank} at {place}"
+            assert 0.3 < mask.float().mean() < 0.7
+    assert len(masks) == 2 * STEPS * BLOCKS
+    for one, other in itertools.combinations(masks, 2):
+        assert not torch.equal(masks[one], masks[other]), f"{one} and {other} drew the same"
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("overrides", [["strategy=single"], *LAYOUTS[:2]], ids=" ".join)
+def test_gradients_are_plain_torchs_of_what_was_kept(overrides: list[str], mode: str) -> None:
+    """What is recomputed in backward must be dropped as it was in forward."""
+    ranks = 1 if overrides == ["strategy=single"] else 4
+    chosen = configured(*overrides, RECOMPUTE + mode, ranks=ranks)
+    drawn, shares = draw(chosen, ranks=ranks), layout(chosen, world_size=ranks)
+    for step in range(STEPS):
+        plain = build(chosen.model, seed=chosen.seed)
+        blocks = [one for one in plain.modules() if isinstance(one, Block)]
+        for rank in range(0, ranks, shares.tensor):  # of tensor ranks one
+            for block, kept in zip(blocks, drawn[rank].kept[step], strict=True):
+                block.given = kept[0]
+            batch = drawn[rank].batches[step]
+            logits, targets = plain(batch.inputs).flatten(0, 1), batch.targets.flatten()
+            (F.cross_entropy(logits, targets) / shares.data_ranks).backward()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(drawn[0].gradients[step][name], parameter.grad)

@@ -1,0 +1,161 @@
+"""Gradients are averaged as torch's own all-reduce averages them, when the strategy says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import axonlaunch as ax
+
+ALL = list(ax.GradSyncStrategy)
+TINY_BUCKETS = 64 / 2**20
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def rows(rank: int) -> Tensor:
+    inputs: Tensor = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+    return inputs
+
+
+def backward(model: nn.Module, rank: int) -> list[Tensor]:
+    model(rows(rank)).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def averaged_by_torch() -> list[Tensor]:
+    def run(world: ax.World) -> list[Tensor]:
+        gradients = backward(net(), world.rank)
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+        return [gradient / world.world_size for gradient in gradients]
+
+    return ax.World.mock(2).run(run)[0]
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("notes", [True, False])
+def test_every_gradient_becomes_the_mean(strategy: str, notes: bool) -> None:
+    """Whether or not it was noted that gradients are complete."""
+
+    def run(world: ax.World) -> list[Tensor]:
+        model = net()
+        sync = ax.GradientSynchronizer(strategy=strategy, bucket_size_mb=TINY_BUCKETS)
+        assert sync.strategy is ax.GradSyncStrategy(strategy)
+        sync.prepare(model.parameters())
+        assert len(sync.buckets) > 1
+        for _ in range(2):  # a second step needs no other preparation
+            model.zero_grad()
+            gradients = backward(model, world.rank)
+            for parameter in model.parameters() if notes else ():
+                sync.add_gradient(parameter)
+            sync.sync_all()
+        return gradients
+
+    for gradients in ax.World.mock(2).run(run):
+        for got, expected in zip(gradients, averaged_by_torch(), strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("strategy", "sent"), [("overlapped", 1), ("synchronous", 0)])
+def test_only_overlapped_buckets_go_when_they_are_complete(strategy: str, sent: int) -> None:
+    def run(world: ax.World) -> int:
+        first, last = (nn.Parameter(torch.ones(20)) for _ in range(2))
+        sync = ax.GradientSynchronizer(
+            [first, last], strategy=strategy, bucket_size_mb=TINY_BUCKETS
+        )
+        for parameter in (first, last):
+            parameter.grad = torch.full((20,), float(world.rank))
+        sync.add_gradient(first)  # its bucket goes second: not before the other's
+        assert all(bucket.is_empty for bucket in sync.buckets)
+        sync.add_gradient(last)
+        started = sum(not bucket.is_empty for bucket in sync.buckets)
+        sync.sync_all()
+        assert first.grad is not None
+        assert first.grad.tolist() == [0.5] * 20
+        return started
+
+    assert ax.World.mock(2).run(run) == [2 * sent] * 2
+
+
+def test_what_was_noted_is_forgotten_by_clear() -> None:
+    def run(world: ax.World) -> list[float]:
+        weight = nn.Parameter(torch.ones(2))
+        sync = ax.GradientSynchronizer([weight], strategy="overlapped")
+        weight.grad = torch.full((2,), 100.0 * world.rank)
+        sync.add_gradient(weight)
+        sync.clear()
+        assert all(bucket.is_empty for bucket in sync.buckets)
+        weight.grad = torch.full((2,), float(world.rank))
+        sync.sync_all()
+        return weight.grad.tolist()
+
+    assert ax.World.mock(2).run(run) == [[0.5, 0.5]] * 2
+
+
+def test_a_parameter_that_was_not_prepared_is_refused() -> None:
+    def run(world: ax.World) -> None:
+        sync = ax.GradientSynchronizer([nn.Parameter(torch.ones(2))])
+        with pytest.raises(ValueError, match=r"shape \[3\] is in no bucket: give prepare"):
+            sync.add_gradient(nn.Parameter(torch.ones(3)))
+
+    ax.World.mock(1).run(run)
+
+
+class TwoHeads(nn.Module):
+    """Uses one head or the other, as the rank says, and a third never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(nn.Linear(6, 2) for _ in range(3))
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        out: Tensor = self.heads[head](x)
+        return out
+
+
+@pytest.mark.parametrize("sync", ["overlapped", "synchronous"])
+def test_ddp_trains_with_parameters_that_a_rank_left_out_as_torchs_does(sync: str) -> None:
+    def train(world: ax.World, model: nn.Module, module: TwoHeads) -> list[Tensor]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(rows(world.rank + step), (world.rank + step) % 2).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in module.parameters()]
+
+    def ours(world: ax.World) -> list[Tensor]:
+        module = TwoHeads()
+        model = ax.DDP(module, sync=sync, find_unused_parameters=True)
+        assert model.parameters_without_grad() == []
+        return train(world, model, module)
+
+    def theirs(world: ax.World) -> list[Tensor]:
+        module = TwoHeads()
+        return train(world, DistributedDataParallel(module, find_unused_parameters=True), module)
+
+    expected = ax.World.mock(2).run(theirs)[0]
+    for parameters in ax.World.mock(2).run(ours):
+        for got, one in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(got, one)
+
+
+def test_groups_are_given_by_position() -> None:
+    def run(world: ax.World) -> list[bool]:
+        group = [world.new_group([0, 1]), world.new_group([2, 3])][world.rank // 2]
+        column = ax.ColumnParallelLinear(4, 6, group)
+        row = ax.RowParallelLinear(6, 4, group)
+        table = ax.VocabParallelEmbedding(8, 4, group)
+        attention = ax.TensorParallelAttention(8, 2, None, group)
+        layers: list[ax.ColumnParallelLinear | ax.RowParallelLinear] = [column, row]
+        axes = [layer.axis for layer in layers] + [table.axis, attention.axis]
+        return [axis.group is group for axis in axes] + [ax.DDP(net(), group).group is group]
+
+    assert ax.World.mock(4).run(run) == [[True] * 5] * 4

@@ -1,0 +1,220 @@
+"""States are allocated without a step, and training is then what plain torch.optim does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rank_engine import rank_engine
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from axonlaunch import config as configuration
+from axonlaunch.comm import World
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import resolved
+from axonlaunch.config.optimizer import AdamWConfig, OptimizerConfig, SGDConfig
+from axonlaunch.config.optimizer_states import optimizer_states, states_per_element
+from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
+from axonlaunch.engines.optimizer.offload import StreamedUpdate
+from axonlaunch.engines.optimizer.optimizers import build_optimizer
+from axonlaunch.engines.optimizer.step import Update
+from axonlaunch.models.build import build as build_model
+from axonlaunch.models.dtensor_regions import whole
+
+CPU = torch.device("cpu")
+CONFIGS = {
+    "adamw": AdamWConfig(lr=0.1, weight_decay=0.1),
+    "sgd": SGDConfig(lr=0.1, weight_decay=0.3),
+    "nesterov": SGDConfig(lr=0.1, weight_decay=0.3, nesterov=True),
+    "sgd without momentum": SGDConfig(lr=0.1, weight_decay=0.3, momentum=0.0),
+}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def updates(kind: str, config: OptimizerConfig, world: World) -> Update:
+    """Return the update that a layout uses, over the tensors that it would hold."""
+    model = net()
+    mesh = world.mesh(dp_replicate=world.world_size).device_mesh
+    if kind in ("sharded", "streamed shards"):
+        fully_shard(model, mesh=mesh["dp_replicate"])
+    own = dict(model.named_parameters())
+    if kind == "zero1":
+        return ShardedUpdate(config, own, mesh=mesh)
+    if kind.startswith("streamed"):
+        return StreamedUpdate(config, own, device=CPU, states_on=CPU)
+    return Update(config, own)
+
+
+def about(states: dict[str, Tensor]) -> dict[str, Any]:
+    def of(tensor: Tensor) -> Any:
+        spec = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        both = [(t.shape, t.stride(), t.dtype, t.device) for t in (tensor, local)]
+        return both, spec, tensor.requires_grad
+
+    return {name: of(tensor) for name, tensor in states.items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", ["whole", "zero1", "sharded", "streamed", "streamed shards"])
+def test_states_before_the_first_step_are_those_that_torch_makes_in_it(
+    name: str, kind: str
+) -> None:
+    def run(world: World) -> None:
+        fresh, stepped = (updates(kind, CONFIGS[name], world) for _ in range(2))
+        for tensor in stepped.tensors.values():
+            tensor.grad = torch.ones_like(tensor)
+        for optimizer in stepped.optimizers:
+            assert not optimizer.state
+        stepped.apply(learning_rate=0.0)
+        assert about(fresh.state_dict()) == about(stepped.state_dict())
+        assert all(not whole(t).any() for t in fresh.state_dict().values())
+
+    World.mock(2).run(run)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_table_of_states_is_what_torch_keeps(name: str) -> None:
+    config, weight = CONFIGS[name], nn.Parameter(torch.randn(5, 4))
+    weight.grad = torch.randn(5, 4)
+    optimizer = build_optimizer(config, [weight])
+    optimizer.step()
+    kept = optimizer.state.get(weight, {})
+    assert {state.name for state in optimizer_states(config)} == set(kept)
+    for state in optimizer_states(config):
+        like = weight if state.elementwise else torch.zeros(())
+        assert (kept[state.name].shape, kept[state.name].dtype) == (like.shape, like.dtype)
+    elements = sum(t.numel() for t in kept.values() if t.ndim)
+    assert states_per_element(config) * weight.numel() == elements
+
+
+def test_weight_decay_leaves_no_trace_in_momentum_before_the_first_step() -> None:
+    update = Update(CONFIGS["sgd"], dict(net().named_parameters()))
+    assert not any(state.any() for state in update.state_dict().values())
+
+
+def test_gradients_and_rates_outlast_asking_for_states() -> None:
+    own = dict(net().named_parameters())
+    gradients = {name: torch.randn_like(p) for name, p in own.items()}
+    for name, p in own.items():
+        p.grad = gradients[name]
+    before = {name: p.detach().clone() for name, p in own.items()}
+    update = Update(CONFIGS["adamw"], own)
+    update.state_dict()
+    assert all(own[name].grad is gradient for name, gradient in gradients.items())
+    assert all(torch.equal(p, before[name]) for name, p in own.items())
+    assert {g["lr"] for o in update.optimizers for g in o.param_groups} == {0.1}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_states_asked_for_at_any_time_change_no_bit_of_what_torch_optim_does(name: str) -> None:
+    config = CONFIGS[name]
+    ours, theirs = net(), net()
+    matrices = {"params": [p for p in theirs.parameters() if p.ndim == 2], "weight_decay": 0.3}
+    vectors = {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0}
+    plain: torch.optim.Optimizer
+    if isinstance(config, AdamWConfig):
+        matrices["weight_decay"] = 0.1
+        plain = torch.optim.AdamW([matrices, vectors], lr=0.1, betas=config.betas, fused=True)
+    else:
+        plain = torch.optim.SGD(
+            [matrices, vectors], lr=0.1, momentum=config.momentum, nesterov=config.nesterov
+        )
+    update = Update(config, dict(ours.named_parameters()))
+    for step in range(4):
+        update.load_state_dict({k: v.clone() for k, v in update.state_dict().items()})
+        generator = torch.Generator().manual_seed(step)
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+        update.apply(learning_rate=0.1)
+        plain.step()
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+SMALL = [
+    *("model.hidden_size=16", "model.num_hidden_layers=2", "model.num_attention_heads=2"),
+    *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"),
+    *("train.grad_clip=null", "scheduler=constant", "scheduler.warmup_steps=0"),
+]
+TENSOR = "strategy.tensor.degree=2"
+LAYOUTS = {
+    "single": (1, "strategy=single"),
+    "ddp": (2, "strategy=ddp"),
+    "zero1": (2, "strategy=zero1"),
+    "zero2": (2, "strategy=zero2"),
+    "fsdp": (2, "strategy=fsdp"),
+    "hsdp": (4, "strategy=hsdp strategy.fsdp.replicate=2"),
+    "parameters offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=params"),
+    "states offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=optimizer_states"),
+    "all offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=full"),
+    "tensor": (2, "strategy=tensor"),
+    "zero1 x tensor": (4, f"strategy=zero1 {TENSOR}"),
+    "fsdp x tensor": (4, f"strategy=fsdp {TENSOR}"),
+    "pipeline": (2, "strategy=pipeline train.micro_batch_size=4"),
+}
+SGD = {
+    "momentum": "optimizer=sgd optimizer.weight_decay=0.3",
+    "no momentum": "optimizer=sgd optimizer.weight_decay=0.3 optimizer.momentum=0",
+}
+STEPS = 3
+
+
+def as_a_command_does(words: list[str]) -> RunConfig:
+    return resolved(configuration.load([*SMALL, *words]), accelerators=0)
+
+
+def plain_sgd(words: list[str]) -> dict[str, Tensor]:
+    """Train by hand, on one process and all samples, with torch's SGD."""
+    chosen = as_a_command_does([*words, "strategy=single", "launch.nproc=1"])
+    assert isinstance(chosen.optimizer, SGDConfig)
+    model = build_model(chosen.model, seed=chosen.seed)
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.3},
+            {"params": [p for p in model.parameters() if p.ndim < 2]},
+        ],
+        lr=chosen.optimizer.lr,
+        momentum=chosen.optimizer.momentum,
+    )
+    _, loader = World.mock(1).run(lambda world: rank_engine(chosen, world))[0]
+    for step in range(STEPS):
+        batch = loader.batch(step)
+        F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("momentum", SGD)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_whose_states_are_loaded_before_its_first_step_is_plain_sgd(
+    layout: str, momentum: str
+) -> None:
+    """As every run with ``model.weights=`` does, and one that saves before it has stepped."""
+    ranks, strategy = LAYOUTS[layout]
+    words = SGD[momentum].split()
+    chosen = as_a_command_does([*words, *strategy.split(), f"launch.nproc={ranks}"])
+
+    def run(world: World) -> dict[str, Tensor]:
+        engine, loader = rank_engine(chosen, world)
+        engine.load_state_dict(engine.state_dict())
+        for step in range(STEPS):
+            engine.train_step(loader.batch(step))
+        return {n: whole(p.detach()).clone() for n, p in engine.named_parameters()}
+
+    expected, seen = plain_sgd(words), set()
+    for parameters in World.mock(ranks).run(run):
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6)
+            seen.add(name)
+    assert seen == set(expected)

@@ -1,0 +1,234 @@
+"""FSDP from plain Python with a user's own optimizer: what it takes, offloads, counts, refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import axonlaunch as ax
+from axonlaunch.config.optimizer import SGDConfig
+from axonlaunch.engines.optimizer.offload import stream
+
+OFFLOADS = list(ax.CPUOffload)
+STREAMED = ["params", "optimizer_states"]
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def inputs(rank: int, size: int) -> Tensor:
+    rows: Tensor = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    return rows.chunk(size)[rank]
+
+
+def trained(model: nn.Module, optimizer: Optimizer, batch: Tensor, *, steps: int = 4) -> None:
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    held = [p.detach() for p in module.parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in held]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_an_optimizer_of_an_offloaded_module_is_torchs(offload: str, name: str) -> None:
+    alone = net()
+    trained(alone, OPTIMIZERS[name](alone.parameters()), inputs(0, 1))
+
+    def run(world: ax.World) -> list[Tensor]:
+        model = ax.FSDP(net(), cpu_offload=offload)
+        trained(model, model.optimizer(OPTIMIZERS[name]), inputs(world.rank, 2))
+        return weights(model.module)
+
+    for found in ax.World.mock(2).run(run):
+        for got, expected in zip(found, weights(alone), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("offload", ["none", "full"])
+def test_without_streaming_any_optimizer_of_the_parameters_does(offload: str) -> None:
+    def run(world: ax.World) -> list[Tensor]:
+        model = ax.FSDP(net(), cpu_offload=offload)
+        trained(model, torch.optim.AdamW(model.parameters(), lr=0.01), inputs(world.rank, 2))
+        return weights(model.module)
+
+    first, second = ax.World.mock(2).run(run)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("offload", STREAMED)
+def test_an_optimizer_that_would_not_stream_is_refused_with_what_to_write(offload: str) -> None:
+    def run(world: ax.World) -> None:
+        model = ax.FSDP(net(), cpu_offload=offload)
+        own = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model(inputs(world.rank, 2)).sum().backward()
+        message = (
+            f"cpu_offload={offload}: this AdamW keeps its states where the parameters are; build "
+            r"it with model.optimizer\(torch.optim.AdamW, ...\), or use cpu_offload=full"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            own.step()
+        other = nn.Parameter(
+            torch.ones(2)
+        )  # an optimizer of something else is none of its business
+        other.grad = torch.ones(2)
+        torch.optim.SGD([other], lr=1.0).step()
+        assert other.tolist() == [0.0, 0.0]
+
+    ax.World.mock(2).run(run)
+
+
+def test_nothing_is_refused_once_the_module_is_gone() -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before = len(hooks)
+    ax.World.mock(1).run(lambda world: ax.FSDP(net(), cpu_offload="params") and None)
+    import gc
+
+    gc.collect()
+    assert len(hooks) == before
+
+
+def test_a_streamed_step_keeps_states_where_it_is_told_and_one_parameter_on_the_device() -> None:
+    """A device that is not the host is stood in for by one that holds no data at all."""
+    seen: list[list[tuple[str, str]]] = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            held = [p for group in self.param_groups for p in group["params"]]
+            seen.append([(p.device.type, p.grad.device.type) for p in held])
+            return super().step(closure)
+
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = Watched(parameters, lr=0.1, momentum=0.9)
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    stream(optimizer, device=meta, states_on=meta)
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    with pytest.raises(NotImplementedError, match="meta"):  # which can't be copied back
+        optimizer.step()
+    assert seen == [[("meta", "meta")]]
+    assert optimizer.param_groups[0]["params"] == parameters
+    kept = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    stream(kept, device=cpu, states_on=meta)
+    kept.step()
+    assert {state["momentum_buffer"].device for state in kept.state.values()} == {meta}
+
+
+def test_a_streamed_step_takes_a_closure_and_saves_its_states_by_parameter() -> None:
+    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    cpu, batch = torch.device("cpu"), torch.randn(4, 3)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, theirs)]
+    stream(optimizers[0], device=cpu, states_on=cpu)
+    for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+
+        def closure(module: nn.Module = module, optimizer: Optimizer = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = module(batch).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        assert float(optimizer.step(closure)) > 0
+    saved, expected = (optimizer.state_dict() for optimizer in optimizers)
+    assert saved["param_groups"] == expected["param_groups"]
+    for index, states in expected["state"].items():
+        for key, value in states.items():
+            assert torch.equal(saved["state"][index][key], value)
+
+
+def test_mixed_precision_true_is_bf16_with_fp32_reduction() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def gradients(world: ax.World, given: MixedPrecisionPolicy | bool) -> list[Tensor]:
+        dtypes = []
+        model = ax.FSDP(net(), mixed_precision=given)
+        model.module[1].register_forward_hook(lambda m, i, out: dtypes.append(out.dtype))  # type: ignore[operator]
+        model(inputs(world.rank, 2)).square().mean().backward()
+        assert dtypes == [torch.float32 if given is False else torch.bfloat16]
+        held = [p.grad for p in model.parameters()]
+        return [g.full_tensor() for g in held if isinstance(g, DTensor)]
+
+    by_flag, by_policy = (ax.World.mock(2).run(gradients, one)[0] for one in (True, policy))
+    assert all(torch.equal(a, b) for a, b in zip(by_flag, by_policy, strict=True))
+    assert {g.dtype for g in by_flag} == {torch.float32}
+    assert len(ax.World.mock(2).run(gradients, False)[0]) == 4
+
+
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd without momentum"])
+def test_a_memory_estimate_is_what_a_step_leaves(sharding: str, optimizer: str) -> None:
+    def run(world: ax.World) -> None:
+        model = ax.FSDP(net(), world=world, sharding=sharding)
+        config: Any = optimizer
+        make: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer.split()[0]]
+        options: dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
+        if "without" in optimizer:
+            config = SGDConfig(momentum=0.0)
+        found = model.memory_estimate(config)
+        own = make(model.parameters(), lr=0.1, **options)
+        model(inputs(world.rank, 2)).sum().backward()
+        own.step()
+        held = list(model.parameters())
+        assert found.parameter_bytes == nbytes(held)
+        assert found.gradient_bytes == nbytes([p.grad for p in held if p.grad is not None])
+        states = [s for kept in own.state.values() for s in kept.values() if s is not None]
+        assert found.optimizer_bytes == nbytes(states)
+        assert found.total_bytes == nbytes([*held, *held, *states])
+
+    ax.World.mock(2).run(run)
+
+
+def nbytes(tensors: list[Tensor]) -> int:
+    return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
+
+
+def test_states_of_an_unknown_optimizer_are_not_guessed() -> None:
+    def run(world: ax.World) -> None:
+        with pytest.raises(ValueError, match="optimizer=lion: its states are not known; use adamw"):
+            ax.FSDP(net()).memory_estimate("lion")
+
+    ax.World.mock(1).run(run)
+
+
+def test_a_group_by_position_shares_it() -> None:
+    def run(world: ax.World) -> tuple[list[int], float]:
+        group = [world.new_group([0, 1]), world.new_group([2, 3])][world.rank // 2]
+        model = ax.FSDP(net(), group)
+        model(inputs(world.rank, 4)).square().mean().backward()
+        return model.mesh.mesh.tolist(), float(model.clip_grad_norm(1.0))
+
+    found = ax.World.mock(4).run(run)
+    assert [ranks for ranks, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert found[0][1] == found[1][1] != found[2][1]
+
+
+def test_who_shares_it_is_said_once_and_replicas_are_of_the_world() -> None:
+    def run(world: ax.World) -> None:
+        with pytest.raises(ValueError, match="give one of them"):
+            ax.FSDP(net(), world.default_group, world=world)
+        group = world.new_group([0, 1]), world.new_group([2, 3])
+        with pytest.raises(ValueError, match=r"2 replicas over ranks \[., .\], a part of the"):
+            ax.FSDP(net(), group[world.rank // 2], sharding="no_shard")
+
+    ax.World.mock(4).run(run)

@@ -1,0 +1,68 @@
+"""Evaluating and predicting leave every module in the mode in which it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from configured import run_config
+from parity_table import IMAGES
+from rank_engine import rank_engine
+from torch import nn
+
+from axonlaunch.comm import World
+
+LAYOUTS = {
+    "single": (1, ["strategy=single"]),
+    "ddp": (2, ["strategy=ddp"]),
+    "fsdp": (2, ["strategy=fsdp"]),
+    "pipeline": (2, ["strategy=pipeline"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_evaluation_leaves_the_mode_of_each_module_as_it_was(name: str) -> None:
+    ranks, overrides = LAYOUTS[name]
+    custom = ["model=custom", "model.target=normed:build", *IMAGES, "train.global_batch_size=8"]
+    chosen = run_config([*custom, *overrides, f"launch.nproc={ranks}", "launch.backend=mock"])
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        parts = [part for one in engine.modules for part in one.modules()]
+        assert all(part.training for part in parts)
+        seen = []
+        for part in parts:
+            if isinstance(part, nn.BatchNorm1d):
+                part.eval()  # frozen statistics, which training leaves frozen
+                part.register_forward_hook(lambda module, *_: seen.append(module.training))
+            if isinstance(part, nn.ReLU):
+                part.register_forward_hook(lambda module, *_: seen.append(module.training))
+        modes = [part.training for part in parts]
+        batch = next(iter(loader.eval_batches(1)))
+        for look in (lambda: engine.evaluate(batch), lambda: engine.predict(batch.inputs)):
+            look()
+            assert not any(seen)
+            assert [part.training for part in parts] == modes
+            engine.train_step(loader.batch(0))
+            assert [part.training for part in parts] == modes
+            seen.clear()
+
+    World.mock(ranks).run(run)
+
+
+def test_a_model_that_comes_in_evaluation_mode_is_trained_in_training_mode() -> None:
+    """As pretrained models come: their dropout would never draw."""
+    from axonlaunch import register_model
+
+    @register_model("came_in_eval", inputs="tokens")
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(256, 4), nn.Dropout(0.5), nn.Linear(4, 256)).eval()
+
+    words = ["model=came_in_eval", "data=synthetic_tokens", "data.sequence_length=8"]
+    chosen = run_config([*words, "launch.nproc=1", "strategy=single"])
+
+    def run(world: World) -> bool:
+        engine, _ = rank_engine(chosen, world)
+        return engine.modules[0][1].training  # type: ignore[index]
+
+    assert World.mock(1).run(run) == [True]
+    assert torch.is_grad_enabled()

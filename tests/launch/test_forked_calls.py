@@ -1,0 +1,72 @@
+"""What fails in a forked call is raised in the parent, with the traceback of the process."""
+
+from __future__ import annotations
+
+import traceback
+from multiprocessing import get_context
+
+import pytest
+from command import Command
+
+from axonlaunch import config
+from axonlaunch.planning.background_estimate import BackgroundEstimate
+from axonlaunch.system import forked_call
+
+
+def failure(target: str) -> tuple[Exception, str]:
+    """Return what a call raises, and how Python would print it."""
+    context = get_context("forkserver")
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
+        forked_call.call(context, f"failing:{target}")
+    assert isinstance(caught.value, Exception)
+    return caught.value, "".join(traceback.format_exception(caught.value))
+
+
+def test_an_exception_of_a_forked_call_brings_its_traceback_and_its_cause() -> None:
+    error, printed = failure("raises")
+    assert (type(error), str(error)) == (ValueError, "what was wrong")
+    assert "in _deep_inside" in printed
+    assert "KeyError: 'first'" in printed
+    assert printed.index("in _deep_inside") < printed.index("in failure")
+    assert "CallsFailedError" not in printed
+
+
+def test_an_exception_that_cannot_be_pickled_is_named_with_its_traceback() -> None:
+    error, printed = failure("raises_what_cannot_be_pickled")
+    assert (type(error), str(error)) == (RuntimeError, "UnpicklableError: it holds a lock")
+    assert "in raises_what_cannot_be_pickled" in printed
+
+
+def test_a_call_that_ends_its_process_says_where() -> None:
+    error, printed = failure("exits")
+    assert str(error) == "a module ended the process with status 3"
+    assert "raise SystemExit(3)" in printed
+
+
+def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log() -> None:
+    context = get_context("forkserver")
+    prediction = BackgroundEstimate(
+        context, config.load(["launch.nproc=1", "model.hidden_size=24"])
+    )
+    prediction._call = forked_call.Call(context, "failing:raises", ())
+    prediction.wait()
+    prediction.close()
+    assert prediction.reason == "ValueError: what was wrong"
+    assert "in _deep_inside" in prediction.traceback
+
+
+def test_debug_shows_the_traceback_of_a_rank_and_nothing_else_does(
+    served: Command, faulty: list[str]
+) -> None:
+    words = [*faulty, "model.arguments.fault=exception", "launch.backend=gloo"]
+    ran = served("--debug", "verify", *words, status=1)
+    assert "debug: axonlaunch.verification.runner: rank 1 failed" in ran.stderr
+    assert "in forward" in ran.stderr
+    assert ran.stdout.endswith("failed\n")
+
+
+def test_debug_shows_where_a_mistake_was_found(served: Command) -> None:
+    words = ["estimate", "strategy=tensor", "strategy.tensor.degree=3"]
+    shown = served("--debug", *words, status=2).stderr
+    assert "Traceback (most recent call last)" in shown
+    assert shown.endswith(served(*words, status=2).stderr)

@@ -1,0 +1,239 @@
+"""Where a run's token comes from, who can read it, and what a run without one says."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import TINY, Command
+from launchers import SUPPORT, By, Machines, ended, logged, machines, torchrun
+
+from axonlaunch import config as configuration
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.schema import LaunchConfig
+from axonlaunch.launch import slurm
+from axonlaunch.launch.multinode import token
+
+SECRET = "a secret of sixteen bytes or more"
+WARNING = "no launch.token_file: whoever can connect to 10.77.0.1:29500 can run code as this user"
+
+
+def secret_file(path: Path, content: str = SECRET, mode: int = 0o600) -> Path:
+    path.write_text(content)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [
+        (SECRET, 0o640, r"others can read or write it \(mode 0640\); use chmod 600"),
+        (SECRET, 0o604, r"others can read or write it \(mode 0604\); use chmod 600"),
+        (SECRET, 0o620, r"others can read or write it \(mode 0620\); use chmod 600"),
+        ("short", 0o600, "it is 5 bytes, and a token has from 16 to 4096; make it by"),
+        (" \n", 0o600, "it is empty, and a token has from 16"),
+        ("x" * 5000, 0o600, "it is 4097 bytes, and a token has from 16 to 4096"),
+    ],
+)
+def test_a_file_that_is_no_secret_is_refused(
+    tmp_path: Path, content: str, mode: int, message: str
+) -> None:
+    path = secret_file(tmp_path / "token", content, mode)
+    with pytest.raises(ConfigError, match=f"launch.token_file=.*: {message}"):
+        token.read(LaunchConfig(token_file=str(path)))
+
+
+def test_a_fifo_a_folder_and_a_missing_file_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    for name, message in (
+        ("fifo", "is not a file"),
+        (".", "can't read it"),
+        ("no", "can't read it"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            token.read(LaunchConfig(token_file=str(tmp_path / name)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+def test_another_users_file_is_refused(tmp_path: Path) -> None:
+    path = secret_file(tmp_path / "token")
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to user 12345; make a file of your own"):
+        token.read(LaunchConfig(token_file=str(path)))
+
+
+def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    umask = os.umask(0)
+    try:
+        found = [token.of_this_user() for _ in range(2)]
+    finally:
+        os.umask(umask)
+    assert found[0] == found[1]
+    assert found[0] is not None
+    assert len(found[0]) == 64
+    folder = tmp_path / "axonlaunch"
+    assert [path.name for path in folder.iterdir()] == ["token"]
+    assert (folder / "token").stat().st_mode & 0o777 == 0o600
+    (folder / "token").chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read or write it"):
+        token.of_this_user()
+
+
+def test_a_jobs_token_lies_in_its_folder_and_its_owner_alone_reads_it(tmp_path: Path) -> None:
+    config = configuration.with_values(RunConfig(), {"run_dir": str(tmp_path), "name": "job"})
+    for _ in range(2):  # queued again, or submitted again, it is kept
+        (tmp_path / "config.yaml").touch()
+        slurm._write(config, tmp_path)
+        launch = configuration.read(tmp_path / "job.yaml").launch
+        assert launch.token_file == str(tmp_path / "token")
+        assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+        secret = token.read(launch)
+        assert secret is not None
+        assert secret not in (tmp_path / "job.yaml").read_bytes()
+        assert secret not in (tmp_path / "job.sbatch").read_bytes()
+
+
+def test_without_a_token_a_run_says_what_a_neighbour_can_do_or_is_refused() -> None:
+    told = token.without(LaunchConfig(), address="10.77.0.1:29500")
+    assert told.startswith(WARNING)
+    assert "\n" not in told
+    with pytest.raises(ConfigError, match=r"launch\.require_token=true: the nodes share no secret"):
+        token.without(LaunchConfig(require_token=True), address="10.77.0.1:29500")
+
+
+def visible(command: Command) -> bytes:
+    """Return the arguments and variables of a run's processes, and its files that others read."""
+    shown = [
+        (Path("/proc") / str(pid) / name).read_bytes()
+        for pid in command.processes()
+        for name in ("cmdline", "environ")
+    ]
+    files = [path for path in command.folder.rglob("*") if path.is_file()]
+    shown += [path.read_bytes() for path in files if path.stat().st_mode & 0o077]
+    return b"".join(shown)
+
+
+@pytest.mark.parametrize("by", ["local", "torchrun"])
+def test_what_ranks_sign_with_is_in_no_argument_variable_or_file_that_others_read(
+    axonlaunch: Command, faulty: list[str], by: str
+) -> None:
+    # The plugin hands the key to this test in a private file.
+    plugin = axonlaunch.folder / "faulty_plugin.py"
+    plugin.write_text(plugin.read_text() + KEY)
+    command = axonlaunch if by == "local" else torchrun(axonlaunch.folder, 2)
+    words = [word for word in faulty if by == "local" or not word.startswith("launch.")]
+    process = command.start(
+        "train", *words, "train.steps=1000", "name=run", "model.arguments={pause:0.1}"
+    )
+    logged(axonlaunch.folder / "runs/run/metrics.jsonl", 2)
+    key = (axonlaunch.folder / "key").read_bytes()
+    shown = visible(axonlaunch)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert len(key) == 32
+    assert b"axonlaunch" in shown
+    for secret in (key, key.hex().encode(), base64.b64encode(key)):
+        assert secret not in shown
+
+
+KEY = """
+import gc, os
+from axonlaunch.comm.authentication import Credentials
+from axonlaunch.comm import gloo
+
+prove = gloo._prove
+def note(group, store, challenge, key, **rest):
+    with os.fdopen(os.open("key", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(key)
+    prove(group, store, challenge, key, **rest)
+gloo._prove = note
+"""
+
+
+@pytest.fixture
+def two(axonlaunch: Command) -> Iterator[Machines]:
+    with machines(axonlaunch.folder, 2) as made:
+        yield made
+
+
+def start(two: Machines, node: int, *words: str) -> Any:
+    world = ["launch.nnodes=2", "launch.nproc=1", f"launch.master_addr={two.addresses[0]}"]
+    return two.command(node).start("train", *TINY, *world, f"launch.node_rank={node}", *words)
+
+
+@pytest.mark.slow
+def test_nodes_with_the_same_token_in_other_files_train_and_say_nothing_of_neighbours(
+    two: Machines, axonlaunch: Command
+) -> None:
+    files = [secret_file(axonlaunch.folder / f"token{node}") for node in range(2)]
+    told = ended(
+        [start(two, node, "name=run", f"launch.token_file={files[node]}") for node in range(2)]
+    )
+    assert [status for status, _, _ in told] == [0, 0], told
+    assert all("launch.token_file" not in output + errors for _, output, errors in told)
+
+
+@pytest.mark.slow
+def test_nodes_without_a_token_say_once_what_a_neighbour_can_do(two: Machines) -> None:
+    told = ended([start(two, node, "name=run") for node in range(2)])
+    assert [status for status, _, _ in told] == [0, 0], told
+    assert [(output + errors).count(WARNING) for _, output, errors in told] == [1, 0]
+
+
+def test_nodes_that_must_have_a_token_and_have_none_are_refused(two: Machines) -> None:
+    told = ended([start(two, node, "launch.require_token=true") for node in range(2)])
+    assert [status for status, _, _ in told] == [2, 2], told
+    assert all("launch.require_token=true: the nodes share no secret" in one[2] for one in told)
+
+
+def test_a_node_never_runs_the_configuration_that_a_stranger_wrote_first(
+    two: Machines, axonlaunch: Command
+) -> None:
+    file = secret_file(axonlaunch.folder / "token")
+    executed = axonlaunch.folder / "executed"
+    (axonlaunch.folder / "evil.py").write_text(f"open({str(executed)!r}, 'w')\n")
+    words = ["name=run", f"launch.token_file={file}", "launch.timeout_s=20"]
+    first = start(two, 0, *words)
+    ours = axonlaunch("config", *TINY, "launch.nproc=1").stdout
+    assert "plugins: []" in ours
+    evil = ours.replace("plugins: []", "plugins: [evil]")
+    stranger_words = ["frozen", two.addresses[0], "29500", evil.encode().hex()]
+    written = By(axonlaunch.folder, two.command(1).prefix, program=[str(SUPPORT / "stranger.py")])(
+        *stranger_words
+    )
+    assert "frozen" in written.stdout
+    second = start(two, 1, *words)
+    told = ended([second, first])
+    assert told[0][0] == 2
+    assert "was not written by a node of this run" in told[0][2]
+    assert told[1][0] != 0
+    assert not executed.exists()
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_token_file_that_only_one_rank_has_ends_the_start(
+    axonlaunch: Command,
+) -> None:
+    file = secret_file(axonlaunch.folder / "token")
+    other = secret_file(axonlaunch.folder / "other", SECRET[::-1])
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29613", "WORLD_SIZE": "2"}
+    ranks = [
+        By(axonlaunch.folder, [], {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}).start(
+            "train", *TINY, f"launch.token_file={path}"
+        )
+        for rank, path in enumerate((file, other))
+    ]
+    ranks[0].send_signal(0)
+    status, _, errors = ended([ranks[1]])[0]
+    ranks[0].kill()
+    ranks[0].communicate(timeout=20)
+    assert status == 2
+    assert "MASTER_ADDR=127.0.0.1:29613: what stands in the store there was not written" in errors

@@ -1,0 +1,123 @@
+"""What a model of others returns is held against the data before there is a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from axonlaunch import config
+from axonlaunch import data as datasets
+from axonlaunch.config import ConfigError
+from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
+from axonlaunch.models import register_model
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
+from axonlaunch.preflight import checks
+from axonlaunch.preflight.model_outputs import output_problems
+
+TOKENS = SyntheticTokensConfig(vocab_size=50, sequence_length=8, num_samples=99)
+IMAGES = SyntheticImagesConfig(image_size=4, num_classes=10, num_samples=99)
+SPEC = ModelSpec(build=lambda config: nn.Identity(), loss=cross_entropy_sum)
+
+
+class Model(nn.Module):
+    """Tokens and their positions to logits, returned as a test wants them."""
+
+    def __init__(self, *, tokens: int = 50, classes: int = 50, returns: str = "logits") -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(tokens, 4), nn.Embedding(8, 4)
+        self.head, self.returns = nn.Linear(4, classes), returns
+
+    def forward(self, tokens: Tensor) -> object:
+        if self.returns == "what values decide" and tokens.sum() > 0:
+            raise AssertionError("no values here")
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        logits = self.head(x)
+        print("nobody has asked")
+        return {
+            "logits": logits,
+            "tuple": (logits, x),
+            "object": Outputs(logits),
+            "dict": {"logits": logits},
+            "what values decide": logits,
+        }[self.returns]
+
+
+@dataclass
+class Outputs:
+    logits: Tensor
+
+
+def told(model: nn.Module, data: object = TOKENS, spec: ModelSpec = SPEC) -> list[str]:
+    return [problem.message for problem in output_problems(model, spec, datasets.build(data))]
+
+
+def on_meta(**options: object) -> Model:
+    with torch.device("meta"):
+        return Model(**options)  # type: ignore[arg-type] # what each test gives is of its type
+
+
+def test_logits_over_all_tokens_are_no_problem(capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(on_meta()) == []
+    assert told(on_meta(tokens=60, classes=70)) == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        ("object", "Outputs, not a tensor; return the logits alone, as in return outputs.logits"),
+        ("tuple", "tuple, not a tensor; return the logits alone, as in return outputs[0]"),
+        ("dict", "dict, not a tensor; return the logits alone"),
+    ],
+)
+def test_what_is_no_tensor_is_named_with_what_to_return(returns: str, message: str) -> None:
+    assert told(on_meta(returns=returns)) == [f"its forward returns {message}"]
+
+
+def test_an_embedding_or_outputs_of_fewer_tokens_than_the_data_are_named_with_their_sizes() -> None:
+    [message] = told(on_meta(tokens=49))
+    assert message == "its embedding embed has 49, and the data 50 tokens; make it 50 or more"
+    [message] = told(on_meta(classes=30))
+    assert message == "its outputs have 30, and the data 50 tokens; make it 50 or more"
+
+
+def test_an_embedding_of_positions_may_be_of_any_size() -> None:
+    assert on_meta().positions.num_embeddings < TOKENS.vocab_size
+    assert told(on_meta()) == []
+
+
+def test_classes_of_images_are_compared_too() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 9))
+    assert told(model, IMAGES) == [
+        "its outputs have 9, and the data 10 classes; make it 10 or more"
+    ]
+
+
+def test_outputs_that_a_loss_of_others_takes_may_be_of_any_size() -> None:
+    spec = ModelSpec(build=lambda config: nn.Identity(), loss=lambda outputs, targets: outputs)
+    assert told(on_meta(classes=1), spec=spec) == []
+
+
+def test_a_model_that_needs_values_is_left_to_its_ranks() -> None:
+    assert told(on_meta(tokens=3, returns="what values decide")) == []
+
+
+def test_the_model_itself_is_left_as_it_was() -> None:
+    model = on_meta()
+    told(model)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert not model.embed._forward_pre_hooks
+
+
+@pytest.mark.parametrize("resolve", [checks.resolve, checks.resolve_anywhere])
+def test_every_command_checks_it_before_anything_starts(resolve: object) -> None:
+    register_model("returns", inputs="tokens")(Model)
+    words = ["model=returns", "data=synthetic_tokens", "data.vocab_size=50", "launch.nproc=1"]
+    arguments = ["model.arguments.returns=tuple", "data.sequence_length=8"]
+    with pytest.raises(ConfigError, match=r"^model.name=returns: its forward returns tuple"):
+        resolve(config.load([*words, *arguments]))  # type: ignore[operator] # both are functions

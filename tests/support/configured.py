@@ -1,0 +1,44 @@
+"""Configurations as the commands make them, for tests that build an engine or start a run.
+
+What a command refuses, these refuse; no test proves a configuration that no command makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from axonlaunch import config as configuration
+from axonlaunch.config import RunConfig
+from axonlaunch.planning import auto_strategy
+from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
+from axonlaunch.preflight import checks
+
+
+def run_config(overrides: Sequence[str]) -> RunConfig:
+    """Return what ``axonlaunch train`` and ``axonlaunch verify`` hand to the ranks.
+
+    Raises:
+        ConfigError: The commands refuse it.
+    """
+    return checks.resolve(_loaded(overrides, ()))
+
+
+def estimate_config(overrides: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> RunConfig:
+    """Return what ``axonlaunch estimate`` traces.
+
+    Raises:
+        ConfigError: The command refuses it.
+    """
+    return checks.resolve_anywhere(replace_with_synthetic(_loaded(overrides, config_dirs)))
+
+
+def _loaded(overrides: Sequence[str], config_dirs: Sequence[Path]) -> RunConfig:
+    def compose(words: Sequence[str]) -> configuration.Composed:
+        return configuration.compose(words, config_dirs=config_dirs)
+
+    def server() -> ForkServerContext:
+        raise AssertionError("only strategy=auto asks for processes")
+
+    return auto_strategy.load(overrides, compose=compose, server=server, config_dirs=config_dirs)

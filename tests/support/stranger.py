@@ -1,0 +1,106 @@
+"""Someone without a run's token who can reach its ports; run as a program, or called by tests.
+
+``stranger.py rob ADDRESS SECONDS`` connects to each port that opens and sends what gloo expects;
+``stranger.py noise ADDRESS COUNT`` sends noise to them; ``stranger.py frozen HOST PORT YAML`` puts
+a configuration (its bytes in hexadecimal) where node 1 of 2 looks for that of node 0.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import socket
+import struct
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+
+class Bomb:
+    """What creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return open, (self._path, "w")
+
+
+def bomb(path: Path) -> bytes:
+    """Return a pickle that creates a file when it is read."""
+    return pickle.dumps(Bomb(path))
+
+
+def listening(address: str) -> set[int]:
+    """Return the ports that are open on an address, as every user of the node can read."""
+    digits = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1][9:], 16) for row in rows if row[3] == "0A" and row[1].startswith(digits)}
+
+
+def _new_ports(address: str, seconds: float) -> Any:
+    known, end = listening(address), time.monotonic() + seconds
+    print("ready", flush=True)
+    while time.monotonic() < end:
+        found = listening(address) - known
+        known |= found
+        yield from found
+        time.sleep(0.001)
+
+
+def rob(address: str, seconds: float) -> None:
+    """Take the place of the first ranks that gloo expects at each new port."""
+    held = []
+    for port in _new_ports(address, seconds):
+        for number in range(4):
+            with suppress(OSError):
+                held.append(socket.create_connection((address, port), timeout=1))
+                held[-1].sendall(struct.pack("<q", number))
+
+
+def noise(address: str, count: int) -> None:
+    """Send noise to each new port until so many connections were made."""
+    chance, held, made = random.Random(0), [], 0
+    for port in _new_ports(address, 60):
+        for _ in range(count // 4):
+            with suppress(OSError):
+                one = socket.create_connection((address, port), timeout=1)
+                made += 1
+                if made % 3:
+                    one.sendall(chance.randbytes(chance.randint(1, 300)))
+                if made % 50 == 0:
+                    held.append(one)
+                else:
+                    one.close()
+        if made >= count:
+            break
+    print(made, flush=True)
+
+
+def frozen(host: str, port: int, config: str) -> None:
+    """Put a configuration where node 1 looks for that of node 0, before node 0 does."""
+    import torch.distributed as dist
+
+    theirs: Any = dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    while not (begun := [key for key in theirs.list_keys() if key.endswith("joined/0")]):
+        time.sleep(0.05)
+    value = {"config": config, "attempts": 0, "restarts": 0}
+    key = begun[0].replace("joined/0", "frozen")
+    joined = json.loads(theirs.get(begun[0])[64:])
+    message = {**joined, "name": "frozen", "content": {"nonces": ["", ""], "value": value}}
+    theirs.set(key, "0" * 64 + json.dumps(message))
+    print(key, flush=True)
+
+
+if __name__ == "__main__":
+    kind, where, what, *rest = sys.argv[1:]
+    if kind == "frozen":
+        frozen(where, int(what), bytes.fromhex(rest[0]).decode())
+    else:
+        {"rob": rob, "noise": noise}[kind](where, int(what))

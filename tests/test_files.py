@@ -1,0 +1,67 @@
+"""Files are read and written where they are, and never through what somebody put in their place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from axonlaunch.system import files
+
+
+def link(path: Path) -> None:
+    (path.parent / "victim").write_text("as it was")
+    path.symlink_to(path.parent / "victim")
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+SWAPS: dict[str, Callable[[Path], object]] = {
+    "a link": link,
+    "a FIFO": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a device": device,
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("swap", SWAPS)
+def test_what_is_no_regular_file_is_neither_read_nor_added_to(swap: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    SWAPS[swap](path)
+    with pytest.raises(files.NotRegularError, match="is no regular file"):
+        files.opened(path)
+    with pytest.raises(OSError, match=r"is no regular file|No such device"):
+        files.append_text(path, "text")
+    if swap == "a link":
+        assert (tmp_path / "victim").read_text() == "as it was"
+
+
+def test_a_file_is_replaced_through_no_link(tmp_path: Path) -> None:
+    path, victim = tmp_path / "summary.json", tmp_path / "victim"
+    victim.write_text("as it was")
+    path.symlink_to(victim)
+    (tmp_path / "summary.json.partial").symlink_to(victim)
+    files.replace_text(path, "new")
+    assert path.read_text() == "new"
+    assert not path.is_symlink()
+    assert victim.read_text() == "as it was"
+    assert not (tmp_path / "summary.json.partial").exists()
+
+
+def test_what_can_not_be_replaced_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        files.replace_text(tmp_path / "file", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x" * 11)
+    assert files.read_text(tmp_path / "file", at_most=11) == "x" * 11
+    with pytest.raises(files.TooLargeError, match="is larger than 10 bytes"):
+        files.read_text(tmp_path / "file", at_most=10)
