@@ -54,7 +54,7 @@ def shortened(command: str) -> list[str]:
     words = [word for word in words if not word.startswith("train.steps=")]
     if not any(word.startswith("model=") for word in words):
         words += narrow
-    return [*words, f"train.steps={steps}", "train.eval_batches=1", "train.sample_tokens=4"]
+    return [*words, f"train.steps={steps}", "train.eval_batches=1", "sample.max_new_tokens=4"]
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

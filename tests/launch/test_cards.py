@@ -153,7 +153,7 @@ Current thread 0x00007f0b (most recent call first):
   File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2806 in all_reduce
   File "/v/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "/w/axonlaunch/training/trainer.py", line 90 in fit
-  File "/w/axonlaunch/launch/rank.py", line 55 in main
+  File "/w/axonlaunch/launch/local/rank_process.py", line 55 in main
 """
 
 

@@ -15,7 +15,13 @@ from axonlaunch.checkpoint import step_folders
 
 
 def run_of(faulty: list[str]) -> list[str]:
-    return [*faulty, "checkpoint.every=1", "checkpoint.keep=2", "train.steps=12", "strategy=fsdp"]
+    return [
+        *faulty,
+        "checkpoint.every=1",
+        "checkpoint.keep_last=2",
+        "train.steps=12",
+        "strategy=fsdp",
+    ]
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
