@@ -162,7 +162,7 @@ def test_who_sleeps_in_a_collective_waits_in_it() -> None:
     assert [frame.name for frame in frames] == ["all_reduce", "wrapper", "fit", "main"]
     where = locate(frames, is_asleep=True)
     assert where.is_waiting
-    assert where.words == "waiting in all_reduce, called by fit (axonlaunch/training/trainer.py:90)"
+    assert where.words == "waiting in all_reduce, called by fit (training/trainer.py:90)"
 
 
 def test_who_is_in_code_of_its_own_does_not_wait() -> None:
