@@ -46,7 +46,6 @@ def shortened(command: str) -> list[str]:
     words = shlex.split(command)
     small = ["model.num_hidden_layers=2", "data.sequence_length=64"]
     narrow = ["model.hidden_size=32", "model.num_attention_heads=2", "data.sequence_length=64"]
-    narrow += ["train.global_batch_size=8"]
     is_default = not any(word.startswith("model=") for word in words)
     if words[1] == "verify":
         return [*words, *(narrow if is_default else []), "--steps=1"]
@@ -56,7 +55,7 @@ def shortened(command: str) -> list[str]:
         one = ["data_parallel=ddp", "tensor.degree=8", "pipeline.degree=1"]
         rest = ["train.micro_batch_size=1", "train.activation_checkpointing=full"]
         return [*words, *small, *(f"strategy.{key}" for key in one), *rest]
-    if words[1] != "train":
+    if words[1] != "train" or "--render" in words:
         return words
     if "strategy=auto" in words:  # a few layouts to search
         words += ["strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
