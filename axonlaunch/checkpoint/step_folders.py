@@ -238,7 +238,7 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
     """Keep a checkpoint from being deleted by the run that wrote it; a remote one has no lock.
 
     Raises:
-        DamagedError: It is gone already.
+        CorruptCheckpointError: It is gone already.
     """
     try:
         with opened(checkpoint.path / MANIFEST) as stream:

@@ -226,7 +226,7 @@ def test_a_flipped_bit_is_told_and_the_checkpoint_before_offered(served: Command
     served.train(*words)
     flip(served.folder / "runs/run/checkpoints/step_6/__1_0.distcp")
     ran = served.train(*words, "train.steps=8", status=1)
-    assert "failed first: DamagedError: " in ran.stderr
+    assert "failed first: CorruptCheckpointError: " in ran.stderr
     assert "Traceback" not in ran.stderr
     reason = served.summary("run")["reason"]
     assert "step_6: __1_0.distcp is not what was written" in reason

@@ -1,6 +1,6 @@
 """A layout changes where work happens, never what is computed: one process is the reference.
 
-Every combination of the README's table; those that are not fast run under ``scripts/test --all``.
+Every combination of README.md beside it; those that are not fast run under ``scripts/test --all``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 
 import pytest
 from parity import Trained, assert_same, train
-from parity_table import BATCH, Combination, combinations, in_readme, markdown
+from parity_table import BATCH, PAGE, Combination, combinations, markdown
 
 TOLERANCES = {
     "fp32": {"tolerance": 1e-5},
@@ -40,5 +40,5 @@ def test_it_trains_as_one_process_does(combination: Combination) -> None:
     assert_same(got, expected, **TOLERANCES[combination.precision])
 
 
-def test_the_readme_has_the_table() -> None:
-    assert in_readme() == markdown(), "run python tests/support/parity_table.py"
+def test_the_page_lists_what_is_compared() -> None:
+    assert PAGE.read_text() == markdown(), "run python tests/support/parity_table.py"
