@@ -33,7 +33,7 @@ def truncate(file: Path, chance: random.Random) -> None:
     os.truncate(file, chance.randrange(file.stat().st_size))
 
 
-def empty(file: Path, chance: random.Random) -> None:
+def empty(file: Path, _: random.Random) -> None:
     """Leave nothing of it."""
     os.truncate(file, 0)
 
@@ -50,7 +50,7 @@ def append(file: Path, chance: random.Random) -> None:
     file.write_bytes(file.read_bytes() + chance.randbytes(chance.randint(1, 300)))
 
 
-def delete(file: Path, chance: random.Random) -> None:
+def delete(file: Path, _: random.Random) -> None:
     """Take it away."""
     file.unlink()
 
@@ -64,12 +64,12 @@ def replace(file: Path, chance: random.Random) -> None:
         file.write_bytes(chance.randbytes(file.stat().st_size))
 
 
-def link(file: Path, chance: random.Random) -> None:
+def link(file: Path, _: random.Random) -> None:
     """Put a link to it in its place."""
     file.symlink_to(file.rename(file.parent / f"aside-{file.name}"))
 
 
-def fifo(file: Path, chance: random.Random) -> None:
+def fifo(file: Path, _: random.Random) -> None:
     """Put a pipe in its place, which nobody ever writes to."""
     file.unlink()
     os.mkfifo(file)

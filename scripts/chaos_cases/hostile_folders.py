@@ -55,7 +55,7 @@ def pickled(run_dir: Path, folder: Path, chance: random.Random) -> None:
     _sign(folder, lists=victim)
 
 
-def named_code(run_dir: Path, folder: Path, chance: random.Random) -> None:
+def named_code(run_dir: Path, _folder: Path, _chance: random.Random) -> None:
     """Its configuration names code in every place where it can."""
     (run_dir.parent / "evil.py").write_text(CODE)
     config = (run_dir / "config.yaml").read_text().replace("plugins: []", "plugins: [evil]")
@@ -116,7 +116,7 @@ def names_elsewhere(run_dir: Path, folder: Path, chance: random.Random) -> None:
     _sign(folder)
 
 
-def impossible(run_dir: Path, folder: Path, chance: random.Random) -> None:
+def impossible(_run_dir: Path, folder: Path, chance: random.Random) -> None:
     """Its index says what can not be, with all checksums right."""
     index = json.loads((folder / "index.json").read_text())
     tensor = chance.choice(sorted(index["tensors"]))
@@ -127,7 +127,7 @@ def impossible(run_dir: Path, folder: Path, chance: random.Random) -> None:
     _sign(folder)
 
 
-def other_sizes(run_dir: Path, folder: Path, chance: random.Random) -> None:
+def other_sizes(_run_dir: Path, folder: Path, chance: random.Random) -> None:
     """Its data is noise, its manifest right: all sums fit, and nothing in the files does."""
     for file in folder.glob("*.distcp"):
         file.write_bytes(chance.randbytes(chance.choice([0, 1, file.stat().st_size])))
@@ -153,7 +153,8 @@ def run(lab: Lab, seed: int, log: Log) -> None:
     newest = max(run_dir.glob("checkpoints/step_*"), key=lambda path: int(path.name[5:]))
     log(f"{harm.__name__} for {name}", fault=True)
     harm(run_dir, newest, random.Random(seed))
-    ended = end(command.start(*COMMANDS[name]), seconds=60)
+    reports = name in ("check", "diff")
+    ended = end(command.start(*COMMANDS[name]), seconds=60, reports=reports)
     check_nothing_is_left(command)
     check_nothing_was_executed(command.folder)
     assert ended.status in (0, 1, 2), f"exit status {ended.status}: {ended.text[-1500:]}"

@@ -24,6 +24,7 @@ STEPS = 40
 COMMON = [
     *("model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=2"),
     *("data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=12"),
+    "train.micro_batch_size=2",  # steps that take long enough to be disturbed
     *(f"train.steps={STEPS}", "train.log_every=1", "train.eval_batches=2", "optimizer.eps=1e-5"),
     *("launch.threads=1", "checkpoint.every=4", "name=run"),
 ]
@@ -145,8 +146,14 @@ def plain(folder: Path, *prefix: str) -> By:
     return By(folder, list(prefix))
 
 
-def end(process: Any, *, seconds: float = PATIENCE_S) -> Ended:
-    """Wait for a command, and hold that it ends and prints no traceback."""
+def end(process: Any, *, seconds: float = PATIENCE_S, reports: bool = False) -> Ended:
+    """Wait for a command, and hold that it ends, prints no traceback, and says why it failed.
+
+    Args:
+        process: Of the command.
+        seconds: In which it ends.
+        reports: Whether what it found is its output, so that it needs no message besides.
+    """
     try:
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -155,7 +162,8 @@ def end(process: Any, *, seconds: float = PATIENCE_S) -> Ended:
     assert "Traceback" not in output + errors, f"a traceback: {errors[-2000:]}"
     # What ends by itself says why, but for what it did to the end.
     if ended.status > 0:
-        assert errors.strip(), f"silent: exit status {ended.status} and no message"
+        says = errors + (output if reports or ended.status == 130 else "")
+        assert says.strip(), f"silent: exit status {ended.status} and no message"
     return ended
 
 

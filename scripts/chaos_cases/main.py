@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests" / "support")]
 
+# ruff: noqa: E402 (what follows is found by the line above)
 import corruptions
 import hostile_folders
 import kills

@@ -44,7 +44,7 @@ def run(lab: Lab, seed: int, log: Log) -> None:
         amount = {"noise": 10_000, "rob": 25, "deface": 25}[deed]
         log(f"{deed} beside a run on {nodes} node(s)", fault=True)
         with _stranger(made, deed, address, amount, folder / CANARY):
-            results = _train(made, nodes, folder)
+            results = _train(made, nodes)
         for result in results:
             _judge(result)
         command = plain(folder)
@@ -58,7 +58,7 @@ def run(lab: Lab, seed: int, log: Log) -> None:
         complete(lab.quick(folder), WORDS, expected)
 
 
-def _train(made: Machines, nodes: int, folder: Path) -> list[Ended]:
+def _train(made: Machines, nodes: int) -> list[Ended]:
     if nodes == 1:
         return [end(made.command(0).start("train", *WORDS))]
     words = [word for word in WORDS if not word.startswith("launch.nproc")]

@@ -88,7 +88,7 @@ def run_folder_is_gone(lab: Lab, chance: random.Random, log: Log) -> None:
     _complete(lab, command)
 
 
-def checkpoints_are_denied(lab: Lab, chance: random.Random, log: Log) -> None:
+def checkpoints_are_denied(lab: Lab, _: random.Random, log: Log) -> None:
     """The folder of checkpoints can't be listed, so that nobody knows whether there are any."""
     needs("setpriv")
     command = lab.copy_of_stopped(STRATEGY, "denied")
