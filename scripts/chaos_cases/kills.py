@@ -60,7 +60,13 @@ def _disturb(
     saves = f"checkpoint.async_save={str(chance.random() < 0.5).lower()}"
     log(f"{strategy} {saves}")
     words = [*COMMON, *STRATEGIES[strategy], saves]
-    command = plain(lab.new(f"kill-{seed}"))
+    folder = lab.new(f"kill-{seed}")
+    # Every second round of strategies is of programs that a user's shell would start; the others
+    # have no fork server of their own, and start in a third of the time.
+    shell = pairs is PAIRS and (seed // len(STRATEGIES) + seed) % 2 == 0
+    command = plain(folder) if shell else lab.quick(folder)
+    if not shell:
+        pairs = [pair for pair in pairs if pair[0] in ("launcher", "rank", "all")]
     for _ in range(FAULTS):
         victim, action = chance.choice(pairs)
         process = command.start("train", *words)
@@ -112,7 +118,7 @@ def _act(
         chosen[:] = _pids(command, process.pid, victim)
         return bool(chosen) or not _is_alive(process.pid)
 
-    if not wait_quietly(choose, seconds=30) or not chosen:
+    if not wait_quietly(choose, seconds=90) or not chosen:
         log(f"there was no {victim} any more")
         return
     log(f"{action} of {victim}", fault=True)
