@@ -107,7 +107,7 @@ def read(folder: Path) -> Manifest:
     """Read the manifest of a folder.
 
     Raises:
-        CorruptCheckpointError: It is none, was edited, or is of a format that is not known; the text says so
+        CorruptCheckpointError: It is none, was edited, or is of an unknown format; the text says so
             of the folder: "has a manifest.json that ...".
         OSError: It can't be read.
     """

@@ -32,7 +32,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     """Read a checkpoint into a state of this layout, in place; every rank calls this.
 
     Raises:
-        CorruptCheckpointError: A file is not what was written; raised on every rank, whoever found it.
+        CorruptCheckpointError: A file is not what was written; raised on every rank.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -160,7 +160,8 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a checkpoint holds: name -> shape and dtype, as torch's index has them.
 
     Raises:
-        CorruptCheckpointError: Its index, or its manifest, is not what was written, or says what can't be.
+        CorruptCheckpointError: Its index or manifest is not what was written, or says what
+            can't be.
     """
     from axonlaunch.checkpoint.dcp_reader import read_index
 
