@@ -177,7 +177,12 @@ def build(
         loss_scale=LossScale() if config.train.precision == "fp16" else None,
         grad_clip=config.train.grad_clip,
         seed=config.seed,
-        rate=partial(_rate, config),
+        rate=partial(
+            learning_rate,
+            config.scheduler,
+            peak=config.optimizer.lr,
+            steps=config.train.steps,
+        ),
     )
 
 
@@ -397,9 +402,3 @@ def _update(plan: _Plan, trained: dict[str, nn.Parameter]) -> Update:
 
 def _as_is(outputs: Tensor) -> Tensor:
     return outputs
-
-
-def _rate(config: RunConfig, step: int) -> float:
-    return learning_rate(
-        config.scheduler, peak=config.optimizer.lr, step=step, steps=config.train.steps
-    )
