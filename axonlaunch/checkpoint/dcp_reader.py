@@ -41,7 +41,7 @@ def read_index(folder: Path) -> Metadata:
     """Return the index of a checkpoint, held against its manifest.
 
     Raises:
-        DamagedError: Either is not what was written, or says what can't be.
+        CorruptCheckpointError: Either is not what was written, or says what can't be.
         OSError: They can't be read.
     """
     about = manifest.read(folder)

@@ -82,7 +82,7 @@ def load_newest(
         passes_over: Whether damaged ones are put aside. Otherwise they are an error.
 
     Raises:
-        DamagedError: The newest is damaged, or there is no good one.
+        CorruptCheckpointError: The newest is damaged, or there is no good one.
         OSError: They can't be listed or read.
     """
     aside: list[str] = []
@@ -111,7 +111,7 @@ def _choose(run_dir: Path, aside: list[str], *, passes_over: bool) -> int:
     """Return the step of a run's newest good checkpoint, -1 where there is none.
 
     Raises:
-        DamagedError: There are damaged ones alone, or such are not to be passed over.
+        CorruptCheckpointError: There are damaged ones alone, or such are not to be passed over.
     """
     found, wrong = newest_good(run_dir)
     if wrong and (found is None or not passes_over):

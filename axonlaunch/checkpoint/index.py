@@ -86,7 +86,7 @@ def read(content: bytes, files: Mapping[str, Sum], *, pickled: bool) -> Metadata
         pickled: Whether it is torch's own.
 
     Raises:
-        DamagedError: It is none, or says what can't be.
+        CorruptCheckpointError: It is none, or says what can't be.
     """
     name = PICKLED_INDEX if pickled else INDEX
     try:
@@ -134,7 +134,7 @@ def _refuse_impossible(index: Any, files: Mapping[str, Sum]) -> None:
     more than its files do.
 
     Raises:
-        DamagedError: It says what can't be.
+        CorruptCheckpointError: It says what can't be.
     """
     if not isinstance(index, Metadata):
         raise CorruptCheckpointError(f"is no index but {type(index).__name__}")

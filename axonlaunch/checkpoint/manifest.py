@@ -107,7 +107,7 @@ def read(folder: Path) -> Manifest:
     """Read the manifest of a folder.
 
     Raises:
-        DamagedError: It is none, was edited, or is of a format that is not known; the text says so
+        CorruptCheckpointError: It is none, was edited, or is of an unknown format; the text says so
             of the folder: "has a manifest.json that ...".
         OSError: It can't be read.
     """
@@ -134,7 +134,7 @@ def _refuse_edited(found: Manifest, about: Mapping[str, Any]) -> None:
     """Hold a manifest against itself.
 
     Raises:
-        DamagedError: It was edited.
+        CorruptCheckpointError: It was edited.
     """
     for name in found.files:
         if not is_name(name):

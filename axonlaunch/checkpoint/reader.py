@@ -32,7 +32,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     """Read a checkpoint into a state of this layout, in place; every rank calls this.
 
     Raises:
-        DamagedError: A file is not what was written; raised on every rank, whoever found it.
+        CorruptCheckpointError: A file is not what was written; raised on every rank.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -83,7 +83,7 @@ def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
     """Read parameters and buffers alone, in one process, in place.
 
     Raises:
-        DamagedError: A file is not what was written.
+        CorruptCheckpointError: A file is not what was written.
     """
     refuse_damage(checkpoint)
     read(checkpoint, {"model": model})
@@ -93,7 +93,7 @@ def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     """Read whole tensors in one process, in place; ``refuse_damage`` is the caller's.
 
     Raises:
-        DamagedError: The index, or what it names, is not what was written.
+        CorruptCheckpointError: The index, or what it names, is not what was written.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -160,7 +160,8 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a checkpoint holds: name -> shape and dtype, as torch's index has them.
 
     Raises:
-        DamagedError: Its index, or its manifest, is not what was written, or says what can't be.
+        CorruptCheckpointError: Its index or manifest is not what was written, or says what
+            can't be.
     """
     from axonlaunch.checkpoint.dcp_reader import read_index
 
@@ -241,7 +242,7 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
     """Read a checkpoint's files, and refuse what is not what was written.
 
     Raises:
-        DamagedError: It names the files and, if there is one, the checkpoint before.
+        CorruptCheckpointError: It names the files and, if there is one, the checkpoint before.
     """
     _refuse(checkpoint, step_folders.damage(checkpoint))
 

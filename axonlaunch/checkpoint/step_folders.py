@@ -238,7 +238,7 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
     """Keep a checkpoint from being deleted by the run that wrote it; a remote one has no lock.
 
     Raises:
-        DamagedError: It is gone already.
+        CorruptCheckpointError: It is gone already.
     """
     try:
         with opened(checkpoint.path / MANIFEST) as stream:
@@ -310,7 +310,7 @@ def _step(folder: Path) -> int:
     """Return the step of a folder's name; -1 where it has none."""
     number = folder.name.removeprefix(_NAME)
     is_one = folder.name.startswith(_NAME) and number.isdecimal()
-    return int(number) if is_one else -1
+    return int(number) if is_one and str(int(number)) == number else -1  # no step_007
 
 
 def _order(name: str) -> tuple[bool, int, str]:

@@ -90,7 +90,7 @@ def _figures(measured: dict[str, Any]) -> list[tuple[str, str]]:
     gflops = {name: measured[f"{name}_tflops"] * 1000 for name in ("fp32", "bf16", "fp16")}
     rows = [("products", ", ".join(f"{name} {rate:,.3g} GFLOP/s" for name, rate in gflops.items()))]
     kernel, mib = measured["kernel_us"], 2**20
-    moved = zip(measured["moved_bytes"], measured["moved_us"], strict=True)
+    moved = zip(measured["kernel_bytes"], measured["kernel_latency_us"], strict=True)
     rates = [
         f"{size / (us + kernel) / 1e3:,.3g} GB/s of {size / mib:g} MiB"
         for size, us in moved
@@ -99,6 +99,6 @@ def _figures(measured: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("kernels", f"{kernel:.3g} us, {', '.join(rates)}"))
     if "link_gb_s" in measured:
         latency = f"{measured['link_latency_us']:,.0f} us a hop"
-        speeds = f"{measured['link_gb_s']:.3g} GB/s, gathers {measured['link_gather_gb_s']:.3g}"
+        speeds = f"{measured['link_gb_s']:.3g} GB/s, gathers {measured['allgather_bw_gb_s']:.3g}"
         rows.append(("gloo", f"{latency}, {speeds}"))
     return rows

@@ -45,10 +45,10 @@ def command(
     exact: Annotated[
         bool, typer.Option("--exact", help="Trace every layer and micro-batch, also those alike.")
     ] = False,
-    formula: Annotated[
+    analytic: Annotated[
         bool,
         typer.Option(
-            "--formula", help="Trace nothing: states alone, of a model that can't be traced."
+            "--analytic", help="Analytic estimate: parameters, gradients and optimizer states only."
         ),
     ] = False,
     plot: Annotated[
@@ -60,11 +60,11 @@ def command(
     """Estimate the memory of every rank."""
     from axonlaunch.system import forkserver
 
-    if exact and formula:
+    if exact and analytic:
         from axonlaunch.config import ConfigError, ConfigIssue
 
         raise ConfigError(
-            [ConfigIssue("", "--formula: --exact traces every layer; use one of both")]
+            [ConfigIssue("", "--analytic: --exact traces every layer; use one of both")]
         )
     if plot is not None:
         check_plot(plot)
@@ -80,7 +80,7 @@ def command(
                 config_name=config_name,
                 config_dirs=config_dir or [],
             )
-            found = forecast(context, config, exact=exact, formula=formula)
+            found = forecast(context, config, exact=exact, analytic=analytic)
         if plot is not None:
             from axonlaunch.planning.reports.memory_plot import draw
 

@@ -32,21 +32,21 @@ class HardwareConfig:
     """dense fp16 matrix peak, TFLOP/s, without sparsity"""
     bf16_tflops: float | None = field(default=None, metadata={"above": 0})
     """dense bf16 matrix peak, TFLOP/s, without sparsity; null: not published"""
-    matrix_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    matrix_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the matrix peak that the best shapes of products reach"""
-    attention_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    attention_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the matrix peak that fused attention reaches on long sequences"""
     multiprocessors: int | None = field(default=None, metadata={"min": 1})
     """streaming multiprocessors or compute units: tiles of a product that run side by side"""
     memory_bandwidth_gb_s: float | None = field(default=None, metadata={"above": 0})
     """device memory bandwidth, GB/s (1e9)"""
-    memory_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    memory_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the memory bandwidth that long kernels reach"""
-    moved_bytes: list[float] = field(default_factory=list)
+    kernel_bytes: list[float] = field(default_factory=list)
     """bytes that kernels of several sizes read and write, where caches and fresh pages make the
     bandwidth depend on them; rising
     """
-    moved_us: list[float] = field(default_factory=list)
+    kernel_latency_us: list[float] = field(default_factory=list)
     """microseconds of each of them, beyond those of the smallest kernel"""
     kernel_us: float = field(default=2.0, metadata={"above": 0})
     """time of the smallest kernel beside others in a queue, microseconds; by default what GPUs
@@ -60,15 +60,15 @@ class HardwareConfig:
     """
     link_gb_s: float | None = field(default=None, metadata={"above": 0})
     """bandwidth of a device to the others of its node, one direction, GB/s (1e9)"""
-    link_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    link_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the link's bandwidth that collectives reach"""
-    link_gather_gb_s: float | None = field(default=None, metadata={"above": 0})
+    allgather_bw_gb_s: float | None = field(default=None, metadata={"above": 0})
     """the same of gathers alone, where it is another; null: ``link_gb_s``"""
     link_latency_us: float | None = field(default=None, metadata={"above": 0})
     """time of one step of a collective inside a node, microseconds"""
     network_gb_s: float | None = field(default=None, metadata={"above": 0})
     """bandwidth between nodes for each device, one direction, GB/s (1e9)"""
-    network_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    network_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the network's bandwidth that collectives reach"""
     network_latency_us: float | None = field(default=None, metadata={"above": 0})
     """time of one step of a collective between nodes, microseconds"""
@@ -76,7 +76,7 @@ class HardwareConfig:
     """memory of a node's host, GiB; null: no node is standard"""
     host_gb_s: float | None = field(default=None, metadata={"above": 0})
     """bandwidth of a device to its host's memory, one direction, GB/s (1e9)"""
-    host_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    host_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of that bandwidth that copies of pinned memory reach"""
 
     @property

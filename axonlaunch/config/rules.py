@@ -182,9 +182,9 @@ def _extras(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _prompt(config: RunConfig) -> Iterator[ConfigIssue]:
-    if config.train.sample_tokens and not config.train.prompt:
-        message = "is empty; give at least one character, or train.sample_tokens=0"
-        yield ConfigIssue("train.prompt", message, "")
+    if config.sample.max_new_tokens and not config.sample.prompt:
+        message = "is empty; give at least one character, or sample.max_new_tokens=0"
+        yield ConfigIssue("sample.prompt", message, "")
 
 
 def _saving(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -123,9 +123,9 @@ class StrategyConfig:
     tensor: TensorConfig = field(default_factory=TensorConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
-    planned: bool = False
+    auto: bool = False
     """search the layout before anything starts, as `axonlaunch plan` does, for the hardware that is
-    told or found; what overrides set of the layout stays
+    given or detected; what overrides set of the layout stays
     """
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """type in which gradients are summed over data-parallel ranks; bf16 halves the traffic"""
@@ -165,10 +165,16 @@ class TrainConfig:
     """global batches per evaluation, at most what is held out; 0: no evaluation"""
     tensorboard: bool = False
     """write TensorBoard events beside metrics.jsonl (pip install 'axonlaunch[tensorboard]')"""
-    sample_tokens: int = field(default=200, metadata={"min": 0})
-    """bytes of text to generate at the end of a run on text; 0: none"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """What a run on text generates when it ends."""
+
+    max_new_tokens: int = field(default=200, metadata={"min": 0})
+    """tokens to generate at the end of a run on text (one token is one byte); 0: none"""
     prompt: str = "def "
-    """what the sample at the end of a run continues"""
+    """text that the generated tokens continue"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +194,10 @@ class CheckpointConfig:
 
     every: int = field(default=0, metadata={"min": 0})
     """steps between checkpoints, the last step included; 0: none"""
-    keep: int = field(default=2, metadata={"min": 1})
+    keep_last: int = field(default=2, metadata={"min": 1})
     """newest checkpoints kept"""
-    keep_every: int = field(default=0, metadata={"min": 0})
-    """also keep every checkpoint of a step that this divides; 0: none"""
+    keep_every_n_steps: int = field(default=0, metadata={"min": 0})
+    """also keep the checkpoint of every step that this divides; 0: none"""
     keep_best: int = field(default=0, metadata={"min": 0})
     """also keep so many with the lowest evaluation loss"""
     async_save: bool = False
@@ -208,6 +214,24 @@ class CheckpointConfig:
     """auto: go on where this run folder stopped; never: start anew; or the path of a run folder or
     a checkpoint
     """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """What sbatch needs to know of a job (launch=slurm); nodes and ranks are those of the run."""
+
+    partition: str | None = None
+    """partition of the job; null: the cluster's default"""
+    account: str | None = None
+    """account that the job is charged to; null: the user's default"""
+    time: str | None = None
+    """time limit, as sbatch takes it: 30 (minutes), 8:00:00, 2-0; the run is checkpointed and
+    requeued 2 minutes before it
+    """
+    extra_args: list[str] = field(default_factory=list)
+    """more options of sbatch: ["--qos=high","--constraint=h100"]"""
+    prologue: list[str] = field(default_factory=list)
+    """lines of the job's script that run before training starts: ["module load cuda"]"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,18 +272,7 @@ class LaunchConfig:
     """how often a run that fails is started again, from its last checkpoint, on the machines that
     are left
     """
-    partition: str | None = None
-    """of a SLURM job (launch=slurm)"""
-    account: str | None = None
-    """of a SLURM job"""
-    time_limit: str | None = None
-    """of a SLURM job, as sbatch takes it: 30 (minutes), 8:00:00, 2-0; saved and queued again 2
-    minutes before
-    """
-    sbatch: list[str] = field(default_factory=list)
-    """more options of a SLURM job: ["--qos=high","--constraint=h100"]"""
-    setup: list[str] = field(default_factory=list)
-    """lines of a SLURM job's script before it starts: ["module load cuda"]"""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     threads: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """threads that a rank computes with on a CPU; auto: the first node's cores / its ranks, for all
     nodes; on another number sums round otherwise, and a run's losses differ in their last bits
@@ -292,6 +305,7 @@ class RunConfig:
         default_factory=CosineConfig, metadata={"variants": SCHEDULER_CONFIGS}
     )
     train: TrainConfig = field(default_factory=TrainConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     estimate: EstimateConfig = field(default_factory=EstimateConfig)

@@ -25,7 +25,7 @@ def written_out(config: RunConfig, *, accelerators: int) -> RunConfig:
     Raises:
         ConfigError: So many ranks can't share the batch.
     """
-    if config.strategy.planned:
+    if config.strategy.auto:
         return config
     config = resolved(config, accelerators=accelerators)
     if problems := list(broken_sizes(config)):

@@ -63,7 +63,7 @@ def _computing() -> dict[str, Any]:
     attention = _seconds(lambda: scaled_dot_product_attention(q, q, q, is_causal=True))
     reached = 2 * _HEADS * _KEYS**2 * _HEAD_DIM / attention / 1e12
     share = reached / figures["fp32_tflops"] / _HALF
-    return {**figures, "attention_sustained": min(1.0, share)}
+    return {**figures, "attention_efficiency": min(1.0, share)}
 
 
 def _moving() -> dict[str, Any]:
@@ -85,8 +85,8 @@ def _moving() -> dict[str, Any]:
         times.append(max(0.0, _seconds(partial(torch.mul, values, 2.0)) - least))
     return {
         "kernel_us": kernel * 1e6,
-        "moved_bytes": list(_MOVED),
-        "moved_us": [seconds * 1e6 for seconds in times],
+        "kernel_bytes": list(_MOVED),
+        "kernel_latency_us": [seconds * 1e6 for seconds in times],
     }
 
 
@@ -102,7 +102,7 @@ def _talking(ranks: int) -> dict[str, Any]:
     return {
         "link_latency_us": latency / (2 * (ranks - 1)) * 1e6,
         "link_gb_s": 2 * share * _LARGE / max(reduced - latency, reduced / 10) / 1e9,
-        "link_gather_gb_s": share * _LARGE / max(gathered - latency, gathered / 10) / 1e9,
+        "allgather_bw_gb_s": share * _LARGE / max(gathered - latency, gathered / 10) / 1e9,
     }
 
 

@@ -79,7 +79,7 @@ def _estimated(context: ForkServerContext, config: RunConfig) -> Forecast:
     try:
         return forecast(context, config)
     except ConfigError as error:
-        found = forecast(context, config, formula=True)  # refuses what can't be run anywhere
+        found = forecast(context, config, analytic=True)  # refuses what can't be run anywhere
         reasons = [str(problem) for problem in error.problems]
         return dataclasses.replace(found, notes=[*reasons, *found.notes])
 

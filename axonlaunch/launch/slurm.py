@@ -48,12 +48,12 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
     ]
     if launch.backend != "gloo":
         options.append(f"--gpus-per-node={launch.nproc}")
-    if launch.partition:
-        options.append(f"--partition={launch.partition}")
-    if launch.account:
-        options.append(f"--account={launch.account}")
-    if launch.time_limit:
-        options.append(f"--time={launch.time_limit}")
+    if launch.slurm.partition:
+        options.append(f"--partition={launch.slurm.partition}")
+    if launch.slurm.account:
+        options.append(f"--account={launch.slurm.account}")
+    if launch.slurm.time:
+        options.append(f"--time={launch.slurm.time}")
     words = [
         *(python, "-P", "-m", "axonlaunch", "train", "--config-dir", folder),
         *("--config-name", Path(JOB).stem, "launch.name=auto"),
@@ -64,10 +64,10 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         is_saved = ""
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in (*options, *launch.sbatch)),
+        *(f"#SBATCH {option}" for option in (*options, *launch.slurm.extra_args)),
         "",
         f"cd {shlex.quote(str(Path.cwd()))}",
-        *launch.setup,
+        *launch.slurm.prologue,
         "# Queued again, it goes on from its own checkpoints, whatever it began from.",
         "resume=()",
         f'if [ -n "$SLURM_RESTART_COUNT" ]{is_saved}; then',

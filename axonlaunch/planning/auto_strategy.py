@@ -49,7 +49,7 @@ def load(
         )
 
     composed, config = typed(overrides)
-    if not config.strategy.planned:
+    if not config.strategy.auto:
         return config
     context = server()
     devices = _devices(context, config)
@@ -67,7 +67,7 @@ def load(
     print(f"planned {best.layout}: the fastest of {found.searched} layouts", file=sys.stderr)
     layout = [word for word in best.overrides if not word.startswith("launch.")]
     _, config = typed([*overrides, *layout])
-    return configuration.with_values(config, {"strategy.planned": False, "launch.nproc": nproc})
+    return configuration.with_values(config, {"strategy.auto": False, "launch.nproc": nproc})
 
 
 def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:

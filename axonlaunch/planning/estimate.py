@@ -77,7 +77,7 @@ def prepared(context: ForkServerContext, config: RunConfig) -> RunConfig:
 
 
 def forecast(
-    context: ForkServerContext, config: RunConfig, *, exact: bool = False, formula: bool = False
+    context: ForkServerContext, config: RunConfig, *, exact: bool = False, analytic: bool = False
 ) -> Forecast:
     """Estimate the memory of a configuration.
 
@@ -85,12 +85,12 @@ def forecast(
         context: Of the warm fork server.
         config: As ``prepared`` returns it.
         exact: Trace every layer and micro-batch.
-        formula: Trace nothing, and estimate states alone.
+        analytic: Trace nothing, and estimate states alone.
 
     Raises:
         ConfigError: It can't be run on any machine, or can't be traced.
     """
-    if formula:
+    if analytic:
         found = forked_call.call(
             context, "axonlaunch.planning.estimate:without_tracing", replace_with_synthetic(config)
         )
@@ -105,8 +105,8 @@ def forecast(
         memory_bytes=hardware.memory_bytes if hardware else None,
         margin=config.estimate.margin,
         host_memory=host_memory(config, found.host_bytes),
-        states_only=formula,
-        notes=[STATES_ALONE] if formula else [],
+        states_only=analytic,
+        notes=[STATES_ALONE] if analytic else [],
     )
 
 

@@ -32,8 +32,6 @@ _IDLE = (
     "eval_every",
     "eval_batches",
     "tensorboard",
-    "sample_tokens",
-    "prompt",
 )
 
 

@@ -268,7 +268,9 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     if not config.checkpoint.every:
         return
     count = sum(p.numel() for p in model.parameters())
-    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1  # and the one being written
+    kept = (
+        config.checkpoint.keep_last + config.checkpoint.keep_best + 1
+    )  # and the one being written
     needed = count * FP32 * (1 + states_per_element(config.optimizer)) * kept
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
@@ -282,4 +284,4 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
             f"checkpoints take up to {size(needed)}, {folder} has {size(free)} free; keep fewer, "
             "use another run_dir, or checkpoint.every=0"
         )
-        yield ConfigIssue("checkpoint.keep", message, config.checkpoint.keep)
+        yield ConfigIssue("checkpoint.keep_last", message, config.checkpoint.keep_last)

@@ -97,7 +97,9 @@ def test_a_changed_file_is_named(bucket: Path, cut: bool) -> None:
         assert (path.name, steps(bucket)) == ("step_2", [1])
         assert f"bytes of {file.name} instead of" in reason
     else:
-        with pytest.raises(RankFailedError, match=f"DamagedError: .*{file.name} is not what was"):
+        with pytest.raises(
+            RankFailedError, match=f"CorruptCheckpointError: .*{file.name} is not what was"
+        ):
             values(bucket)
 
 

@@ -47,7 +47,7 @@ def test_without_a_command_the_help_is_shown(tmp_path: Path) -> None:
     [
         (["trian"], "error: No such command 'trian'"),
         (["train", "--fast"], "error: No such option: --fast; options are in --help, and settings"),
-        (["ls", "modles"], "error: there is no list 'modles'; did you mean models?"),
+        (["ls", "modles"], "error: there is no group 'modles'; did you mean model?"),
         (["sample"], "error: Missing argument"),
         (["sample", "nowhere"], "error: nowhere: no run folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
@@ -153,15 +153,32 @@ def test_ls_lists_every_kind_with_a_line_of_what_it_is(tmp_path: Path) -> None:
         "data",
         "strategies",
         "optimizers",
-        "schedules",
+        "schedulers",
         "hardware",
         "experiments",
     }
     assert all(summary for options in listed.values() for summary in options.values())
     assert {"mlp", "gpt", "llama3_8b", "vit", "custom"} <= set(listed["models"])
-    text = run(tmp_path, "ls", "strategies").stdout
-    assert "hsdp" in text
-    assert "llama" not in text
+
+
+@pytest.mark.parametrize(
+    ("names", "option"),
+    [
+        (["strategy", "strategies"], "hsdp"),
+        (["scheduler", "schedulers", "schedules"], "cosine"),
+        (["launch", "launchers", "launches"], "slurm"),
+        (["model", "models"], "gpt"),
+        (["data", "datasets"], "digits"),
+    ],
+)
+def test_ls_takes_a_groups_name_as_in_an_override_and_its_plural(
+    names: list[str], option: str, tmp_path: Path
+) -> None:
+    texts = {run(tmp_path, "ls", name).stdout for name in names}
+    assert len(texts) == 1
+    [text] = texts
+    assert option in text.split()
+    assert "hardware" not in text
 
 
 def test_doctor_tries_every_backend_by_a_real_all_reduce(tmp_path: Path, server: Server) -> None:
@@ -182,10 +199,10 @@ def test_doctor_says_what_ranks_were_measured_to_reach() -> None:
         "bf16_tflops": 0.223,
         "fp16_tflops": 0.00265,
         "kernel_us": 4.0,
-        "moved_bytes": [2**18, 2**20],
-        "moved_us": [1.0, 16.0],
+        "kernel_bytes": [2**18, 2**20],
+        "kernel_latency_us": [1.0, 16.0],
     }
-    gloo = {"link_latency_us": 1190.0, "link_gb_s": 1.01, "link_gather_gb_s": 0.435}
+    gloo = {"link_latency_us": 1190.0, "link_gb_s": 1.01, "allgather_bw_gb_s": 0.435}
     assert dict(_figures(measured | gloo)) == {
         "products": "fp32 82.9 GFLOP/s, bf16 223 GFLOP/s, fp16 2.65 GFLOP/s",
         "kernels": "4 us, 52.4 GB/s of 1 MiB",

@@ -200,8 +200,8 @@ def test_a_model_that_can_not_be_traced_is_told_by_operation_and_module(
     [error] = ran.stderr.splitlines()
     assert error.startswith("error: model.name=choosing: ")
     assert "in Choosing depends on values" in error
-    assert "axonlaunch estimate --formula" in error
-    told = axonlaunch("estimate", *words, "--formula", "hardware=h100_80gb").stdout
+    assert "axonlaunch estimate --analytic" in error
+    told = axonlaunch("estimate", *words, "--analytic", "hardware=h100_80gb").stdout
     assert "note by closed formulas: parameters, their gradients and optimizer states" in told
     assert "may fit " in told
 
@@ -213,7 +213,7 @@ def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
     words = ["plugins=[choosing]", "model=staged", "strategy=pipeline", *TINY[3:]]
     [error] = axonlaunch("estimate", *words, status=2).stderr.splitlines()
     assert error.startswith("error: strategy.pipeline.split=auto: where Staged is to be cut can't")
-    words += ["strategy.pipeline.split=[2,1]", "--formula", "--json"]
+    words += ["strategy.pipeline.split=[2,1]", "--analytic", "--json"]
     told = json.loads(axonlaunch("estimate", *words).stdout)
     states = [sum(one["breakdown"][name] for name in STATES) for one in told["ranks"]]
     first, last = 8 * 256 + 2 * 8 * 9, 8 * 9 + 9 * 256

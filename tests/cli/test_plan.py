@@ -115,7 +115,7 @@ def test_a_mistake_is_one_line_and_status_2(
 def test_all_figures_that_hardware_lacks_are_told_at_once(tmp_path: Path, server: Server) -> None:
     words = [*MODEL[:-1], "--devices", "8", "hardware=rtx4090"]
     told = Served(tmp_path, server)("plan", *words, status=2).stderr.splitlines()
-    lacking = ["devices_per_node", "matrix_sustained", "attention_sustained", "link_sustained"]
+    lacking = ["devices_per_node", "matrix_efficiency", "attention_efficiency", "link_efficiency"]
     assert [line.partition("=")[0] for line in told] == [f"error: hardware.{n}" for n in lacking]
 
 

@@ -117,7 +117,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "checkpoint.interval=3",
         [
-            "checkpoint.interval=3: there is no such key; keys of checkpoint: async_save, every, fallback, keep, keep_best, keep_every, path, resume",
+            "checkpoint.interval=3: there is no such key; keys of checkpoint: async_save, every, fallback, keep_best, keep_every_n_steps, keep_last, path, resume",
         ],
     ),
     (
@@ -367,9 +367,9 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "checkpoint.keep=0",
+        "checkpoint.keep_last=0",
         [
-            "checkpoint.keep=0: must be at least 1",
+            "checkpoint.keep_last=0: must be at least 1",
         ],
     ),
     (
@@ -965,9 +965,9 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "train.prompt=",
+        "sample.prompt=",
         [
-            "train.prompt=: is empty; give at least one character, or train.sample_tokens=0",
+            "sample.prompt=: is empty; give at least one character, or sample.max_new_tokens=0",
         ],
     ),
     (

@@ -151,7 +151,7 @@ def test_a_run_that_goes_on_with_other_settings_says_which(served: Command) -> N
 
 
 def test_a_damaged_checkpoint_is_told_rather_than_trained_over(served: Command) -> None:
-    words = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep=1"]
+    words = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep_last=1"]
     served.train(*words)
     shard = next((served.folder / "runs/run/checkpoints/step_6").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:100])
@@ -191,7 +191,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
     (served.folder / "runs/run/summary.json").unlink()  # it was killed
     folder = served.folder / "runs/run/checkpoints"
     change(folder / "step_6" / name)
-    ran = served.train(*words, "checkpoint.keep=1")
+    ran = served.train(*words, "checkpoint.keep_last=1")
     told = " ".join(ran.stdout.split())
     assert f"damaged runs/run/checkpoints/step_6 is damaged: {reason}" in told
     assert "it is kept as step_6.damaged" in told
@@ -226,7 +226,7 @@ def test_a_flipped_bit_is_told_and_the_checkpoint_before_offered(served: Command
     served.train(*words)
     flip(served.folder / "runs/run/checkpoints/step_6/__1_0.distcp")
     ran = served.train(*words, "train.steps=8", status=1)
-    assert "failed first: DamagedError: " in ran.stderr
+    assert "failed first: CorruptCheckpointError: " in ran.stderr
     assert "Traceback" not in ran.stderr
     reason = served.summary("run")["reason"]
     assert "step_6: __1_0.distcp is not what was written" in reason
@@ -324,7 +324,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
 
 
 def test_nothing_is_saved_from_a_loss_on_that_is_no_number(served: Command) -> None:
-    words = ["strategy=single", "name=run", "checkpoint.every=1", "checkpoint.keep=1"]
+    words = ["strategy=single", "name=run", "checkpoint.every=1", "checkpoint.keep_last=1"]
     ruined = ["optimizer.lr=1e30", "train.grad_clip=null", "scheduler.warmup_steps=0"]
     served.train(*words, *ruined, "train.steps=9", "train.log_every=9", status=1)
     assert [path.name for path in (served.folder / "runs/run/checkpoints").iterdir()] == ["step_1"]

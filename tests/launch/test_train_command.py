@@ -19,7 +19,7 @@ LINE = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "
 
 
 def test_a_run_leaves_what_the_contract_says(served: Command) -> None:
-    ran = served.train("+strategy=fsdp", "name=run", "checkpoint.every=4", "checkpoint.keep=1")
+    ran = served.train("+strategy=fsdp", "name=run", "checkpoint.every=4", "checkpoint.keep_last=1")
     folder = served.folder / "runs" / "run"
     assert set(served.lines("run")[0]) - {"slowest"} == LINE  # told where a rank is slow
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
@@ -48,7 +48,7 @@ def test_real_processes_threads_and_one_process_have_the_same_losses(served: Com
 def test_a_rank_may_have_workers_of_its_own(served: Command) -> None:
     (served.folder / "workers.py").write_text(
         "from torch.utils.data import DataLoader\n"
-        "from axonlaunch import worker\n"
+        "from axonlaunch.training import worker\n"
         "real = worker.fit\n"
         "def fit(*args, **kwargs):\n"
         "    print('they say', [int(n) for n in DataLoader(range(3), num_workers=1)])\n"
@@ -69,7 +69,7 @@ def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(served: Command)
     curves = {}
     for strategy in ("hybrid", "single"):
         words = ["train", f"strategy={strategy}", f"name={strategy}", *common]
-        served(*words, "train.sample_tokens=0")
+        served(*words, "sample.max_new_tokens=0")
         curves[strategy] = served.losses(strategy)
     assert len(curves["hybrid"]) == 20
     assert curves["hybrid"] == pytest.approx(curves["single"], rel=1e-5)
@@ -296,7 +296,7 @@ def test_a_users_module_prints_what_a_rank_does_and_nothing_of_the_estimate(
     )
     words = ["model=custom", "model.target=loud:build", "strategy=single", "train.steps=3"]
     tiny = [word for word in TINY if not word.startswith("model.")]
-    ran = served("train", *tiny, *words, "train.eval_batches=0", "train.sample_tokens=0")
+    ran = served("train", *tiny, *words, "train.eval_batches=0", "sample.max_new_tokens=0")
     assert ran.stdout.splitlines().count("forward") == 3
     assert "forward" not in ran.stderr
 

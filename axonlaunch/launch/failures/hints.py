@@ -33,7 +33,7 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
         folder, free = free_bytes(Path(config.run_dir))
         return (
             f"the disk of {folder} has {free / GIB:.2f} GiB free; make room, or use another "
-            "run_dir, checkpoint.keep=1 or a larger checkpoint.every"
+            "run_dir, checkpoint.keep_last=1 or a larger checkpoint.every"
         )
     if cause == "files":
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

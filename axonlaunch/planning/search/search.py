@@ -90,11 +90,11 @@ def _needed(config: RunConfig, devices: int) -> list[str]:
     """Return the figures of hardware without which no layout can be timed."""
     assert config.hardware is not None
     found = ["memory_gib", "devices_per_node", f"{config.train.precision}_tflops"]
-    found += ["matrix_sustained", "multiprocessors"]
+    found += ["matrix_efficiency", "multiprocessors"]
     if hasattr(config.model, "num_attention_heads"):
-        found.append("attention_sustained")
-    if not config.hardware.moved_bytes:
-        found += ["memory_bandwidth_gb_s", "memory_sustained"]
+        found.append("attention_efficiency")
+    if not config.hardware.kernel_bytes:
+        found += ["memory_bandwidth_gb_s", "memory_efficiency"]
     crossed = ["link"] if devices > 1 else []
     in_node = config.hardware.devices_per_node
     if in_node is not None and devices > in_node:

@@ -116,7 +116,7 @@ class StepTime:
             raise ConfigError([ConfigIssue("strategy.fsdp.cpu_offload", message, offload)])
         shards = shares.tensor * shares.pipeline * shares.dp_shard * shares.context
         held = FP32 * work.parameters / shards
-        rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_sustained") * 1e9
+        rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
         if offload == "optimizer_states":
             moments = states_per_element(self._config.optimizer)
             return float(2 * moments * held / rate)

@@ -51,7 +51,7 @@ def _untraceable(config: RunConfig, error: BaseException) -> ConfigIssue:
     where = "" if module is None else f" in {module}"
     message = (
         f"{_operation(error)}{where} depends on values or has no fake kernel, so memory "
-        "can't be told without running it; axonlaunch estimate --formula tells what parameters, "
+        "can't be told without running it; axonlaunch estimate --analytic tells what parameters, "
         "gradients and optimizer states take, and no more"
     )
     return ConfigIssue("model.name", message, config.model.name)
