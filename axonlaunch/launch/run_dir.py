@@ -48,16 +48,16 @@ _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
 
 @contextmanager
 def create(
-    config: RunConfig, *, tell: Callable[[str], object], sharing: int | None = None
+    config: RunConfig, *, announce: Callable[[str], object], sharing: int | None = None
 ) -> Iterator[RunConfig]:
-    """Make the folder, freeze the configuration in it, and hold it while the run goes on.
+    """Make the folder, freeze the configuration in it, and hold it while the run lasts.
 
     A name of the run's own choosing is numbered until its folder is new; a name that the user
     chose is taken as it is, for that is how a run is resumed.
 
     Args:
         config: Checked.
-        tell: Takes a line for the user.
+        announce: Takes a line for the user.
         sharing: How many ranks share the cores that this process may use; None: all of the node's.
 
     Raises:
@@ -74,9 +74,9 @@ def create(
         # The kernel lets go of it however the process ends.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if changed := _changed(config):
-            tell(f"resuming with changed settings: {', '.join(changed)}")
+            announce(f"resuming with changed settings: {', '.join(changed)}")
         if other := _other_threads(config):
-            tell(other)
+            announce(other)
         try:
             replace_text(folder / CONFIG, to_yaml(config))
             (folder / CRASH).unlink(missing_ok=True)  # of a run before
@@ -116,7 +116,7 @@ def _other_threads(config: RunConfig) -> str:
 
 
 def _changed(config: RunConfig) -> list[str]:
-    """Return what a run that goes on learns by now, and did not before."""
+    """Return what a run that resumes learns by now, and did not before."""
     file = Path(config.run_dir) / CONFIG
     if config.checkpoint.resume != "auto" or not file.exists():
         return []
@@ -153,7 +153,7 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
 
 
 def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
-    """Return the checkpoint that a run goes on from; of a bucket none is looked for."""
+    """Return the checkpoint that a run resumes from; of a bucket none is looked for."""
     if is_url(config.checkpoint.path or ""):
         return None
     return checkpoint.resolve(storage.root(config))
