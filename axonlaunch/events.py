@@ -28,7 +28,7 @@ class Started:
     step: int
     steps: int
     resumed_from: str | None
-    damaged: tuple[str, ...]
+    corrupt: tuple[str, ...]
     notes: tuple[str, ...]
 
 

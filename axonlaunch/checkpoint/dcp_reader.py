@@ -111,7 +111,9 @@ class _OnlyTensors(DefaultLoadPlanner):
     """Takes tensors, which torch unpickles with ``weights_only``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
-        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor, and not unpickled")
+        raise pickle.UnpicklingError(
+            f"{read_item.dest_index.fqn} is not a tensor, and is not unpickled"
+        )
 
 
 def only_tensors() -> LoadPlanner:

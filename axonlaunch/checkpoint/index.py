@@ -56,7 +56,7 @@ def written(metadata: Metadata) -> bytes:
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise TypeError(f"{name} is no tensor; a checkpoint holds tensors alone")
+            raise TypeError(f"{name} is not a tensor; a checkpoint contains only tensors")
         tensors[name] = {
             "dtype": str(entry.properties.dtype).removeprefix("torch."),
             "size": list(entry.size),
@@ -137,7 +137,7 @@ def _refuse_impossible(index: Any, files: Mapping[str, Sum]) -> None:
         CorruptCheckpointError: It says what can't be.
     """
     if not isinstance(index, Metadata):
-        raise CorruptCheckpointError(f"is no index but {type(index).__name__}")
+        raise CorruptCheckpointError(f"is not an index but {type(index).__name__}")
     for place in index.storage_data.values():
         if place.relative_path not in files:
             name = place.relative_path

@@ -47,7 +47,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
             try:
                 dcp.load(state, storage_reader=source(checkpoint.path), planner=only_tensors())
             except (Exception, CheckpointException) as error:  # the latter is none of the former
-                refuse_damage(checkpoint)  # of a damaged file torch says what it stumbled over
+                refuse_damage(checkpoint)  # of a corrupt file torch says what it stumbled over
                 raise _damage_in(checkpoint, error) or error from None
             _refuse(checkpoint, summing.result())
     except CorruptCheckpointError as error:
@@ -113,10 +113,10 @@ def _damage_in(checkpoint: Checkpoint, error: BaseException) -> CorruptCheckpoin
     failures = getattr(error, "failures", {})
     causes = [cause for cause, _ in failures.values()]
     known = (CorruptCheckpointError, NotRegularError, FileNotFoundError, pickle.UnpicklingError)
-    return next((_damaged(checkpoint, c) for c in causes if isinstance(c, known)), None)
+    return next((_corrupt(checkpoint, c) for c in causes if isinstance(c, known)), None)
 
 
-def _damaged(checkpoint: Checkpoint, cause: BaseException) -> CorruptCheckpointError:
+def _corrupt(checkpoint: Checkpoint, cause: BaseException) -> CorruptCheckpointError:
     if isinstance(cause, OSError):
         return CorruptCheckpointError(f"{cause.filename}: {(cause.strerror or str(cause)).lower()}")
     return CorruptCheckpointError(f"{checkpoint.path} {cause}")
@@ -160,15 +160,14 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a checkpoint holds: name -> shape and dtype, as torch's index has them.
 
     Raises:
-        CorruptCheckpointError: Its index or manifest is not what was written, or says what
-            can't be.
+        CorruptCheckpointError: Its index or manifest was changed, or says what can't be.
     """
     from axonlaunch.checkpoint.dcp_reader import read_index
 
     try:
         found: dict[str, Any] = read_index(checkpoint.path).state_dict_metadata
     except (CorruptCheckpointError, NotRegularError, FileNotFoundError) as error:
-        raise _damaged(checkpoint, error) from None
+        raise _corrupt(checkpoint, error) from None
     return found
 
 
@@ -254,5 +253,5 @@ def _refuse(checkpoint: Checkpoint, changed: list[str]) -> None:
     others = [c.path for c in step_folders.listed(folder) if c.step < checkpoint.step]
     message = f"{checkpoint.path}: {', '.join(changed)} {step_folders.CHANGED}"
     if others:
-        message += f"; go on from the one before with checkpoint.resume={others[-1]}"
+        message += f"; resume from the previous one with checkpoint.resume={others[-1]}"
     raise CorruptCheckpointError(message)

@@ -150,7 +150,7 @@ def _looked_at(folder: Path) -> Checkpoint | str:
     except FileNotFoundError:  # deleted since it was listed
         return f"lacks {MANIFEST}"
     except NotRegularError:
-        return f"has {MANIFEST}, which is no regular file"
+        return f"has {MANIFEST}, which is not a regular file"
     except TooLargeError:
         return f"has a {MANIFEST} that is larger than any is"
     except CorruptCheckpointError as error:
@@ -164,13 +164,13 @@ def _looked_at(folder: Path) -> Checkpoint | str:
             return f"lacks {name}"
         size = present[name]
         if size is None:
-            return f"has {name}, which is no regular file"
+            return f"has {name}, which is not a regular file"
         if size != expected.bytes:
             return f"has {size} bytes of {name} instead of {expected.bytes}"
     return about.checkpoint
 
 
-def damaged(path: Path, *, after: Checkpoint | None = None) -> dict[Path, str]:
+def corrupt_checkpoints(path: Path, *, after: Checkpoint | None = None) -> dict[Path, str]:
     """Return folders that should be checkpoints and are not, with what they lack, by step.
 
     Args:

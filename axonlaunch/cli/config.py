@@ -15,7 +15,7 @@ from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print
 if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
 
-HELP = "Print the configuration as a run here would have it."
+HELP = "Print the resolved configuration."
 EXAMPLES = """Examples:
 
 \b
@@ -30,10 +30,10 @@ def command(
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say of each value which file or override set it.")
+        bool, typer.Option("--explain", help="Show which file or override set each value.")
     ] = False,
     describe: Annotated[
-        bool, typer.Option("--describe", help="Say of each key what it means and may be.")
+        bool, typer.Option("--describe", help="Describe each key and the values that it accepts.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -42,7 +42,7 @@ def command(
     from axonlaunch.config.written_out import written_out
 
     if explain and describe:
-        raise typer.BadParameter("use one of --explain and --describe")
+        raise typer.BadParameter("use either --explain or --describe")
     composed = configuration.compose(
         overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
@@ -63,7 +63,7 @@ def _accelerators() -> int:
     from axonlaunch.launch.output.spinner import spinner
     from axonlaunch.system import forked_call, forkserver
 
-    with spinner("looking for accelerators"), forkserver.warm() as context:
+    with spinner("detecting accelerators"), forkserver.warm() as context:
         count: int = forked_call.call(context, "axonlaunch.preflight.checks:accelerators")
     return count
 

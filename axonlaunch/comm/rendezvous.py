@@ -220,7 +220,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise ValueError(
-                f"MASTER_ADDR={host}: is no address of this machine, where rank 0 is to listen"
+                f"MASTER_ADDR={host}: is not an address of this node, where rank 0 listens"
             ) from error
         raise ValueError(
             f"MASTER_PORT={port}: rank 0 can't listen on {host}:{port} ({error.strerror}); "

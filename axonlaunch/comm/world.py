@@ -242,7 +242,7 @@ def _device(backend: Backend, local_rank: int) -> torch.device:
     if local_rank >= len(found.devices):
         raise NcclError(
             f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees "
-            f"{len(found.devices)}; start fewer ranks on this machine, or use backend=gloo"
+            f"{len(found.devices)}; start fewer ranks on this node, or use backend=gloo"
         )
     torch.accelerator.set_device_index(local_rank)
     accelerator = torch.accelerator.current_accelerator()

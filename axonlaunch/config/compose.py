@@ -211,7 +211,7 @@ class Composer:
         for override in parsed:
             text, key = override.input_line, override.key_or_group
             if key == "hydra" or key.startswith("hydra."):
-                message = f"{text}: Hydra's own settings play no part here; leave it out"
+                message = f"{text}: Hydra's own settings are not supported; remove it"
                 problems.append(ConfigIssue("", message))
             elif override.is_sweep_override():
                 message = f"{text}: several values; add -m to run them one after another"

@@ -207,7 +207,7 @@ class CheckpointConfig:
     the run folder
     """
     fallback: bool = True
-    """where resume=auto finds its newest checkpoint damaged: put it aside, say so, and resume from
+    """where resume=auto finds its newest checkpoint corrupt: put it aside, say so, and resume from
     the newest good one; false: start nothing
     """
     resume: str = field(default="auto", metadata={"words": "auto, never or a path"})

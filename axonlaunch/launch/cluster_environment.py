@@ -113,11 +113,11 @@ def apply_to_config(
     else:
         world_size, first = found.world_size, found.rank
     if world_size % nproc:
-        message = f"{nproc} ranks on each machine; use {divisor_of(world_size)}"
-        told = f"WORLD_SIZE={world_size} ranks are not a multiple of "
-        return [ConfigIssue("launch.nproc", told + message, launch.get("nproc", "auto"))]
+        message = f"{nproc} ranks per node; use {divisor_of(world_size)}"
+        seen = f"WORLD_SIZE={world_size} ranks are not a multiple of "
+        return [ConfigIssue("launch.nproc", seen + message, launch.get("nproc", "auto"))]
     if found.local_rank is None and first % nproc:
-        message = f"RANK={first} is no machine's first rank where each has {nproc}"
+        message = f"RANK={first} is not the first rank of a node with {nproc}"
         problems.append(ConfigIssue("launch.nproc", message, launch.get("nproc", "auto")))
     said = {
         "nproc": nproc,
@@ -132,7 +132,8 @@ def apply_to_config(
             continue
         if given not in ("auto", value) and not (key == "nnodes" and given == 1):
             message = (
-                f"{found.launcher} says {value}; leave it out, or start without {_source(found)}"
+                f"{found.launcher} says {value}; remove this setting, or start without "
+                f"{_source(found)}"
             )
             problems.append(ConfigIssue(f"launch.{key}", message, given))
         launch[key] = value
@@ -140,7 +141,7 @@ def apply_to_config(
 
 
 def _source(found: ClusterEnvironment) -> str:
-    return "these variables" if found.launcher == "the environment" else f"{found.launcher}'s word"
+    return "these variables" if found.launcher == "the environment" else found.launcher
 
 
 def _ranks_here(
@@ -158,8 +159,8 @@ def _ranks_here(
     if nnodes == 1 and (count := accelerators()):
         return count, []
     message = (
-        f"the run has WORLD_SIZE={found.world_size} ranks, and nothing says how many of them are "
-        "this machine's; write the number, or launch.nnodes"
+        f"the run has WORLD_SIZE={found.world_size} ranks, and nothing says how many of them run "
+        "on this node; write the number, or launch.nnodes"
     )
     return None, [ConfigIssue("launch.nproc", message, given)]
 
@@ -172,7 +173,7 @@ class _Reader:
         self.problems: list[ConfigIssue] = []
 
     def number(self, name: str, *, least: int = 0, below: int | None = None) -> int | None:
-        """Return a variable's number; None where it is not set or senseless."""
+        """Return a variable's number; None where it is not set or invalid."""
         text = self.environment.get(name, "")
         if not text:
             return None
@@ -292,7 +293,7 @@ def _address(node: str) -> str:
         told = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
         if match := re.search(r"\bNodeAddr=(\S+)", told):
             return match[1]
-    message = f"srun's first node {node} is no host's name; set the variable to its address"
+    message = f"srun's first node {node} is not a host name; set the variable to its address"
     raise ConfigError([ConfigIssue("MASTER_ADDR", message)])
 
 

@@ -68,7 +68,7 @@ def start(
     compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
     if multirun and where.found is not None:
         message = f"{where.found.launcher} started this process as a part of one run"
-        raise ConfigError([ConfigIssue("", f"-m: {message}; start a sweep from one machine")])
+        raise ConfigError([ConfigIssue("", f"-m: {message}; start a sweep from one node")])
     with ExitStack() as stack:
 
         def server() -> ForkServerContext:
@@ -115,13 +115,13 @@ def _run(
         from axonlaunch.launch.multinode import launcher as multinode_launcher
 
         if len(loaded) > 1:
-            message = "a sweep runs on one machine; use 1, or start its runs one by one"
+            message = "a sweep runs on one node; use 1, or start its runs one by one"
             raise ConfigError([ConfigIssue("launch.nnodes", message, loaded[0][1].launch.nnodes)])
         [(_, config)] = loaded
         problems: list[ConfigIssue] = []
         try:
             config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
-        except ConfigError as error:  # the other machines are told
+        except ConfigError as error:  # reported to the other nodes
             problems = error.problems
         status, summary = multinode_launcher.train(
             config, problems, context, started=started, as_json=as_json
@@ -132,8 +132,10 @@ def _run(
     [(_, given)] = loaded
     if (summary := run_dir.finished(given)) is not None:
         name = run_dir.with_run_dir(given).name
-        text = f"{name} is finished: it has done all of its {summary['steps']} steps; to train on, "
-        text += "use more train.steps, to train anew another name"
+        text = (
+            f"{name} is finished: it has trained all of its {summary['steps']} steps; to continue, "
+        )
+        text += "use more train.steps; to start over, use another name"
         print(text, file=sys.stderr if as_json else sys.stdout)
         return 0, [summary]
     with spinner("checking"):

@@ -74,7 +74,7 @@ def create(
         # The kernel lets go of it however the process ends.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if changed := _changed(config):
-            tell(f"goes on with other settings than before: {', '.join(changed)}")
+            tell(f"resuming with changed settings: {', '.join(changed)}")
         if other := _other_threads(config):
             tell(other)
         try:
@@ -144,8 +144,10 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     if not is_done:
         return None
     if changed := _other_settings(config, folder / CONFIG):
-        message = f"{folder} has done as many, with other settings than {', '.join(changed)}; use "
-        message += "more to train on with these, or another name"
+        message = (
+            f"{folder} has already trained as many steps, with other settings than "
+            f"{', '.join(changed)}; use more to continue with these, or another name"
+        )
         raise ConfigError([ConfigIssue("train.steps", message, config.train.steps)])
     return summary
 
@@ -247,7 +249,7 @@ def default_name(config: RunConfig) -> str:
 def _refuse_overwriting(config: RunConfig) -> None:
     if config.checkpoint.resume == "never" and (Path(config.run_dir) / CONFIG).exists():
         message = (
-            f"{config.run_dir} holds a run already; choose another name, "
+            f"{config.run_dir} already contains a run; choose another name, "
             "or continue it with checkpoint.resume=auto"
         )
         raise ConfigError([ConfigIssue("checkpoint.resume", message, "never")])

@@ -47,7 +47,7 @@ def announce(words: str, *, number: int, of: int, stream: TextIO, is_done: bool 
         stream: Where to.
         is_done: Whether it was done before, and nothing begins.
     """
-    done = " (was done before)" if is_done else ""
+    done = " (finished before)" if is_done else ""
     text = Text(f"run {number} of {of}: {words}{done}", style="bold")
     _console(stream).print(text, soft_wrap=True)
 

@@ -86,13 +86,13 @@ def _option(devices: Sequence[str], config: RunConfig, config_dirs: Sequence[Pat
     """
     options = Composer(config_dirs=config_dirs).contents("hardware")
     if config.launch.name == "slurm":
-        reason = "the job's machines are not this one"
+        reason = "the job's nodes are not this one"
     elif not devices:
         return "cpu"
     else:
         for name, tree in options.items():
             if (pattern := tree.get("device")) and re.search(str(pattern), devices[0]):
                 return name
-        reason = f"{devices[0]} is none of ours"
+        reason = f"{devices[0]} is not in our catalog"
     message = f"strategy=auto needs figures of the devices, and {reason}; use {one_of([*options])}"
     raise ConfigError([ConfigIssue("hardware", message)])

@@ -26,7 +26,7 @@ from axonlaunch.system import forked_call, forkserver, host
 
 STATES_ALONE = (
     "by closed formulas: parameters, their gradients and optimizer states, and what is gathered of "
-    "them; activations, messages and temporaries come on top, and are not told"
+    "them; activations, messages and temporaries come on top and are not estimated"
 )
 
 
@@ -261,8 +261,8 @@ def _on_named_hardware(config: RunConfig) -> RunConfig:
         return config
     if not hardware.is_cpu:
         message = (
-            f"the memory of {hardware.name} is not told, so whether a run fits it can't be; write "
-            "one device's, in GiB, or leave hardware out"
+            f"is not set for {hardware.name}, so whether a run fits can't be estimated; write the "
+            "memory of one device in GiB, or remove hardware"
         )
         raise ConfigError([ConfigIssue("hardware.memory_gib", message, None)])
     assert nproc != "auto"

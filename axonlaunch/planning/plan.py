@@ -74,12 +74,12 @@ def searched(
     """
     if config.hardware is None:
         known = [*Composer(config_dirs=config_dirs).options("hardware")]
-        message = f"is needed: speed and room depend on the devices; use {one_of(known)}"
+        message = f"is needed: speed and memory depend on the devices; use {one_of(known)}"
         raise ConfigError([ConfigIssue("hardware", message)])
     hardware = config.hardware
     if hardware.is_cpu:
         if nodes(config)[1] > 1:
-            message = "is measured on one machine; use the hardware of all of them, with a network"
+            message = "is measured on one node; use published hardware, with a network"
             raise ConfigError([ConfigIssue("hardware", message, hardware.name)])
         hardware = measured_hardware.of_this_machine(context, hardware, ranks=devices)
         config = configuration.with_values(config, {"hardware": hardware})

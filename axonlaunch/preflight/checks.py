@@ -124,7 +124,7 @@ def _backend(config: RunConfig) -> Iterator[ConfigIssue]:
     backend, found, nproc = config.launch.backend, accelerators(), config.launch.nproc
     assert nproc != "auto"
     if backend == "nccl" and found < nproc:
-        have = f"this machine has {found} for it" if found else "this machine has none for it"
+        have = f"this node has {found}" if found else "this node has none"
         yield ConfigIssue(
             "launch.backend",
             f"{nproc} ranks need an accelerator each; {have}; use gloo",
@@ -174,7 +174,7 @@ def _samples(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
         message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if config.train.eval_batches and not dataset.num_eval_samples:
-        message = "the data holds no samples out; use 0, or hold some out"
+        message = "there is no held-out split; use 0, or hold samples out"
         yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
 
 
@@ -260,7 +260,7 @@ def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
     if accelerators() and config.launch.backend in ("auto", "nccl"):
         yield torch.accelerator.get_memory_info(0)[1], "a device here"
     else:
-        yield host.memory_bytes() // nproc, "a rank's share of this machine"
+        yield host.memory_bytes() // nproc, "a rank's share of this node's memory"
 
 
 def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:

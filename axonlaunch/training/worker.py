@@ -82,7 +82,7 @@ def run(
             step=engine.step,
             steps=config.train.steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
-            damaged=resumed.aside,
+            corrupt=resumed.aside,
             notes=(*notes, *_swept(kept, world), *_notes(config, world)),
         )
     )

@@ -51,7 +51,7 @@ def test_without_a_command_the_help_is_shown(tmp_path: Path) -> None:
         (["sample"], "error: Missing argument"),
         (["sample", "nowhere"], "error: nowhere: no run folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
-        (["doctor", "--ranks", "0"], "error: --ranks=0: is how many are measured at once; write"),
+        (["doctor", "--ranks", "0"], "error: --ranks=0: must be at least 1"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(words: list[str], message: str, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_config_refuses_a_batch_that_the_ranks_here_cannot_share(
 ) -> None:
     words = ["config", "launch.nproc=2", "train.global_batch_size=15"]
     ran = Served(tmp_path, server)(*words, status=2)
-    assert ran.stderr.startswith("error: train.global_batch_size=15: 2 ranks can't share it")
+    assert ran.stderr.startswith("error: train.global_batch_size=15: must be divisible by 2 ranks")
 
 
 def test_config_explains_where_each_value_comes_from(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_config_describes_what_each_key_means_and_may_be(tmp_path: Path) -> None
         "meaning": "optimizer steps",
     }
     both = run(tmp_path, "config", "--describe", "--explain", status=2)
-    assert both.stderr == "error: Invalid value: use one of --explain and --describe\n"
+    assert both.stderr == "error: Invalid value: use either --explain or --describe\n"
 
 
 def test_ls_lists_every_kind_with_a_line_of_what_it_is(tmp_path: Path) -> None:
@@ -206,6 +206,6 @@ def test_doctor_says_what_ranks_were_measured_to_reach() -> None:
     assert dict(_figures(measured | gloo)) == {
         "products": "fp32 82.9 GFLOP/s, bf16 223 GFLOP/s, fp16 2.65 GFLOP/s",
         "kernels": "4 us, 52.4 GB/s of 1 MiB",
-        "gloo": "1,190 us a hop, 1.01 GB/s, gathers 0.435",
+        "gloo": "1,190 us per hop, 1.01 GB/s, gathers 0.435",
     }
     assert "gloo" not in dict(_figures(measured))  # one rank has none to talk to

@@ -88,8 +88,8 @@ def test_what_fits_no_other_way_is_offloaded(tmp_path: Path, server: Server) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--devices", "2"], "hardware: is needed: speed and room depend on the devices; use "),
-        (["hardware=h100_80gb"], "--devices: is how many to plan for; write 1 or more"),
+        (["--devices", "2"], "hardware: is needed: speed and memory depend on the devices; use "),
+        (["hardware=h100_80gb"], "--devices: must be the number of devices to plan for, 1 or more"),
         (["--devices", "2", "--write", "a.json"], "--write=a.json: must end in .yaml"),
         (
             ["--devices", "3", *MODEL, "model.num_hidden_layers=2"],

@@ -72,7 +72,7 @@ def test_a_disk_that_fills_while_a_run_logs(
     told = _failed(process, small)
     assert "rank 0 of 2 failed first: No space left on device" in told
     assert "summary.json could not be written: No space left on device" in told
-    assert "has 0.00 GiB free; make room, or use another run_dir" in told
+    assert "has 0.00 GiB free; free some space, or use another run_dir" in told
 
 
 def test_a_disk_that_fills_while_a_run_saves(
@@ -83,7 +83,7 @@ def test_a_disk_that_fills_while_a_run_saves(
     _fill(small, leave=MIB // 32)
     told = _failed(process, small)
     assert "run/checkpoints/step_20 could not be written: rank " in told
-    assert "make room, or use another run_dir" in told
+    assert "free some space, or use another run_dir" in told
     assert not list((small / "run/checkpoints").iterdir())
 
 

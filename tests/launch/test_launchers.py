@@ -218,8 +218,8 @@ def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
 
 def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(served: Command) -> None:
     ran = served.train("launch=slurm", status=2)
-    told = "error: launch.nproc=auto: a job has to say how many ranks a node has; "
-    assert ran.stderr == told + "write its number of devices\n"
+    told = "error: launch.nproc=auto: is required for a job; "
+    assert ran.stderr == told + "write the number of devices per node\n"
 
 
 @pytest.mark.slow

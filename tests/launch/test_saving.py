@@ -65,7 +65,7 @@ def test_whenever_it_is_killed_it_goes_on_from_a_whole_checkpoint(
             except ProcessLookupError:
                 continue
         process.communicate(timeout=30)
-        assert checkpoint.damaged(folder) == {}
+        assert checkpoint.corrupt_checkpoints(folder) == {}
         assert all(step_folders.damage(one) == [] for one in checkpoint.listed(folder))
         # Completed too where it was killed after its last save.
         served("train", *run, f"name={name}")

@@ -125,7 +125,7 @@ def test_a_sweep_that_was_interrupted_goes_on_with_what_is_left_of_it(served: Co
     (served.folder / "runs/sweep/1/summary.json").unlink()
     shutil.rmtree(served.folder / "runs/sweep/1/checkpoints", ignore_errors=True)
     told = served.train(*words).stdout
-    assert "run 1 of 2: optimizer.lr=0.001 (was done before)\n" in told
+    assert "run 1 of 2: optimizer.lr=0.001 (finished before)\n" in told
     assert "run 2 of 2: optimizer.lr=0.002\n" in told
     assert len(served.losses("sweep/1")) == 2
 
@@ -174,12 +174,15 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     ran = served.train(*words)
     assert ran.stdout.startswith(
-        "run is finished: it has done all of its 6 steps; to train on, use"
+        "run is finished: it has trained all of its 6 steps; to continue, use"
     )
     assert json.loads(served.train(*words, "--json").stdout) == served.summary("run")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     ran = served.train(*words, "seed=4", status=2)
-    assert "has done as many, with other settings than seed=4 (was 0); use more" in ran.stderr
+    assert (
+        "has already trained as many steps, with other settings than seed=4 (was 0); use more"
+        in ran.stderr
+    )
     ran = served.train(*words, "train.steps=5", status=2)
     assert "has done 6 already; use more to train on" in ran.stderr
     again = ["name=run", "strategy=single", "checkpoint.resume=never"]

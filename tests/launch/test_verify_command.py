@@ -38,7 +38,7 @@ def test_it_passes_and_says_by_how_much(served: Command) -> None:
     assert len(told["losses"]) == 2
     assert told["differences"] == []
     text = served("verify", *TINY, "strategy=tensor").stdout
-    assert text.startswith("tensor 2 beside one process, 4 steps\n")
+    assert text.startswith("tensor 2 vs. single process, 4 steps\n")
     assert text.endswith("passed\n")
 
 

@@ -28,8 +28,8 @@ from axonlaunch.system.authentication import ForgedMessageError, derive_key
 JOIN_S = 300.0
 """Seconds in which all ranks have to have been started."""
 _FORGED = (
-    "what stands in the store there was not written by a rank of this run: give every rank the "
-    "same launch.token_file, and let nobody else reach the port"
+    "what is in the store there was not written by a rank of this run: give every rank the "
+    "same launch.token_file, and let no one else reach the port"
 )
 
 
@@ -104,7 +104,7 @@ def join(
             announce=lambda text: print(f"rank {text}", file=sys.stderr),
         )
     except TimeoutError as missing:
-        message = f"ranks {missing} did not come within {JOIN_S:g} s"
+        message = f"ranks {missing} did not join within {JOIN_S:g} s"
         raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
@@ -123,7 +123,7 @@ def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> 
     if given != list(range(nproc)) * (found.world_size // nproc):
         message = (
             f"ranks 0 to {found.world_size - 1} have the local ranks {plain(given)}; start as many "
-            "on each machine, those of one machine in a row (srun --distribution=block)"
+            "on each node, those of one node in a row (srun --distribution=block)"
         )
         raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)])
     return dataclasses.replace(found, local_world_size=nproc)
@@ -134,7 +134,7 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | None:
     try:
         told = peers.ask("frozen", timeout_s=JOIN_S)
     except TimeoutError:
-        message = f"rank 0 told no configuration within {JOIN_S:g} s"
+        message = f"rank 0 sent no configuration within {JOIN_S:g} s"
         raise ConfigError([ConfigIssue("", message)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED)]) from None

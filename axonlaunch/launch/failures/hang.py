@@ -157,7 +157,7 @@ def _silent(letter: str) -> Whereabouts:
         return Whereabouts(False, "is stopped by a signal (SIGSTOP or SIGTSTP)", "")
     if letter == "D":
         return Whereabouts(False, "waits for a disk or a device and can't be interrupted", "")
-    return Whereabouts(False, "does not answer: it may be inside C code that never returns", "")
+    return Whereabouts(False, "is unresponsive (stuck in native code)", "")
 
 
 def _size(log: Path) -> int:

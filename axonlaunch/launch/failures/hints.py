@@ -32,7 +32,7 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
     if cause == "disk":
         folder, free = free_bytes(Path(config.run_dir))
         return (
-            f"the disk of {folder} has {free / GIB:.2f} GiB free; make room, or use another "
+            f"the disk of {folder} has {free / GIB:.2f} GiB free; free some space, or use another "
             "run_dir, checkpoint.keep_last=1 or a larger checkpoint.every"
         )
     if cause == "files":
@@ -48,22 +48,22 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
         )
     if cause == "loss":
         last = run_dir.last_saved(config)
-        goes_on = f"; with name={config.name} it goes on from step {last.step}" if last else ""
+        resumes = f"; with name={config.name} it resumes from step {last.step}" if last else ""
         return (
             "use a lower optimizer.lr, more scheduler.warmup_steps or train.grad_clip"
-            f"{goes_on}; train.log_every=1 finds the step at which it begins"
+            f"{resumes}; train.log_every=1 finds the step at which it begins"
         )
     if cause == "module":
         return (
             f"{rest} is not installed for {sys.executable}; pip install it there, on every "
-            "machine of the run"
+            "node of the run"
         )
     if cause == "refused":
         launch = config.launch
         if nodes(config)[1] == 1:
             return "nothing listens there; is a service that the model or the data needs running?"
         return (
-            f"nothing listens at {launch.master_addr}:{launch.master_port}; is that machine 0's "
+            f"nothing listens at {launch.master_addr}:{launch.master_port}; is that node 0's "
             "address, and does a firewall let its port through?"
         )
     return ""
@@ -74,7 +74,7 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
     had = report.memory_bytes
     there = "" if had is None else f"; there were {size(had)} for it"
     if context is None:
-        return f"axonlaunch estimate tells what each rank needs{there}"
+        return f"axonlaunch estimate shows what each rank needs{there}"
     hardware = config.hardware or HardwareConfig(name="device")
     if config.launch.backend != "nccl":  # on no GPU no allocator has a cache, nor CUDA a context
         hardware = HardwareConfig(name="cpu")
@@ -88,7 +88,7 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
         smaller = prepared(context, dataclasses.replace(config, hardware=asked))
         told = [*remedies(context, smaller, forecast(context, smaller))]
     except (ConfigError, RuntimeError, OSError) as error:
-        return f"axonlaunch estimate tells what each rank needs{there} ({error})"
+        return f"axonlaunch estimate shows what each rank needs{there} ({error})"
     highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
     parts = ", ".join(f"{name} {size(part)}" for name, part in highest.breakdown.items() if part)
     ways = "".join(f"\n  {' '.join(one.overrides)}" for one in told[:3])

@@ -148,11 +148,11 @@ class Supervisor:
                 told += 1
                 if told > 1:
                     return self._ended_at_once()
-                self.announce("stopping after this step; once more to stop at once")
+                self.announce("stopping after this step; press Ctrl-C again to stop immediately")
                 self._stop()
             elif not self._makes_room and self.others is not None and self.others.is_awaited():
                 self._makes_room = True
-                self.announce("a machine has come: saving, to go on with it")
+                self.announce("a new node joined: checkpointing and restarting with it")
                 self._stop()
             if all(rank.finished is not None and not rank.open for rank in self.ranks):
                 self.tick()

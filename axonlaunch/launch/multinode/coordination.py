@@ -213,8 +213,8 @@ class Coordinator:
 
     def _silence(self, member: int) -> Report:
         rank = self._first_ranks[member]
-        which = "machine" if self._are_machines else "process"
-        reason = f"its {which} is not heard from: killed, switched off, or off the network"
+        which = "node" if self._are_machines else "process"
+        reason = f"no heartbeat from its {which}: killed, switched off, or off the network"
         return Report(rank=rank, kind="lost", reason=reason)
 
     def _lead_is_lost(self) -> bool:

@@ -60,12 +60,12 @@ def train(
                     break
                 console.stop()
                 if outcome.crash is None:
-                    console.line("waiting for machines")
+                    console.line("waiting for nodes")
                     continue
                 if meeting.node_rank == 0:
                     report_crash(config, outcome.crash)
                 console.line(
-                    f"restart {me.restarts} of {config.launch.max_restarts}: waiting for machines"
+                    f"restart {me.restarts} of {config.launch.max_restarts}: waiting for nodes"
                 )
         finally:
             console.stop()

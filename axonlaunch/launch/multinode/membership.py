@@ -36,8 +36,8 @@ _OWN = ("launch.node_rank", "launch.token_file", "name", "run_dir")
 """What may differ between machines: each says the first two itself, machine 0 decides the others.
 """
 _FORGED = (
-    "what stands in the store there was not written by a node of this run: give every node the "
-    "same launch.token_file, and let nobody else reach the port"
+    "what is in the store there was not written by a node of this run: give every node the "
+    "same launch.token_file, and let no one else reach the port"
 )
 
 
@@ -80,7 +80,7 @@ class NodeMembership:
         if not self._hosts:
             which = "" if config.launch.node_rank == "auto" else f" {config.launch.node_rank}"
             where = f"{config.launch.master_addr}:{_port(config)}"
-            console.line(f"machine{which}: joining {where}")
+            console.line(f"node{which}: joining {where}")
         self._held = self._open(listens=self._hosts)
         self._credentials = self._named(derive_key(secret or b""))
         self._rounds: ElasticRendezvous | None = None
@@ -99,8 +99,8 @@ class NodeMembership:
             raise ConfigError([problem]) from None
         except (dist.DistNetworkError, dist.DistStoreError):
             message = (
-                f"nobody listens at port {port} there for {launch.timeout_s:g} s; start machine 0, "
-                "and see that no firewall is between"
+                f"nothing listened at port {port} there for {launch.timeout_s:g} s; start node 0, "
+                "and check that no firewall blocks the port"
             )
             raise ConfigError(
                 [ConfigIssue("launch.master_addr", message, launch.master_addr)]
@@ -118,7 +118,7 @@ class NodeMembership:
         try:
             return run_identity.learn(self._held, key, timeout_s=launch.timeout_s)
         except TimeoutError:
-            message = f"who listens at port {_port(self._given)} there began no run of axonlaunch"
+            message = f"what listens at port {_port(self._given)} there is not an axonlaunch run"
         except ForgedMessageError:
             message = _FORGED
         raise ConfigError([ConfigIssue("launch.master_addr", message, launch.master_addr)])
@@ -142,12 +142,10 @@ class NodeMembership:
                 members=now.members,
                 about=self._about(),
                 timeout_s=launch.timeout_s,
-                announce=lambda text: self._console.line(f"machine {now.member}: {text}"),
+                announce=lambda text: self._console.line(f"node {now.member}: {text}"),
             )
         except TimeoutError as missing:
-            message = (
-                f"machines {missing} did not come within launch.timeout_s={launch.timeout_s:g}"
-            )
+            message = f"nodes {missing} did not join within launch.timeout_s={launch.timeout_s:g}"
             raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)]) from None
         except ForgedMessageError:
             problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
@@ -221,7 +219,7 @@ class NodeMembership:
         try:
             return self._rounds.next()
         except TimeoutError:
-            message = f"fewer than {least} machines came within launch.timeout_s="
+            message = f"fewer than {least} nodes joined within launch.timeout_s="
             problem = ConfigIssue("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
             raise ConfigError([problem]) from None
 
@@ -267,7 +265,7 @@ class NodeMembership:
         try:
             told = peers.ask("frozen", timeout_s=launch.timeout_s)
         except TimeoutError:
-            message = "machine 0 answers, but never began this run"
+            message = "node 0 is reachable but not in this run"
             raise ConfigError(
                 [ConfigIssue("launch.master_addr", message, launch.master_addr)]
             ) from None
@@ -288,8 +286,8 @@ class NodeMembership:
         count, first = _count(config), member * _count(config)
         which = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
         self._console.line(
-            f"machine {member} of {nodes(config)[1]}: {which} of {world_size(config)}; "
-            f"machine 0 at {config.launch.master_addr} tells how it goes"
+            f"node {member} of {nodes(config)[1]}: {which} of {world_size(config)}; "
+            f"node 0 at {config.launch.master_addr} reports progress"
         )
 
 
@@ -298,13 +296,13 @@ def unsaid(config: RunConfig) -> list[ConfigIssue]:
     launch, found = config.launch, []
     least, most = nodes(config)
     if launch.node_rank == "auto" and least == most:
-        message = f"which of the {launch.nnodes} machines is this? write 0 on the first"
+        message = f"which of the {launch.nnodes} nodes is this? write 0 on the first"
         found.append(ConfigIssue("launch.node_rank", message, "auto"))
     elif launch.node_rank != "auto" and launch.node_rank >= most:
-        message = f"the machines are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
+        message = f"the nodes are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
         found.append(ConfigIssue("launch.node_rank", message, launch.node_rank))
     if launch.master_addr == "auto":
-        message = "where is machine 0? write an address by which the others reach it"
+        message = "is required for a multi-node run; write the address that reaches node 0"
         found.append(ConfigIssue("launch.master_addr", message, "auto"))
     if launch.backend == "mock":
         message = "its ranks are threads of one process; use auto, or launch.nnodes=1"
@@ -332,15 +330,15 @@ def _agreed(met: list[dict[str, Any]]) -> None:
         ConfigError: Every problem of every machine.
     """
     first, problems = met[0]["config"], []
-    for machine, about in enumerate(met):
-        where = f"machine {machine} ({about['machine']})"
+    for node, about in enumerate(met):
+        where = f"node {node} ({about['machine']})"
         problems += [ConfigIssue("", f"{where}: {problem}") for problem in about["problems"]]
         if about["problems"] or met[0]["problems"]:
             continue
         for key in sorted({*first, *about["config"]} - {*_OWN}):
             here, there = first.get(key), about["config"].get(key)
             if here != there:
-                message = f"{where} has {plain(there)}; start every machine with the same words"
+                message = f"{where} has {plain(there)}; start every node with the same overrides"
                 problems.append(ConfigIssue(key, message, here))
     if problems:
         raise ConfigError(problems)

@@ -49,7 +49,9 @@ def draw(found: Forecast) -> Figure:
     axes.set_yticks(rows, [place(one, told) for one in told.ranks])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel("MiB of live tensors a rank" if unit == MIB else "GiB of live tensors a rank")
+    axes.set_xlabel(
+        "MiB of live tensors per rank" if unit == MIB else "GiB of live tensors per rank"
+    )
     axes.set_title(f"{found.layout}: {told.world_size} ranks", loc="left", fontsize=11)
     figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=9)
     return figure

@@ -136,7 +136,7 @@ def refuse_missing(hardware: HardwareConfig, names: Iterable[str]) -> None:
 
 def _missing(hardware: HardwareConfig, name: str) -> ConfigIssue:
     message = (
-        f"is not published for {hardware.name}, and speed can't be told without it; "
+        f"is not published for {hardware.name}, and speed can't be estimated without it; "
         f"write hardware.{name}=NUMBER, measured or from a datasheet"
     )
     return ConfigIssue(f"hardware.{name}", message, None)

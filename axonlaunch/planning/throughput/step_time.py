@@ -112,7 +112,7 @@ class StepTime:
         if shares.data_parallel != "fsdp" or offload == "none" or self._links.takes_cores:
             return 0.0
         if offload == "full":
-            message = "how fast the host's cores update is not foretold; use params"
+            message = "the speed of updates on the host's cores can't be estimated; use params"
             raise ConfigError([ConfigIssue("strategy.fsdp.cpu_offload", message, offload)])
         shards = shares.tensor * shares.pipeline * shares.dp_shard * shares.context
         held = FP32 * work.parameters / shards

@@ -211,7 +211,7 @@ def _split(config: RunConfig, shares: Layout, model: nn.Module, sample: Tensor) 
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         message = (
-            f"where {type(model).__name__} is to be cut can't be told without running it ({reason})"
+            f"where to cut {type(model).__name__} can't be determined without running it ({reason})"
             "; write the blocks of each stage"
         )
         raise ConfigError([ConfigIssue("strategy.pipeline.split", message, "auto")]) from error
