@@ -6,10 +6,11 @@ Every combination of README.md beside it; those that are not fast run under ``sc
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 from parity import Trained, assert_same, train
-from parity_table import BATCH, PAGE, Combination, combinations, markdown
+from parity_table import BATCH, PAGE, Combination, combinations, factors, markdown
 
 TOLERANCES = {
     "fp32": {"tolerance": 1e-5},
@@ -42,3 +43,13 @@ def test_it_trains_as_one_process_does(combination: Combination) -> None:
 
 def test_the_page_lists_what_is_compared() -> None:
     assert PAGE.read_text() == markdown(), "run python tests/support/parity_table.py"
+
+
+def test_every_test_run_has_every_pair_of_values_that_exists() -> None:
+    def pairs(chosen: list[Combination]) -> set[object]:
+        return {pair for one in chosen for pair in itertools.combinations(factors(one).items(), 2)}
+
+    fast = [one for one in combinations() if one.fast]
+    assert pairs(fast) == pairs(combinations())
+    assert {one.layout.label for one in fast} == {one.layout.label for one in combinations()}
+    assert len(fast) <= len(combinations()) / 10
