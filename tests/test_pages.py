@@ -67,7 +67,7 @@ def shortened(command: str) -> list[str]:
         words += narrow
     elif "model=llama_debug" in words:
         words += small
-    return [*words, f"train.steps={steps}", "train.eval_batches=1", "train.sample_tokens=4"]
+    return [*words, f"train.steps={steps}", "train.eval_batches=1", "sample.max_new_tokens=4"]
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
