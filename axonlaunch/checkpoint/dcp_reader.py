@@ -68,7 +68,7 @@ class _Guarded(FileSystemReader):
 
 
 class _Regular(LocalFileSystem):
-    """Reads regular files of this machine, and nothing else."""
+    """Reads regular files of this node, and nothing else."""
 
     @contextmanager
     def create_stream(

@@ -1,4 +1,4 @@
-"""Reads checkpoints into states of any layout, and tells what is in them.
+"""Reads checkpoints into states of any layout, and reports what is in them.
 
 Files whose checksum is not what was written are refused.
 """

@@ -72,7 +72,7 @@ def kept_by(run_dir: Path) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Return whether a path is not on a file system of this machine."""
+    """Return whether a path is not on a file system of this node."""
     return not isinstance(path, Path)
 
 

@@ -122,8 +122,8 @@ def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
 
         console = Console(highlight=False)
         for path, wrong in problems.items():
-            told = "[red]corrupt[/red]" if wrong else "[green]whole[/green]"
-            console.print(f"{told}  {escape(path)}", soft_wrap=True)
+            verdict = "[red]corrupt[/red]" if wrong else "[green]whole[/green]"
+            console.print(f"{verdict}  {escape(path)}", soft_wrap=True)
             for line in wrong[:SHOWN]:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
             if len(wrong) > SHOWN:

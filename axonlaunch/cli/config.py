@@ -37,7 +37,7 @@ def command(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the configuration as a run on this machine would have it."""
+    """Print the configuration as a run on this node would have it."""
     from axonlaunch import config as configuration
     from axonlaunch.config.written_out import written_out
 
@@ -68,20 +68,20 @@ def _accelerators() -> int:
     return count
 
 
-def _explain(before: RunConfig, config: RunConfig, told: dict[str, str], as_json: bool) -> None:
+def _explain(before: RunConfig, config: RunConfig, sources: dict[str, str], as_json: bool) -> None:
     """Print where each value comes from.
 
     Args:
         before: As the files and overrides say it.
         config: As a run here would have it.
-        told: Key to its file or override.
+        sources: Key to its file or override.
         as_json: Print one object.
     """
     from axonlaunch import config as configuration
     from axonlaunch.config.errors import plain
 
     values, written = configuration.flatten(config), configuration.flatten(before)
-    origins = {key: told.get(key, configuration.DEFAULT_ORIGIN) for key in values}
+    origins = {key: sources.get(key, configuration.DEFAULT_ORIGIN) for key in values}
     for key, value in values.items():
         if written[key] != value:
             origins[key] = f"resolved here; {plain(written[key])}: {origins[key]}"

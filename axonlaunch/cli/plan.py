@@ -105,13 +105,13 @@ def show(found: Plan, console: Console, *, seconds: float) -> None:
     for number, planned in enumerate(found.candidates, 1):
         console.print()
         console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)
-        told = ""
+        remark = ""
         if number == 1:
-            told = plan_table.spent(planned)
+            remark = plan_table.spent(planned)
         elif number == 2:
-            told = plan_table.why_slower(found.candidates[0], planned)
-        if told:
-            lines = textwrap.fill(told, console.width - 3)
+            remark = plan_table.why_slower(found.candidates[0], planned)
+        if remark:
+            lines = textwrap.fill(remark, console.width - 3)
             console.print(textwrap.indent(lines, "   "), markup=False)
 
 

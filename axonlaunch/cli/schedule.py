@@ -73,12 +73,12 @@ def command(
     )
     stats = PipelineMemoryStats.from_schedule(schedule)
     if memory:
-        from axonlaunch.planning.estimate import foretold
+        from axonlaunch.planning.estimate import estimated
         from axonlaunch.planning.memory.engine_stats import pipeline_stats
         from axonlaunch.system import forkserver
 
         with forkserver.warm() as context, spinner("tracing a step"):
-            found = foretold(context, with_values(config, {"hardware": None}))
+            found = estimated(context, with_values(config, {"hardware": None}))
         stats = pipeline_stats(found, schedule)
     if plot is not None:
         save(timeline_plot.draw(times), plot)

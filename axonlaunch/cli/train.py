@@ -104,7 +104,7 @@ def _dry_run(
     """Print what each run would hold, and what would stop it here.
 
     Raises:
-        ConfigError: A configuration can't be run on any machine.
+        ConfigError: A configuration can't be run on any node.
     """
     from axonlaunch.system import forkserver
 
@@ -141,7 +141,7 @@ def _as_object(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
 
 
 def _show_obstacles(obstacles: Sequence[ConfigIssue], console: Console) -> None:
-    """Print what would stop a start on this machine, each with its remedy."""
+    """Print what would stop a start on this node, each with its remedy."""
     from rich.text import Text
 
     console.print()
@@ -155,7 +155,7 @@ def _show_obstacles(obstacles: Sequence[ConfigIssue], console: Console) -> None:
 
 
 def _show_elsewhere(runs: Sequence[DryRun], overrides: Sequence[str], console: Console) -> None:
-    """Name the commands that leave this machine out, where it is what stands in the way."""
+    """Name the commands that leave this node out, where it is what stands in the way."""
     if not any(run.obstacles for run in runs):
         return
     words = shlex.join(overrides)

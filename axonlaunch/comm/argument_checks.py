@@ -1,6 +1,6 @@
-"""What one rank can tell alone about a call: why its arguments won't do.
+"""What one rank can say alone about a call: why its arguments won't do.
 
-Each check returns the problem instead of raising it, so that the other ranks can be told.
+Each check returns the problem instead of raising it, so that the other ranks can be informed.
 """
 
 from __future__ import annotations

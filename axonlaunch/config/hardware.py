@@ -1,6 +1,6 @@
 """What one device of a kind has and can do, and how it reaches the others, as published.
 
-It holds figures; nothing here is measured on this machine. A figure that nobody published is null,
+It holds figures; nothing here is measured on this node. A figure that nobody published is null,
 and whoever needs it refuses.
 """
 
@@ -21,7 +21,7 @@ class HardwareConfig:
     device: str | None = None
     """regular expression of torch's name of the device, by which strategy=auto knows it"""
     memory_gib: float | None = field(default=None, metadata={"above": 0})
-    """memory of one device as torch reports it, GiB; null: this machine's memory shared among its
+    """memory of one device as torch reports it, GiB; null: this node's memory shared among its
     ranks
     """
     fp32_tflops: float | None = field(default=None, metadata={"above": 0})
@@ -81,10 +81,10 @@ class HardwareConfig:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is this machine, whose ranks have cores and no GPU's allocator or driver."""
+        """Whether it is this node, whose ranks have cores and no GPU's allocator or driver."""
         return self.name == "cpu"
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of one device; None where it is not told."""
+        """Memory of one device; None where it is not known."""
         return None if self.memory_gib is None else int(self.memory_gib * GIB)

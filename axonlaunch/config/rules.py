@@ -1,4 +1,4 @@
-"""Rules between values of a configuration that can be told without torch.
+"""Rules between values of a configuration that can be checked without torch.
 
 Each rule yields its problems; none stops another. What needs the model or the data is checked
 by ``preflight``.
@@ -45,7 +45,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_resume(config),
         *_prompt(config),
         *_saving(config),
-        *_machines(config),
+        *_node_count(config),
     ]
     if config.launch.nproc != "auto":
         problems += broken_sizes(config)
@@ -139,7 +139,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     train = config.train
     ranks = world_size // model_ranks(config.strategy)
     if ranks % replicas(config, world_size=world_size):
-        return  # told already
+        return  # reported already
     if train.global_batch_size % ranks:
         nearest = max(1, round(train.global_batch_size / ranks)) * ranks
         counts = divisor_of(train.global_batch_size)
@@ -199,7 +199,7 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
 
 
-def _machines(config: RunConfig) -> Iterator[ConfigIssue]:
+def _node_count(config: RunConfig) -> Iterator[ConfigIssue]:
     most = nodes(config)[1]
     if config.launch.name == "local" and most > 1:
         message = "launch.name=local is this node only; use 1, or launch=auto"

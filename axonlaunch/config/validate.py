@@ -137,7 +137,7 @@ def _dataclass(
 
 
 def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> Any:
-    """Build the dataclass; a required field that is missing (told already) is None."""
+    """Build the dataclass; a required field that is missing (reported already) is None."""
     for name, spec in fields.items():
         if name not in values and spec.default is MISSING and spec.default_factory is MISSING:
             values[name] = None

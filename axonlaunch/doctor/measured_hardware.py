@@ -1,4 +1,4 @@
-"""Figures of this machine, measured once for each number of ranks and kept in the user's cache.
+"""Figures of this node, measured once for each number of ranks and kept in the user's cache.
 
 Other hardware has published figures, in ``configs/hardware``; nothing here measures a GPU.
 """
@@ -24,7 +24,7 @@ _ROUND = 4
 """Digits of a figure that a measurement bears."""
 
 
-def of_this_machine(
+def of_this_node(
     context: ForkServerContext, hardware: HardwareConfig, *, ranks: int
 ) -> HardwareConfig:
     """Return ``hardware=cpu`` with what was measured of it; what the user gave stays.
@@ -32,7 +32,7 @@ def of_this_machine(
     Args:
         context: Of the warm fork server.
         hardware: As composed.
-        ranks: Of the run, all on this machine.
+        ranks: Of the run, all on this node.
     """
     figures = _kept(ranks) or measure(context, ranks=ranks)
     given = dataclasses.asdict(hardware)
@@ -43,7 +43,7 @@ def of_this_machine(
 
 
 def measure(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
-    """Measure this machine with so many ranks at once, and keep what was found."""
+    """Measure this node with so many ranks at once, and keep what was found."""
     threads = host.threads(ranks=ranks)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

@@ -1,4 +1,4 @@
-"""How fast the ranks of this machine compute and talk, while all of them do.
+"""How fast the ranks of this node compute and talk, while all of them do.
 
 Figures are those of ``HardwareConfig``. What one rank alone would reach is not told: ranks share
 cores, caches and the memory's bandwidth.
@@ -124,7 +124,7 @@ def _exchange_seconds(run: Callable[[], object], *, tries: int) -> float:
 def _seconds(run: Callable[[], object]) -> float:
     """Return the least time of a call that every rank makes at once; the slowest rank's.
 
-    The least, for what other programs take of the machine is not for long.
+    The least, for what other programs take of the node is not for long.
     """
     tries = _agreed(max(3.0, _BUDGET_S / max(_once(run), 1e-7)))
     return _agreed(min(_once(run) for _ in range(min(300, int(tries)))))

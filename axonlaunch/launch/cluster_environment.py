@@ -1,6 +1,6 @@
 """What started this process, read from its environment: torchrun, MPI, SLURM, or a person.
 
-It reads the variables that launchers set and tells a world that they describe only by half; what
+It reads the variables that launchers set and reports a world that they describe only by half; what
 they mean for a run is ``settle``'s. Nothing here is torch's or starts anything.
 """
 
@@ -35,9 +35,9 @@ class ClusterEnvironment:
         launcher: Its name, for messages.
         rank: This process's; where it is to start ranks itself, the first of theirs.
         world_size: Ranks of the run.
-        local_rank: Among the ranks of this machine; None where this process is to start them.
-        local_world_size: Ranks on this machine; None where nobody said.
-        nnodes: Machines; None where nobody said.
+        local_rank: Among the ranks of this node; None where this process is to start them.
+        local_world_size: Ranks on this node; None where nobody said.
+        nnodes: Nodes; None where nobody said.
         node_rank: Which of them this is; None where nobody said.
         master_addr: Where rank 0 is; None where nobody said.
         master_port: Where it listens; None where nobody said.
@@ -58,8 +58,8 @@ class ClusterEnvironment:
     agent_hosts_store: bool = False
 
     @property
-    def one_a_machine(self) -> bool:
-        """Whether a scheduler placed one process on each of several machines."""
+    def one_per_node(self) -> bool:
+        """Whether a scheduler placed one process on each of several nodes."""
         return self.local_world_size == 1 and (self.nnodes or 1) > 1
 
 
@@ -69,7 +69,7 @@ def detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
     A scheduler's only task is no world: the ranks are then started here.
 
     Raises:
-        ConfigError: It describes a world by half, or a senseless one; every problem is told.
+        ConfigError: It describes a world by half, or an invalid one; every problem is reported.
     """
     reader = _Reader(environment)
     found: ClusterEnvironment | None
@@ -94,12 +94,12 @@ def detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
 def apply_to_config(
     tree: dict[str, Any], found: ClusterEnvironment, *, accelerators: Callable[[], int]
 ) -> list[ConfigIssue]:
-    """Write into a composed tree what the surroundings say of ``launch``.
+    """Write into a composed tree what the environment says of ``launch``.
 
     Args:
         tree: Nested plain values; ``launch`` is changed.
         found: What they say.
-        accelerators: Counts this machine's, where nothing else says how many ranks it is to have.
+        accelerators: Counts this node's, where nothing else says how many ranks it is to have.
 
     Returns:
         What contradicts them.
@@ -108,7 +108,7 @@ def apply_to_config(
     nproc, problems = _ranks_here(launch, found, accelerators)
     if nproc is None:
         return problems
-    if found.one_a_machine and found.local_rank is None:
+    if found.one_per_node and found.local_rank is None:
         world_size, first = nproc * (found.nnodes or 1), nproc * (found.node_rank or 0)
     else:
         world_size, first = found.world_size, found.rank
@@ -152,7 +152,7 @@ def _ranks_here(
         return found.local_world_size, []
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return given, []
-    if found.local_world_size is not None and not found.one_a_machine:
+    if found.local_world_size is not None and not found.one_per_node:
         return found.local_world_size, []
     if isinstance(nnodes, int) and nnodes > 1 and found.world_size % nnodes == 0:
         return found.world_size // nnodes, []
@@ -186,7 +186,7 @@ class _Reader:
         return int(text)
 
     def missing(self, *names: str) -> None:
-        """Tell which of some variables, of which others are set, are not."""
+        """Report which of some variables, of which others are set, are not."""
         given = [name for name in (*OWN, *ADDRESS) if self.environment.get(name)]
         for name in names:
             if not self.environment.get(name):
@@ -283,15 +283,17 @@ def _address(node: str) -> str:
     """Return where a node is reached: its name is a host's, unless its administrator chose not to.
 
     Raises:
-        ConfigError: Neither the name is a host's, nor does SLURM tell the address.
+        ConfigError: Neither the name is a host's, nor does SLURM report the address.
     """
     with suppress(OSError):
         socket.getaddrinfo(node, None)
         return node
     with suppress(OSError, subprocess.SubprocessError):
         words = ["scontrol", "show", "node", node, "--oneliner"]
-        told = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
-        if match := re.search(r"\bNodeAddr=(\S+)", told):
+        answer = subprocess.run(
+            words, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+        if match := re.search(r"\bNodeAddr=(\S+)", answer):
             return match[1]
     message = f"srun's first node {node} is not a host name; set the variable to its address"
     raise ConfigError([ConfigIssue("MASTER_ADDR", message)])

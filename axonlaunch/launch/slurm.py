@@ -108,7 +108,7 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     if shutil.which("sbatch") is None:
         message = "there is no sbatch here; submit from a node of the cluster"
         raise ConfigError([ConfigIssue("launch.name", message, "slurm")])
-    with run_dir.create(config, tell=announce) as config:
+    with run_dir.create(config, announce=announce) as config:
         folder = Path(config.run_dir)
         script = _write(config, folder)
     command = ["sbatch", "--parsable", str(script)]
@@ -142,7 +142,7 @@ def _write(config: RunConfig, folder: Path) -> Path:
 
 
 def problems(config: RunConfig) -> list[ConfigIssue]:
-    """Return what a job must know, and nothing of this machine can tell."""
+    """Return what a job must know, and nothing of this node can tell."""
     found = []
     if config.launch.nproc == "auto":
         message = "is required for a job; write the number of devices per node"

@@ -1,6 +1,6 @@
 """``strategy=auto``: runs whose layout is searched, as ``axonlaunch plan`` does, before they start.
 
-The layout then stands in the configuration as if it had been written. A machine whose speed is
+The layout then stands in the configuration as if it had been written. A node whose speed is
 neither published nor measured is refused.
 """
 
@@ -34,7 +34,7 @@ def load(
 
     Args:
         overrides: The words.
-        compose: Composes a configuration of words, for the machine that is to run it.
+        compose: Composes a configuration of words, for the node that is to run it.
         server: Starts the fork server, if none runs yet.
         config_dirs: Folders of a user's own YAML.
 
@@ -71,7 +71,7 @@ def load(
 
 
 def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
-    """Return the names of this machine's devices that the run's ranks would compute on."""
+    """Return the names of this node's devices that the run's ranks would compute on."""
     if config.launch.backend in ("gloo", "mock"):
         return []
     found: dict[str, Any] = forked_call.call(context, "axonlaunch.doctor.machine:machine")
@@ -79,7 +79,7 @@ def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
 
 
 def _option(devices: Sequence[str], config: RunConfig, config_dirs: Sequence[Path]) -> str:
-    """Return the option of the group ``hardware`` that describes the machines of a run.
+    """Return the option of the group ``hardware`` that describes the nodes of a run.
 
     Raises:
         ConfigError: None does.

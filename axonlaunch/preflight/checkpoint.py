@@ -1,4 +1,4 @@
-"""What is wrong with what a run is to start from, told before a rank starts.
+"""What is wrong with what a run is to start from, reported before a rank starts.
 
 Sizes, names and shapes are looked at; contents are read, and their checksums held, by the ranks.
 """
@@ -99,7 +99,7 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
 
 
 def _overwritten(kept: str | None) -> Iterator[ConfigIssue]:
-    """Refuse to begin anew where another run keeps its checkpoints."""
+    """Refuse to start from step 0 where another run keeps its checkpoints."""
     if kept is None:
         return
     with reaching(place(kept)):
@@ -116,7 +116,7 @@ def _corrupt(resume: str, wrong: dict[Path, str], found: Checkpoint | None) -> C
 
 
 def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterator[ConfigIssue]:
-    """Compare a checkpoint with the run that is to go on from it."""
+    """Compare a checkpoint with the run that is to resume from it."""
     resume = config.checkpoint.resume
     if found.step > config.train.steps:
         message = f"{found.path} has done {found.step} already; use more to train on"

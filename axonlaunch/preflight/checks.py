@@ -52,7 +52,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def resolve_anywhere(config: RunConfig) -> RunConfig:
-    """Resolve ``launch.nproc`` and check what holds on every machine that has the devices.
+    """Resolve ``launch.nproc`` and check what holds on every node that has the devices.
 
     Raises:
         ConfigError: Every problem, all at once.
@@ -80,7 +80,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
 
     Args:
         config: The run's.
-        here: Whether this machine is to run it: its devices, memory, disk, data and checkpoints
+        here: Whether this node is to run it: its devices, memory, disk, data and checkpoints
             then have to suffice.
     """
     ranks = world_size(config)

@@ -1,6 +1,6 @@
 """Whether a model can be divided as a strategy asks: over tensor and data axes, into stages.
 
-It tells problems of a model that was built on ``meta`` or on the CPU; it needs no rank.
+It reports problems of a model that was built on ``meta`` or on the CPU; it needs no rank.
 """
 
 from __future__ import annotations

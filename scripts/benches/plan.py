@@ -91,10 +91,10 @@ def main() -> None:
         for layout in sorted(medians, key=lambda layout: medians[layout]):
             mark = "planned" if layout == first else ""
             print(f"{medians[layout] * 1e3:8.1f} ms  {mark:<8} {short(layout)}")
-        foretold = told["candidates"][0]["step_s"]
+        estimated = told["candidates"][0]["step_s"]
         print(
             f"planned over best {medians[first] / min(medians.values()):.2f}, "
-            f"its step foretold {foretold / medians[first]:.2f} of the measured"
+            f"its step estimated {estimated / medians[first]:.2f} of the measured"
         )
 
 

@@ -118,7 +118,7 @@ class Lab:
         """Return the folder of a run that was interrupted, with two checkpoints, for copies."""
         command = self.quick(self.new(f"stopped-{strategy}"))
         process = command.start("train", *COMMON, *STRATEGIES[strategy])
-        logged(command.folder / "runs/run/metrics.jsonl", STEPS // 4)
+        logged(command.folder / "runs/run/metrics.jsonl", STEPS - 12)
         process.send_signal(signal.SIGTERM)
         done = end(process)
         assert done.status == 130, f"a run that was interrupted ended otherwise: {done.text}"

@@ -38,8 +38,8 @@ def test_two_machines_train_as_one_and_leave_one_port_open_on_their_wire(
     assert "node 1 of 2: rank 1 of 2; node 0 at 10.77.0.1 reports progress" in told[1][1]
     served("train", *words, "name=local", "launch.nproc=2")
     assert axonlaunch.losses("run") == served.losses("local")
-    foretold = [served.summary(name)["predicted_peak_bytes"] for name in ("run", "local")]
-    assert foretold[0] == foretold[1] > 0
+    estimated = [served.summary(name)["predicted_peak_bytes"] for name in ("run", "local")]
+    assert estimated[0] == estimated[1] > 0
 
 
 def test_a_pulled_cable_ends_the_run_on_both_machines(

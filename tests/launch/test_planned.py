@@ -125,7 +125,7 @@ def test_this_machine_is_measured_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = HardwareConfig(name="cpu", link_gb_s=5.0)
-    found = measured_hardware.of_this_machine(context, given, ranks=2)
+    found = measured_hardware.of_this_node(context, given, ranks=2)
     assert found.link_gb_s == 5.0
     for name in ("fp32_tflops", "bf16_tflops", "kernel_us", "link_latency_us", "allgather_bw_gb_s"):
         assert getattr(found, name) > 0
@@ -133,7 +133,7 @@ def test_this_machine_is_measured_once(
     assert len(found.kernel_latency_us) == len(found.kernel_bytes)
     [kept] = cache.cache_folder().glob("hardware/cpu_2_*.json")
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"kernel_us": 123.0}))
-    assert measured_hardware.of_this_machine(context, given, ranks=2).kernel_us == 123.0
+    assert measured_hardware.of_this_node(context, given, ranks=2).kernel_us == 123.0
 
 
 def test_figures_that_can_not_be_kept_are_measured_again(

@@ -1,6 +1,6 @@
 """How the ranks that another launcher started meet, and get one configuration.
 
-They meet at torch's store; what they tell each other there is signed.
+They meet at torch's store; their messages there are signed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def join(
     channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
         about = {"machine": socket.gethostname(), "local_rank": found.local_rank}
-        machines, nonces = meet(
+        members, nonces = meet(
             channel,
             member=found.rank,
             members=found.world_size,
@@ -108,11 +108,11 @@ def join(
         raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
-    return channel, machines, nonces
+    return channel, members, nonces
 
 
 def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> ClusterEnvironment:
-    """Complete the surroundings by how many ranks each machine has.
+    """Complete the environment by how many ranks each node has.
 
     Raises:
         ConfigError: Not all have as many.
@@ -132,16 +132,16 @@ def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> 
 def frozen_by_rank_0(peers: Coordinator) -> RunConfig | None:
     """Take the configuration that rank 0 froze; None where it refused."""
     try:
-        told = peers.ask("frozen", timeout_s=JOIN_S)
+        frozen = peers.wait_for("frozen", timeout_s=JOIN_S)
     except TimeoutError:
         message = f"rank 0 sent no configuration within {JOIN_S:g} s"
         raise ConfigError([ConfigIssue("", message)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED)]) from None
-    if "refused" in told:
+    if "refused" in frozen:
         peers.watch()
-        peers.farewell()
+        peers.leave()
         return None
-    config = configuration.parsed(told["config"])
+    config = configuration.parsed(frozen["config"])
     run_dir.adopt(config)
     return config

@@ -13,7 +13,7 @@ from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
-from axonlaunch.planning.estimate import forecast, foretold, prepared, remedies
+from axonlaunch.planning.estimate import estimated, forecast, prepared, remedies
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
@@ -80,17 +80,17 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
         hardware = HardwareConfig(name="cpu")
     config = dataclasses.replace(config, hardware=hardware)
     try:
-        found = foretold(context, config)
+        found = estimated(context, config)
         fits = had is not None and found.process_bytes < had
         # Where the estimate says that it fits, less is still what is asked for.
         memory = int(0.9 * found.process_bytes) if fits or had is None else had
         asked = with_values(hardware, {"memory_gib": memory / GIB})
         smaller = prepared(context, dataclasses.replace(config, hardware=asked))
-        told = [*remedies(context, smaller, forecast(context, smaller))]
+        changes = [*remedies(context, smaller, forecast(context, smaller))]
     except (ConfigError, RuntimeError, OSError) as error:
         return f"axonlaunch estimate shows what each rank needs{there} ({error})"
     highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
     parts = ", ".join(f"{name} {size(part)}" for name, part in highest.breakdown.items() if part)
-    ways = "".join(f"\n  {' '.join(one.overrides)}" for one in told[:3])
+    ways = "".join(f"\n  {' '.join(one.overrides)}" for one in changes[:3])
     less = f"\nsmallest changes that need less:{ways}" if ways else ""
     return f"the highest rank needs {size(found.process_bytes)} ({parts}){there}{less}"

@@ -1,6 +1,6 @@
 """Who of several ranks failed first, judged by what each reported.
 
-It reads reports and nothing else, so that every machine of a run would judge alike.
+It reads reports and nothing else, so that every node of a run would judge alike.
 """
 
 from __future__ import annotations

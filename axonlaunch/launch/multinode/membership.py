@@ -1,6 +1,6 @@
-"""The machines of a run: how one meets the others, and agrees with them on what is to be run.
+"""The nodes of a run: how one meets the others, and agrees with them on what is to be run.
 
-They meet at machine 0. Torch's store carries what they tell each other; every machine composes and
+They meet at node 0. Torch's store carries their messages; every node composes and
 checks the same words itself, and a difference is told before a rank starts.
 """
 
@@ -31,9 +31,9 @@ from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 LOST_S = 5.0
-"""Seconds of silence after which a machine is lost: its processes have to be gone in ten."""
+"""Seconds of silence after which a node is lost: its processes have to be gone in ten."""
 _OWN = ("launch.node_rank", "launch.token_file", "name", "run_dir")
-"""What may differ between machines: each says the first two itself, machine 0 decides the others.
+"""What may differ between nodes: each says the first two itself, node 0 decides the others.
 """
 _FORGED = (
     "what is in the store there was not written by a node of this run: give every node the "
@@ -42,11 +42,11 @@ _FORGED = (
 
 
 class NodeMembership:
-    """This machine, over all attempts at a run.
+    """This node, over all attempts at a run.
 
     Attributes:
         attempts: How many there were before this one.
-        restarts: Those of them that failed; the others made room for a machine.
+        restarts: Those of them that failed; the others made room for a node.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class NodeMembership:
         problems: list[ConfigIssue],
         console: RunConsole,
     ) -> None:
-        """Listen on machine 0, or reach it.
+        """Listen on node 0, or reach it.
 
         Args:
-            config: As given to this machine.
+            config: As given to this node.
             problems: What it can't run it for.
             console: Takes lines for the user.
 
         Raises:
-            ConfigError: The address is not machine 0's, its port is taken, nobody answers, or the
+            ConfigError: The address is not node 0's, its port is taken, nobody answers, or the
                 token can't be read.
         """
         self._given = config
@@ -89,7 +89,7 @@ class NodeMembership:
         self.attempts = self.restarts = 0
 
     def _open(self, *, listens: bool) -> dist.Store:
-        """Connect to where the machines meet."""
+        """Connect to where the nodes meet."""
         launch, port = self._given.launch, _port(self._given)
         timeout = timedelta(seconds=launch.timeout_s)
         try:
@@ -107,7 +107,7 @@ class NodeMembership:
             ) from None
 
     def _named(self, key: bytes) -> Credentials:
-        """Name the run on machine 0, learn its name elsewhere.
+        """Name the run on node 0, learn its name elsewhere.
 
         Raises:
             ConfigError: Who answers there is not of this run.
@@ -123,11 +123,11 @@ class NodeMembership:
             message = _FORGED
         raise ConfigError([ConfigIssue("launch.master_addr", message, launch.master_addr)])
 
-    def agree(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous]:
+    def rendezvous(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous]:
         """Meet the others for an attempt; return what all run, and where the ranks meet.
 
         Raises:
-            ConfigError: The machines can't meet, or differ.
+            ConfigError: The nodes can't meet, or differ.
         """
         launch = self._given.launch
         now, store = self._round(), self._open(listens=False)
@@ -155,9 +155,9 @@ class NodeMembership:
             nonces=nonces,
             member=now.member,
             members=now.members,
-            first_ranks=[machine * _count(self._given) for machine in range(now.members)],
+            first_ranks=[node * _count(self._given) for node in range(now.members)],
             lost_s=LOST_S,
-            are_machines=True,
+            are_nodes=True,
             newcomers=partial(self._newcomers, now),
         )
         if met is not None:
@@ -177,11 +177,11 @@ class NodeMembership:
         )
         return config, meeting
 
-    def goes_on(self, outcome: Outcome) -> bool:
+    def should_restart(self, outcome: Outcome) -> bool:
         """Whether an attempt that ended so is followed by another, which then counts."""
         assert self._peers is not None
         if outcome.crash is None:
-            again = self._peers.goes_on and not outcome.killed
+            again = self._peers.will_restart and not outcome.killed
         elif was_interrupted(outcome) or self._peers.is_headless:
             again = False
         elif again := self.restarts < self._given.launch.max_restarts:
@@ -190,12 +190,12 @@ class NodeMembership:
         return again
 
     def leave(self) -> None:
-        """Tell machines that come later that the run has ended."""
+        """Tell nodes that come later that the run has ended."""
         if self._rounds is not None and self._hosts:
             self._rounds.leave()
 
     def _round(self) -> Attempt:
-        """Return the machines of the next attempt.
+        """Return the nodes of the next attempt.
 
         Raises:
             ConfigError: Too few came.
@@ -224,7 +224,7 @@ class NodeMembership:
             raise ConfigError([problem]) from None
 
     def _newcomers(self, now: Attempt) -> bool:
-        """Whether a machine waits that could take part, and nothing is lost by a new start."""
+        """Whether a node waits that could take part, and nothing is lost by a new start."""
         if self._rounds is None or now.members == nodes(self._given)[1]:
             return False
         return self._given.checkpoint.every > 0 and self._rounds.newcomers() > 0
@@ -237,33 +237,35 @@ class NodeMembership:
         }
 
     def _freeze(self, peers: Coordinator, met: list[dict[str, Any]], folder: ExitStack) -> None:
-        """Fix the configuration for all machines; this one leads."""
+        """Fix the configuration for all nodes; this one leads."""
         try:
             _agreed(met)
             if self._frozen is None:
                 given = configuration.with_values(self._given, {"launch.node_rank": "auto"})
-                self._frozen = folder.enter_context(run_dir.create(given, tell=self._console.line))
+                self._frozen = folder.enter_context(
+                    run_dir.create(given, announce=self._console.line)
+                )
         except ConfigError as error:
-            peers.tell("frozen", {"problems": [str(one) for one in error.problems]})
+            peers.publish("frozen", {"problems": [str(one) for one in error.problems]})
             peers.watch()
-            peers.farewell()
+            peers.leave()
             raise
-        told = {
+        frozen = {
             "config": configuration.to_yaml(self._frozen),
             "attempts": self.attempts,
             "restarts": self.restarts,
         }
-        peers.tell("frozen", told)
+        peers.publish("frozen", frozen)
 
     def _take(self, peers: Coordinator) -> None:
-        """Take the configuration that machine 0 froze, and keep it here too.
+        """Take the configuration that node 0 froze, and keep it here too.
 
         Raises:
-            ConfigError: There is none, for the reasons that machine 0 tells.
+            ConfigError: There is none, for the reasons that node 0 reports.
         """
         launch = self._given.launch
         try:
-            told = peers.ask("frozen", timeout_s=launch.timeout_s)
+            frozen = peers.wait_for("frozen", timeout_s=launch.timeout_s)
         except TimeoutError:
             message = "node 0 is reachable but not in this run"
             raise ConfigError(
@@ -272,12 +274,12 @@ class NodeMembership:
         except ForgedMessageError:
             problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
             raise ConfigError([problem]) from None
-        if "problems" in told:
+        if "problems" in frozen:
             peers.watch()
-            peers.farewell()
-            raise ConfigError([ConfigIssue("", problem) for problem in told["problems"]])
-        self.attempts, self.restarts = told["attempts"], told["restarts"]
-        self._frozen = configuration.parsed(told["config"])
+            peers.leave()
+            raise ConfigError([ConfigIssue("", problem) for problem in frozen["problems"]])
+        self.attempts, self.restarts = frozen["attempts"], frozen["restarts"]
+        self._frozen = configuration.parsed(frozen["config"])
         run_dir.adopt(self._frozen)
 
     def _say(self, config: RunConfig, member: int) -> None:
@@ -292,7 +294,7 @@ class NodeMembership:
 
 
 def unsaid(config: RunConfig) -> list[ConfigIssue]:
-    """Return what a machine must know of the others, and nobody said."""
+    """Return what a node must know of the others, and nobody said."""
     launch, found = config.launch, []
     least, most = nodes(config)
     if launch.node_rank == "auto" and least == most:
@@ -324,10 +326,10 @@ def _is_first(config: RunConfig) -> bool:
 
 
 def _agreed(met: list[dict[str, Any]]) -> None:
-    """Hold that every machine can run, and that all run the same.
+    """Hold that every node can run, and that all run the same.
 
     Raises:
-        ConfigError: Every problem of every machine.
+        ConfigError: Every problem of every node.
     """
     first, problems = met[0]["config"], []
     for node, about in enumerate(met):

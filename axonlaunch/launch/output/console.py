@@ -224,7 +224,7 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
 
 
 def _whereabouts(report: Report, coords: dict[str, int]) -> str:
-    """Say where in the mesh, on which machine and in which step a rank was."""
+    """Say where in the mesh, on which node and in which step a rank was."""
     parts = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
     if report.machine:
         parts.append(f"on {report.machine}")

@@ -1,6 +1,6 @@
-"""What is left of a run when it has ended: ``summary.json``, ``crash.json``, figures, a card.
+"""What is left of a run when it has ended: ``summary.json``, ``crash.json``, figures.
 
-It tells how the run went; nothing here ends it.
+It reports how the run went; nothing here ends it.
 """
 
 from __future__ import annotations
@@ -109,15 +109,15 @@ def finish_run(
     ``again`` is what is to be added to the command to resume; None: the run's name.
     """
     finished = outcome.finished
-    told = finished or record.last  # a run that failed is told by its last logged step
+    last = finished or record.last  # a run that failed is reported by its last logged step
     interrupted = outcome.killed or (finished is not None and finished.interrupted)
     status = "interrupted" if interrupted else "failed" if outcome.crash else "done"
     summary: dict[str, Any] = {
         "status": status,
-        "steps": told.step if told else 0,
-        "loss": told.loss if told else None,
+        "steps": last.step if last else 0,
+        "loss": last.loss if last else None,
         "eval_loss": finished.eval_loss if finished else None,
-        "tokens_per_s": told.tokens_per_s if told else None,
+        "tokens_per_s": last.tokens_per_s if last else None,
         "first_step_s": record.first_step_s,
         "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
         "corrupt_checkpoints": list(record.corrupt),

@@ -190,13 +190,13 @@ def _are_divided_alike(
     tensor = config.strategy.tensor
     if tensor.degree == 1 or not tensor.plan:
         return True
-    told: dict[str, set[Any]] = {name: set() for name in blocks}
+    styles: dict[str, set[Any]] = {name: set() for name in blocks}
     for one in styled(model, tensor.plan):
         for block in blocks:
             if one.name == block or one.name.startswith(f"{block}."):
                 inside = one.name.removeprefix(block)
-                told[block].add((inside, one.style, one.in_region, one.in_sequence))
-    first, *others = told.values()
+                styles[block].add((inside, one.style, one.in_region, one.in_sequence))
+    first, *others = styles.values()
     return all(other == first for other in others)
 
 
