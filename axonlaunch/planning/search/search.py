@@ -99,7 +99,7 @@ def _needed(config: RunConfig, devices: int) -> list[str]:
     in_node = config.hardware.devices_per_node
     if in_node is not None and devices > in_node:
         crossed.append("network")
-    parts = ("gb_s", "sustained", "latency_us")
+    parts = ("gb_s", "efficiency", "latency_us")
     return found + [f"{link}_{part}" for link in crossed for part in parts]
 
 
