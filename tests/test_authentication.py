@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from axonlaunch.comm import authentication
 from axonlaunch.comm.authenticated_store import AuthenticatedStore, Channel
-from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
+from axonlaunch.system import authentication
+from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 OWN = Credentials(key=derive_key(b"token"), run="run", round=3, sender="member 1")
 

@@ -310,7 +310,7 @@ def _step(folder: Path) -> int:
     """Return the step of a folder's name; -1 where it has none."""
     number = folder.name.removeprefix(_NAME)
     is_one = folder.name.startswith(_NAME) and number.isdecimal()
-    return int(number) if is_one else -1
+    return int(number) if is_one and str(int(number)) == number else -1  # no step_007
 
 
 def _order(name: str) -> tuple[bool, int, str]:

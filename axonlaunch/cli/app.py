@@ -20,6 +20,9 @@ from axonlaunch.cli import (
     train,
     verify,
 )
+from axonlaunch.cli import (
+    help as help_pages,
+)
 from axonlaunch.cli.options import print_problems
 from axonlaunch.system import streams
 
@@ -45,6 +48,7 @@ for name, module in {
     "verify": verify,
     "ls": ls,
     "doctor": doctor,
+    "help": help_pages,
 }.items():
     app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
 app.add_typer(checkpoint.app, name="checkpoint")

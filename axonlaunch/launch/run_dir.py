@@ -33,10 +33,11 @@ from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
 from axonlaunch.system import host
-from axonlaunch.system.files import read_text, replace_text
+from axonlaunch.system.files import NotRegularError, is_there, opened, read_text, replace_text
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk without space, or without space for this user, refuses a write with."""
+METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CRASH = "crash.json"
 """Who failed first and why, in the folder of a run that failed."""
@@ -73,10 +74,9 @@ def create(
     try:
         # The kernel lets go of it however the process ends.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if changed := _changed(config):
-            announce(f"resuming with changed settings: {', '.join(changed)}")
-        if other := _other_threads(config):
-            announce(other)
+        _refuse_special_files(folder)
+        for note in _differences(config):
+            announce(note)
         try:
             replace_text(folder / CONFIG, to_yaml(config))
             (folder / CRASH).unlink(missing_ok=True)  # of a run before
@@ -99,32 +99,63 @@ def _with_threads(config: RunConfig, sharing: int | None) -> RunConfig:
     return with_values(config, {"launch.threads": host.threads(ranks=ranks)})
 
 
-def _other_threads(config: RunConfig) -> str:
-    """Say that a run which resumes on another number of threads is not the same to the bit."""
+def _refuse_special_files(folder: Path) -> None:
+    """Refuse a run folder in which a link or a FIFO stands where steps are logged.
+
+    Raises:
+        ConfigError: One does.
+    """
     try:
-        before = flatten(read_yaml((Path(config.run_dir) / CONFIG).read_text()))
-    except (OSError, ValueError):
-        return ""
+        opened(folder / METRICS).close()
+    except FileNotFoundError:
+        return
+    except NotRegularError:
+        message = f"{folder / METRICS} is no regular file; remove it, or use another run folder"
+        raise ConfigError([ConfigIssue("run_dir", message)]) from None
+
+
+def _differences(config: RunConfig) -> list[str]:
+    """Say in what a run that resumes differs from what it was."""
+    if config.checkpoint.resume != "auto":
+        return []
+    file = Path(config.run_dir) / CONFIG
+    where = storage.root(config)
+    with storage.reaching(where):
+        if not is_there(file) or checkpoint.resolve(where) is None:
+            return []
+    try:
+        before = _frozen(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        return [
+            f"{file}: can't be read ({reason}): whether this run resumes with its settings is not "
+            "known; it is written again"
+        ]
+    changed = _other_settings(config, before)
+    notes = [f"resuming with changed settings: {', '.join(changed)}"] if changed else []
+    return [*notes, *_other_threads(config, before)]
+
+
+def _other_threads(config: RunConfig, before: dict[str, Any]) -> list[str]:
+    """Say that a run which resumes on another number of threads is not the same to the bit."""
     was, now = before.get("launch.threads"), config.launch.threads
-    if was in (None, "auto", now) or last_saved(config) is None:
-        return ""
-    return (
+    if was in (None, "auto", now):
+        return []
+    return [
         f"resuming with launch.threads={now} (was {was}): sums round otherwise, so losses may "
         "differ in their last bits from those of a run that was not stopped; "
         f"launch.threads={was} keeps them"
-    )
+    ]
 
 
-def _changed(config: RunConfig) -> list[str]:
-    """Return what a run that resumes learns by now, and did not before."""
-    file = Path(config.run_dir) / CONFIG
-    if config.checkpoint.resume != "auto" or not file.exists():
-        return []
-    where = storage.root(config)
-    with storage.reaching(where):
-        if checkpoint.resolve(where) is None:
-            return []
-    return _other_settings(config, file)
+def _frozen(file: Path) -> dict[str, Any]:
+    """Return the frozen configuration of a run, by dotted key.
+
+    Raises:
+        OSError: It can't be read.
+        ValueError: It is none.
+    """
+    return flatten(read_yaml(read_text(file, at_most=LARGEST_YAML)))
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
@@ -143,7 +174,11 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
         return None
     if not is_done:
         return None
-    if changed := _other_settings(config, folder / CONFIG):
+    try:
+        changed = _other_settings(config, _frozen(folder / CONFIG))
+    except (OSError, ValueError):
+        changed = []  # nothing is trained by them any more
+    if changed:
         message = (
             f"{folder} has already trained as many steps, with other settings than "
             f"{', '.join(changed)}; use more to continue with these, or another name"
@@ -159,13 +194,9 @@ def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
     return checkpoint.resolve(storage.root(config))
 
 
-def _other_settings(config: RunConfig, file: Path) -> list[str]:
+def _other_settings(config: RunConfig, before: dict[str, Any]) -> list[str]:
     """Return what of a frozen configuration decides what is learned, and is another here."""
-    try:
-        frozen = read_yaml(read_text(file, at_most=LARGEST_YAML))
-        before, now = flatten(frozen), flatten(to_tree(config))
-    except (OSError, ValueError):
-        return []
+    now = flatten(to_tree(config))
     keys = [key for key in {**before, **now} if key.partition(".")[0] in _LEARNED]
     keys += [f"train.{name}" for name in _LEARNED_OF_TRAIN]
     return [

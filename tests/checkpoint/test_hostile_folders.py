@@ -379,3 +379,22 @@ def test_a_save_writes_through_no_link_that_stood_there(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_1.partial").symlink_to(victim)
     assert is_loaded(saved(tmp_path).path)
     assert list(victim.iterdir()) == []
+
+
+def test_a_link_that_is_put_there_after_the_sweep_is_not_saved_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from axonlaunch.checkpoint import dcp_writer
+
+    victim = tmp_path / "victim"
+    victim.mkdir()
+
+    def prepare(folder: Path) -> None:
+        step_folders.prepare(folder)
+        folder.parent.mkdir()
+        step_folders.partial_of(folder).symlink_to(victim)
+
+    monkeypatch.setattr(dcp_writer, "prepare", prepare)
+    with pytest.raises(dcp.api.CheckpointException, match="FileExistsError"):
+        saved(tmp_path)
+    assert list(victim.iterdir()) == []

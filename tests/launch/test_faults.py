@@ -29,7 +29,7 @@ PHASES = ("rendezvous", "first", "middle", "saving", "end")
 PLUGIN = """
 import os, signal
 import torch
-from axonlaunch import trainer, worker
+from axonlaunch.training import trainer, worker
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.engines.mesh_engine import MeshEngine

@@ -24,11 +24,11 @@ from served import Server
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
 from axonlaunch.launch.multinode import run_identity
 from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend, as_plain, from_plain
+from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 TOKEN = b"a secret of sixteen bytes or more"
 

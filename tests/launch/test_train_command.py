@@ -48,7 +48,7 @@ def test_real_processes_threads_and_one_process_have_the_same_losses(served: Com
 def test_a_rank_may_have_workers_of_its_own(served: Command) -> None:
     (served.folder / "workers.py").write_text(
         "from torch.utils.data import DataLoader\n"
-        "from axonlaunch import worker\n"
+        "from axonlaunch.training import worker\n"
         "real = worker.fit\n"
         "def fit(*args, **kwargs):\n"
         "    print('they say', [int(n) for n in DataLoader(range(3), num_workers=1)])\n"

@@ -11,15 +11,15 @@ from command import TINY, Command
 # A plugin that breaks the engine of every world of several ranks.
 WRONG_NORM = """
 import torch.distributed as dist
-from axonlaunch.engines import update
+from axonlaunch.engines.optimizer import step
 
-right = update.gradient_norm
+right = step.gradient_norm
 
 def gradient_norm(parameters, *, across=None):
     norm = right(parameters, across=across)
     return norm * dist.get_world_size()
 
-update.gradient_norm = gradient_norm
+step.gradient_norm = gradient_norm
 """
 
 

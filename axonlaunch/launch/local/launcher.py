@@ -16,7 +16,6 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.comm.authentication import Credentials
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import frozen_threads, nodes, world_size
 from axonlaunch.launch import run_dir
@@ -28,6 +27,7 @@ from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, log_of, report_crash
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system import forkserver
+from axonlaunch.system.authentication import Credentials
 
 LOOPBACK = "127.0.0.1"
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.comm.authentication import Credentials
 from axonlaunch.events import Finished
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
+from axonlaunch.system.authentication import Credentials
 
 
 @dataclass(frozen=True, kw_only=True)

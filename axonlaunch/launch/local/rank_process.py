@@ -28,7 +28,6 @@ from axonlaunch.checkpoint import storage
 from axonlaunch.checkpoint.saver import SaveError
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
-from axonlaunch.comm.authentication import ForgedMessageError
 from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.comm.rendezvous import environment_of
 from axonlaunch.config import ConfigError, RunConfig
@@ -39,6 +38,7 @@ from axonlaunch.launch.failures.report import Report, cause_of, plain_error
 from axonlaunch.launch.local.messages import Done, RankSpec
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.system import files, forkserver, streams
+from axonlaunch.system.authentication import ForgedMessageError
 from axonlaunch.training import worker
 from axonlaunch.training.nonfinite import NotFiniteError
 from axonlaunch.training.peak_memory import available_bytes

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.authentication import ForgedMessageError
 from axonlaunch.events import Finished
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
+from axonlaunch.system.authentication import ForgedMessageError
 
 _BEAT_S = 0.3
 _FAREWELL_S = 2.0

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
 from axonlaunch.comm.rendezvous import is_own, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
@@ -29,6 +28,7 @@ from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 LOST_S = 5.0
 """Seconds of silence after which a node is lost: its processes have to be gone in ten."""

@@ -20,8 +20,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
-from axonlaunch.comm.authentication import Credentials
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend
+from axonlaunch.system.authentication import Credentials
 
 _KEEP_ALIVE_S, _MISSED = 1, 4
 """A node that says nothing for their product is not waited for any more."""

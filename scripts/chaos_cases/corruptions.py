@@ -1,0 +1,119 @@
+"""Each file of an interrupted run is changed in each of eight ways; then the same command is run.
+
+It completes the run from what is whole, to the bit, and says what was not, or refuses in a line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from lab import (
+    COMMON,
+    STRATEGIES,
+    Lab,
+    Log,
+    check_complete,
+    check_nothing_is_left,
+    checkpoints,
+    end,
+)
+
+STRATEGY = "fsdp"
+OF_CHECKPOINTS = ("__*_0.distcp", "index.json", "manifest.json")
+OF_RUNS = ("config.yaml", "metrics.jsonl", "summary.json")
+
+
+def truncate(file: Path, chance: random.Random) -> None:
+    """Cut it somewhere."""
+    os.truncate(file, chance.randrange(file.stat().st_size))
+
+
+def empty(file: Path, _: random.Random) -> None:
+    """Leave nothing of it."""
+    os.truncate(file, 0)
+
+
+def flip(file: Path, chance: random.Random) -> None:
+    """Change a bit."""
+    content = bytearray(file.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    file.write_bytes(content)
+
+
+def append(file: Path, chance: random.Random) -> None:
+    """Add noise."""
+    file.write_bytes(file.read_bytes() + chance.randbytes(chance.randint(1, 300)))
+
+
+def delete(file: Path, _: random.Random) -> None:
+    """Take it away."""
+    file.unlink()
+
+
+def replace(file: Path, chance: random.Random) -> None:
+    """Put the same file of the checkpoint before in its place, or noise."""
+    steps = sorted(file.parent.parent.glob("step_*"), key=lambda path: int(path.name[5:]))
+    if steps:
+        shutil.copy(steps[0] / file.name, file)
+    else:
+        file.write_bytes(chance.randbytes(file.stat().st_size))
+
+
+def link(file: Path, _: random.Random) -> None:
+    """Put a link to it in its place."""
+    file.symlink_to(file.rename(file.parent / f"aside-{file.name}"))
+
+
+def fifo(file: Path, _: random.Random) -> None:
+    """Put a pipe in its place, which nobody ever writes to."""
+    file.unlink()
+    os.mkfifo(file)
+
+
+CHANGES: tuple[Callable[[Path, random.Random], None], ...] = (
+    *(truncate, empty, flip, append),
+    *(delete, replace, link, fifo),
+)
+KINDS = list(itertools.product((*OF_CHECKPOINTS, *OF_RUNS), CHANGES))
+"""File x change: 48."""
+
+
+def run(lab: Lab, seed: int, log: Log) -> None:
+    """Change one file of an interrupted run, and run the same command."""
+    name, change = KINDS[seed % len(KINDS)]
+    chance = random.Random(seed)
+    expected = lab.losses(STRATEGY)
+    command = lab.copy_of_stopped(STRATEGY, f"corruption-{seed}")
+    folder = command.folder / "runs/run"
+    if name in OF_CHECKPOINTS:
+        folder = checkpoints(command)[-1]
+    file = chance.choice(sorted(folder.glob(name)))
+    newest = int(checkpoints(command)[-1].name[5:])
+    log(f"{change.__name__} {file.relative_to(command.folder / 'runs/run')}", fault=True)
+    before = file.read_bytes()
+    change(file, chance)
+    # Two checkpoints of one layout have the same index.
+    is_harmed = not file.is_file() or file.is_symlink() or file.read_bytes() != before
+    done = end(command.start("train", *COMMON, *STRATEGIES[STRATEGY]))
+    check_nothing_is_left(command)
+    if done.status:
+        assert done.status == 2, f"exit status {done.status}: {done.text[-1500:]}"
+        assert file.name in done.errors, f"the message does not name {file.name}: {done.errors}"
+        assert len(checkpoints(command)) == 2, "a refused start changed the checkpoints"
+        _check_refusal_is_allowed(name, done.errors)
+        return
+    if name in OF_CHECKPOINTS and is_harmed:
+        assert "damaged" in done.text, f"damage was passed over silently: {done.text[-1500:]}"
+    if name == "config.yaml" and change not in (flip, link, delete):  # which may leave it readable
+        assert "config.yaml: can't be read" in done.text, f"silent: {done.text[-1500:]}"
+    # Of steps that were logged before nobody but the changed file knew.
+    check_complete(command, expected, from_step=newest + 1 if name == "metrics.jsonl" else 1)
+
+
+def _check_refusal_is_allowed(name: str, errors: str) -> None:
+    assert name not in OF_CHECKPOINTS, f"did not resume from the checkpoint before: {errors}"

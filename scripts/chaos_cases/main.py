@@ -1,0 +1,174 @@
+"""Runs cases of every kind in turn, until there are enough or time is over, and prints a table.
+
+A case is a kind and a seed, nothing else: what failed is repeated by those two. No kind knows of
+another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests" / "support")]
+
+# ruff: noqa: E402 (what follows is found by the line above)
+import corruptions
+import hostile_folders
+import kills
+import neighbours
+import pytest
+import resources
+import served
+from lab import Lab, Log
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to do harm.
+
+    Attributes:
+        about: In words.
+        run: Takes the lab, a seed and a log; raises AssertionError where the run was harmed.
+        number: Cases of a whole pass.
+    """
+
+    about: str
+    run: Callable[[Lab, int, Log], None]
+    number: int
+
+
+KINDS = {
+    "kill": Kind("kills and stops of any process", kills.anywhere, 15),
+    "save": Kind("kills while saving", kills.while_saving, 6),
+    "corruption": Kind("a file of a run is changed", corruptions.run, len(corruptions.KINDS)),
+    "resource": Kind("disk, files or folders run out", resources.run, len(resources.KINDS)),
+    "folder": Kind("a stranger's folder is used", hostile_folders.run, len(hostile_folders.KINDS)),
+    "neighbour": Kind("a stranger on the network", neighbours.run, len(neighbours.KINDS)),
+}
+
+
+@dataclass
+class Tally:
+    """What became of a kind's cases.
+
+    Attributes:
+        faults: Harm that was done: a case may do it several times.
+        skipped: Why cases could not be tried here.
+    """
+
+    cases: int = 0
+    faults: int = 0
+    passed: int = 0
+    failed: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that failed.
+
+    Attributes:
+        repeat: The command that does it again.
+        done: What was done to the run.
+        reason: What was wrong then.
+    """
+
+    repeat: str
+    done: str
+    reason: str
+
+
+def main() -> int:
+    """Run cases; return the exit status."""
+    options = _options()
+    Path(options.keep or tempfile.gettempdir()).mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.keep)).resolve()
+    tallies = {name: Tally() for name in options.only}
+    failures: list[Failure] = []
+    end = time.monotonic() + (options.seconds or float("inf"))
+    try:
+        with served.serve() as server:
+            lab = Lab(folder, server)
+            for name, seed in _cases(options):
+                if time.monotonic() > end:
+                    break
+                _try(name, seed, lab, tallies[name], failures)
+    finally:
+        if not options.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    _report(tallies, failures)
+    if options.json:
+        content = {
+            "kinds": {name: asdict(tally) for name, tally in tallies.items()},
+            "failures": [asdict(failure) for failure in failures],
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 1 if failures else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
+    parser.add_argument("--runs", type=int, help="cases of each kind (default: a whole pass)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case of each kind")
+    parser.add_argument("--seconds", type=float, help="begin no case after so many seconds")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--json", type=Path, help="also write the table there")
+    parser.add_argument("--keep", help="keep the folders of all runs in this one")
+    return parser.parse_args()
+
+
+def _cases(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """Return kinds and seeds, every kind early: time may be over at any moment."""
+    numbers = {name: options.runs or KINDS[name].number for name in options.only}
+    # Sorted by what part of its kind is done by then.
+    shares = [(i / count, i, name) for name, count in numbers.items() for i in range(count)]
+    return [(name, options.seed + i) for _, i, name in sorted(shares, key=lambda share: share[:1])]
+
+
+def _try(name: str, seed: int, lab: Lab, tally: Tally, failures: list[Failure]) -> None:
+    log, begun = Log(), time.monotonic()
+    reason = ""
+    try:
+        KINDS[name].run(lab, seed, log)
+    except pytest.skip.Exception as skipped:
+        tally.skipped.append(str(skipped))
+        return
+    except (AssertionError, OSError, ValueError, KeyError) as error:
+        reason = str(error) or type(error).__name__
+    finally:
+        lab.kill_what_is_left()
+    tally.cases += 1
+    tally.faults += log.faults
+    tally.failed += bool(reason)
+    tally.passed += not reason
+    verdict = f"FAILED: {reason}" if reason else "passed"
+    print(f"{name} {seed}: {log}: {verdict} ({time.monotonic() - begun:.0f} s)", flush=True)
+    if reason:
+        repeat = f"scripts/chaos --only {name} --seed {seed} --runs 1"
+        failures.append(Failure(repeat, str(log), reason))
+
+
+def _report(tallies: dict[str, Tally], failures: list[Failure]) -> None:
+    console = Console()
+    table = Table("kind", "what", "cases", "faults", "passed", "failed", "skipped")
+    for name, tally in tallies.items():
+        row = (tally.cases, tally.faults, tally.passed, tally.failed, len(tally.skipped))
+        table.add_row(name, KINDS[name].about, *map(str, row))
+    console.print(table)
+    for failure in failures:
+        console.print(f"{failure.repeat}\n  {failure.done}\n  {failure.reason}", markup=False)
+    for reason in sorted({reason for tally in tallies.values() for reason in tally.skipped}):
+        console.print(f"skipped: {reason}", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Damaged or replaced files of a run folder are said or refused in a line, and never waited for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from command import Command
+
+WORDS = ["strategy=ddp", "launch.nproc=2", "name=run", "checkpoint.every=2"]
+
+
+def fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def link(file: Path) -> None:
+    file.symlink_to(file.rename(file.with_name("aside")))
+
+
+def cut(file: Path) -> None:
+    file.write_text("seed: [")
+
+
+CHANGES = {"a FIFO": (fifo, "is no regular file"), "cut": (cut, "not YAML: ")}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_whose_configuration_is_damaged_resumes_and_says_so(
+    name: str, served: Command
+) -> None:
+    change, reason = CHANGES[name]
+    served.train(*WORDS, "train.steps=2")
+    file = served.folder / "runs/run/config.yaml"
+    before = file.read_text()
+    change(file)
+    said = " ".join(served.train(*WORDS, "train.steps=4").stdout.split())
+    assert f"config.yaml: can't be read ({reason}" in said
+    assert "whether this run resumes with its settings is not known" in said
+    assert len(served.losses("run")) == 4
+    assert file.read_text() == before.replace("  steps: 2", "  steps: 4")
+
+
+@pytest.mark.parametrize("change", [fifo, link])
+def test_steps_are_not_logged_through_what_is_no_regular_file(
+    change: object, served: Command
+) -> None:
+    assert callable(change)
+    served.train(*WORDS, "train.steps=2")
+    change(served.folder / "runs/run/metrics.jsonl")
+    errors = served.train(*WORDS, "train.steps=4", status=2).stderr
+    assert errors.startswith("error: run_dir: ")
+    assert "run/metrics.jsonl is no regular file; remove it, or use another run folder" in errors
