@@ -97,7 +97,7 @@ def waiting(rank: int, *, begun: int, op: str = "", num_bytes: int = 8) -> Repor
 def test_who_never_came_to_a_collective_is_told() -> None:
     crash = find_root_cause([waiting(0, begun=3, op="all_reduce"), waiting(1, begun=2)])
     assert crash.first.rank == 1
-    told = "waiting: all_reduce 3 of dp (8 bytes), to which rank 1 never came"
+    told = "waiting: all_reduce 3 of dp (8 bytes), which rank 1 never joined"
     assert crash.followers == ((0, told),)
 
 
@@ -125,7 +125,7 @@ def test_a_rank_that_can_not_tell_is_blamed_before_those_that_wait_for_it() -> N
     ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang", reason="it synchronizes")
     crash = find_root_cause([ahead, report(1, "hang", "is stopped")])
     assert crash.first.rank == 1
-    assert crash.followers[0][1].endswith("(8 bytes), of which rank 1 can't tell")
+    assert crash.followers[0][1].endswith("(8 bytes), rank 1 could not be asked")
 
 
 def test_where_all_wait_the_one_that_others_name_is_first() -> None:

@@ -178,7 +178,7 @@ def test_the_collective_that_a_rank_never_came_to_is_on_the_hang_card(served: Co
     assert "rank 1 of 2 hung: no progress for 3 s: it is in late (" in told
     assert re.search(
         r"rank 0: waiting in all_reduce, called by late \S+: all_reduce \d+ of world \(24 bytes\), "
-        "to which rank 1 never came",
+        "which rank 1 never joined",
         told,
     )
     dumps = (served.folder / "runs/run/logs").glob("*.flight_record")

@@ -115,7 +115,7 @@ def test_hardware_that_is_not_known_is_to_be_named(
 
 def test_a_measurement_of_one_machine_is_not_for_several(context: ForkServerContext) -> None:
     words = [*MLP, "strategy=auto", "launch.nnodes=2", "launch.nproc=1", "launch.master_addr=a"]
-    with pytest.raises(ConfigError, match="hardware=cpu: is measured on one machine"):
+    with pytest.raises(ConfigError, match="hardware=cpu: is measured on one node"):
         load(words, context)
 
 

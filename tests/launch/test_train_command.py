@@ -187,7 +187,7 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
     assert "has done 6 already; use more to train on" in ran.stderr
     again = ["name=run", "strategy=single", "checkpoint.resume=never"]
     ran = served.train(*again, status=2)
-    assert "holds a run already" in ran.stderr
+    assert "already contains a run" in ran.stderr
 
 
 def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command) -> None:
