@@ -102,7 +102,7 @@ def load_newest(
             if not passes_over or found is None:
                 raise
             if world.is_main:
-                _remember(found.path, str(error).removeprefix(f"{found.path}: "), aside)
+                _remember(found.path, error.reason.removeprefix(f"{found.path}: "), aside)
         else:
             return Resumed(found, loaded, tuple(aside))
 

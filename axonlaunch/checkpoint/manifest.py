@@ -34,7 +34,15 @@ _SINCE_SECOND = {"eval_loss", "layout", "saved_at"}
 
 
 class CorruptCheckpointError(Exception):
-    """A saved file is not what was written."""
+    """A saved file is not what was written.
+
+    Attributes:
+        reason: What is wrong, without what to do about it.
+    """
+
+    def __init__(self, reason: str, *, remedy: str = "") -> None:
+        super().__init__(f"{reason}; {remedy}" if remedy else reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True)

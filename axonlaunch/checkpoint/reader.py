@@ -252,6 +252,5 @@ def _refuse(checkpoint: Checkpoint, changed: list[str]) -> None:
     folder = checkpoint.path.parent.parent
     others = [c.path for c in step_folders.listed(folder) if c.step < checkpoint.step]
     message = f"{checkpoint.path}: {', '.join(changed)} {step_folders.CHANGED}"
-    if others:
-        message += f"; resume from the previous one with checkpoint.resume={others[-1]}"
-    raise CorruptCheckpointError(message)
+    remedy = f"resume from the previous one with checkpoint.resume={others[-1]}" if others else ""
+    raise CorruptCheckpointError(message, remedy=remedy)

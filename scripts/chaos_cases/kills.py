@@ -35,6 +35,11 @@ from lab import (
 VICTIMS = ("launcher", "fork server", "rank", "resource tracker")
 ACTIONS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 PAIRS = list(itertools.product(VICTIMS, ACTIONS))
+HARMLESS = {
+    *((victim, "SIGSTOP") for victim in VICTIMS),
+    *((victim, "SIGTERM") for victim in ("fork server", "resource tracker")),
+}
+"""After which a run trains on."""
 FAULTS = 4
 """To one run, before it may complete."""
 
@@ -67,14 +72,20 @@ def _disturb(
     command = plain(folder) if shell else lab.quick(folder)
     if not shell:
         pairs = [pair for pair in pairs if pair[0] in ("launcher", "rank", "all")]
+    process = None
     for _ in range(FAULTS):
         victim, action = chance.choice(pairs)
-        process = command.start("train", *words)
+        process = process or command.start("train", *words)
         moment(chance, command, process, log)
         _act(chance, command, process, victim, action, log)
+        if (victim, action) in HARMLESS and _is_alive(process.pid):
+            continue  # with the next fault to the same processes
         _judge(command, end(process), victim, action)
+        process = None
         if steps_logged(command) >= STEPS:
             break
+    if process is not None:
+        _judge(command, end(process), victim, action)
     complete(command, words, lab.losses(strategy))
 
 

@@ -81,7 +81,7 @@ def test_damage_that_one_rank_finds_sends_all_back(rank: int, where: Path) -> No
     assert (step, values) == (1, {1.0})
     assert "step_2 is corrupt: " in line
     assert "(its CRC-32 differs)" in line
-    assert line.endswith("it is kept as step_2.corrupt")
+    assert line.endswith("(its CRC-32 differs); it is kept as step_2.corrupt")
     assert [path.name for path in fallback.put_aside_before(where)] == ["step_2.corrupt"]
     assert resume(where) == (1, {1.0}, [])
 

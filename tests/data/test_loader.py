@@ -174,5 +174,5 @@ def test_what_can_not_be_shared_is_refused():
         loader(Numbers(), num_shards=5)
     with pytest.raises(ValueError, match="shard=2: there are 2, counted from 0"):
         loader(Numbers(), num_shards=2, shard=2)
-    with pytest.raises(ValueError, match="global_batch_size=7: 2 shards"):
+    with pytest.raises(ValueError, match="global_batch_size=7: must be divisible by 2 shards"):
         list(loader(Numbers(), num_shards=2).eval_batches(batch_size=7))

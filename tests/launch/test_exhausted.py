@@ -98,11 +98,12 @@ def test_a_run_folder_that_is_deleted_under_a_run(
     assert "was it deleted or renamed, or its disk unmounted?" in told
 
 
-@pytest.mark.parametrize("files", [20, 26])
+@pytest.mark.parametrize("files", [19, 20, 26])
 def test_too_few_open_files(axonlaunch: Command, faulty: list[str], files: int) -> None:
     needs("prlimit", root=False)
     by = By(axonlaunch.folder, ["prlimit", f"--nofile={files}:{files}"])
     ran = by("train", *faulty, "name=run", status=1)
+    assert ran.stderr.startswith("╭─ run failed")
     assert "Too many open files" in ran.stderr
     assert f"a process may have {files} files open at once (ulimit -n" in ran.stderr
     assert "Traceback" not in ran.stderr

@@ -26,6 +26,8 @@ MODULES = (
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Say in a line why the server ends; whoever asks it next reports the rest."""
     del trace
+    if issubclass(kind, EOFError):  # who asked has gone in the middle of it, and says why itself
+        return
     print(f"the fork server ended: {kind.__name__}: {error}", file=sys.stderr)
 
 
