@@ -1,4 +1,4 @@
-"""What a run tells while it goes: plain records, sent by the main rank to whoever shows them.
+"""What a run reports while it trains: plain records, sent by the main rank to whoever shows them.
 
 It holds the records; nothing here shows or writes them.
 """
@@ -28,7 +28,7 @@ class Started:
     step: int
     steps: int
     resumed_from: str | None
-    damaged: tuple[str, ...]
+    corrupt: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -121,7 +121,7 @@ class Finished:
 
 
 def merge_finished(finished: Sequence[Finished]) -> Finished:
-    """Return what the main rank, the first, tells, with the peak of the highest."""
+    """Return what the main rank, the first, reports, with the peak of the highest."""
     peaks = [one.peak_memory_bytes for one in finished if one.peak_memory_bytes is not None]
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
 

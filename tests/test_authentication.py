@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from axonlaunch.comm import authentication
 from axonlaunch.comm.authenticated_store import AuthenticatedStore, Channel
-from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
+from axonlaunch.system import authentication
+from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 OWN = Credentials(key=derive_key(b"token"), run="run", round=3, sender="member 1")
 
@@ -67,7 +67,7 @@ def test_what_is_no_message_is_refused_even_when_it_is_signed(body: bytes) -> No
 
 def test_a_message_has_a_longest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authentication, "MOST_BYTES", 1000)
-    with pytest.raises(ForgedMessageError, match="1001 bytes are no message"):
+    with pytest.raises(ForgedMessageError, match="1001 bytes are not a message"):
         OWN.open("name", bytes(1001))
     with pytest.raises(ValueError, match="is more than 1000"):
         OWN.seal("name", "x" * 1000)

@@ -33,9 +33,9 @@ SWAPS: dict[str, Callable[[Path], object]] = {
 def test_what_is_no_regular_file_is_neither_read_nor_added_to(swap: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     SWAPS[swap](path)
-    with pytest.raises(files.NotRegularError, match="is no regular file"):
+    with pytest.raises(files.NotRegularError, match="is not a regular file"):
         files.opened(path)
-    with pytest.raises(OSError, match=r"is no regular file|No such device"):
+    with pytest.raises(OSError, match=r"is not a regular file|No such device"):
         files.append_text(path, "text")
     if swap == "a link":
         assert (tmp_path / "victim").read_text() == "as it was"

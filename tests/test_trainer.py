@@ -28,7 +28,7 @@ from axonlaunch.training.metrics import MetricsFile
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
-TINY += ["data.num_eval_samples=19", "train.sample_tokens=0", "checkpoint.every=0"]
+TINY += ["data.num_eval_samples=19", "sample.max_new_tokens=0", "checkpoint.every=0"]
 
 
 def configured(folder: Path, *words: str, ranks: int = 2) -> RunConfig:
@@ -77,7 +77,7 @@ def test_no_evaluation_where_none_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_checkpoints_come_every_so_often_and_at_the_end(tmp_path: Path) -> None:
-    words = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep=2"]
+    words = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep_last=2"]
     saved = of(Saved, train(tmp_path, *words))
     assert [event.step for event in saved] == [2, 4, 5]
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -126,11 +126,11 @@ def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
             *TINY[:3],
             *words,
             "train.steps=2",
-            "train.sample_tokens=5",
+            "sample.max_new_tokens=5",
             "checkpoint.every=0",
             "launch.nproc=2",
             "strategy=fsdp",
-            "train.prompt=to",
+            "sample.prompt=to",
             "train.global_batch_size=4",
         ]
     )

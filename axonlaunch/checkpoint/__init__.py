@@ -8,7 +8,7 @@ from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
 from axonlaunch.checkpoint.reader import differences, load, load_model, saved_states
 from axonlaunch.checkpoint.step_folders import (
     Retention,
-    damaged,
+    corrupt_checkpoints,
     latest,
     listed,
     resolve,
@@ -19,7 +19,7 @@ __all__ = [
     "Checkpoint",
     "CorruptCheckpointError",
     "Retention",
-    "damaged",
+    "corrupt_checkpoints",
     "differences",
     "latest",
     "listed",

@@ -41,7 +41,7 @@ def read_index(folder: Path) -> Metadata:
     """Return the index of a checkpoint, held against its manifest.
 
     Raises:
-        DamagedError: Either is not what was written, or says what can't be.
+        CorruptCheckpointError: Either is not what was written, or says what can't be.
         OSError: They can't be read.
     """
     about = manifest.read(folder)
@@ -68,7 +68,7 @@ class _Guarded(FileSystemReader):
 
 
 class _Regular(LocalFileSystem):
-    """Reads regular files of this machine, and nothing else."""
+    """Reads regular files of this node, and nothing else."""
 
     @contextmanager
     def create_stream(
@@ -111,7 +111,9 @@ class _OnlyTensors(DefaultLoadPlanner):
     """Takes tensors, which torch unpickles with ``weights_only``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
-        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor, and not unpickled")
+        raise pickle.UnpicklingError(
+            f"{read_item.dest_index.fqn} is not a tensor, and is not unpickled"
+        )
 
 
 def only_tensors() -> LoadPlanner:

@@ -95,9 +95,9 @@ class Writer(FileSystemWriter):
         finally:
             torch.serialization.set_crc32_options(computing)
         results.sums = dict(self._summing.sums)
-        told: futures.Future[list[WriteResult]] = futures.Future()
-        told.set_result(results)
-        return told
+        future: futures.Future[list[WriteResult]] = futures.Future()
+        future.set_result(results)
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, on the main rank, and make a checkpoint of what is there."""
@@ -128,7 +128,7 @@ class _Written(list[WriteResult]):
 
 
 class _Local(FileSystem):
-    """Files of this machine."""
+    """Files of this node."""
 
     @contextmanager
     def create_stream(
@@ -167,7 +167,7 @@ class _Sums:
 
 
 class _SummingLocal(_Sums, _Local):
-    """Files of this machine, summed."""
+    """Files of this node, summed."""
 
 
 class _SummingRemote(_Sums, Remote):

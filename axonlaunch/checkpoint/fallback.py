@@ -1,4 +1,4 @@
-"""Goes back to the newest checkpoint that is good, and keeps the damaged ones aside.
+"""Goes back to the newest checkpoint that is good, and keeps the corrupt ones aside.
 
 What can't be read for other reasons than damage is an error: nothing is passed over for a disk that
 does not answer. What was put aside is neither counted nor deleted.
@@ -21,9 +21,9 @@ from axonlaunch.system.files import read_text, replace_text
 if TYPE_CHECKING:
     from axonlaunch.comm import World
 
-DAMAGED = ".damaged"
+CORRUPT = ".corrupt"
 REASON = "damage.json"
-_ASIDE = re.compile(rf"step_\d+{re.escape(DAMAGED)}(-\d+)?")
+_ASIDE = re.compile(rf"step_\d+{re.escape(CORRUPT)}(-\d+)?")
 _LARGEST_REASON = 1 << 16
 
 
@@ -34,7 +34,7 @@ class Resumed:
     Attributes:
         checkpoint: The newest good one; None where the run has none.
         state: As it was loaded.
-        aside: On the main rank a line for each that was damaged, and was put aside.
+        aside: On the main rank a line for each that was corrupt, and was put aside.
     """
 
     checkpoint: Checkpoint | None
@@ -45,7 +45,7 @@ class Resumed:
 def newest_good(where: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     """Return a run's newest checkpoint that shows no damage, and what the newer ones lack.
 
-    Where there is no good one, those that were put aside before count as damaged too.
+    Where there is no good one, those that were put aside before count as corrupt too.
 
     Sizes and indices are looked at; what is in tensors shows when they are loaded.
 
@@ -57,15 +57,15 @@ def newest_good(where: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     """
     newest = step_folders.resolve(where)
     if newest is None:
-        return None, step_folders.damaged(where) | put_aside_before(where)
+        return None, step_folders.corrupt_checkpoints(where) | put_aside_before(where)
     wrong: dict[Path, str] = {}
     before = [] if newest.path == step_folders.named(where) else step_folders.listed(where)[:-1]
     for found in [newest, *reversed(before)]:
         reason = reader.index_fault(found)
         if reason is None:
-            return found, step_folders.damaged(where, after=found) | wrong
+            return found, step_folders.corrupt_checkpoints(where, after=found) | wrong
         wrong[found.path] = reason
-    return None, step_folders.damaged(where) | wrong | put_aside_before(where)
+    return None, step_folders.corrupt_checkpoints(where) | wrong | put_aside_before(where)
 
 
 def load_newest(
@@ -79,10 +79,10 @@ def load_newest(
         run_dir: Where the run keeps its checkpoints.
         state: Gives what is to be filled; it may be filled in part before it is filled for good.
         world: Whose ranks load.
-        passes_over: Whether damaged ones are put aside. Otherwise they are an error.
+        passes_over: Whether corrupt ones are put aside. Otherwise they are an error.
 
     Raises:
-        DamagedError: The newest is damaged, or there is no good one.
+        CorruptCheckpointError: The newest is corrupt, or there is no good one.
         OSError: They can't be listed or read.
     """
     aside: list[str] = []
@@ -111,7 +111,7 @@ def _choose(run_dir: Path, aside: list[str], *, passes_over: bool) -> int:
     """Return the step of a run's newest good checkpoint, -1 where there is none.
 
     Raises:
-        DamagedError: There are damaged ones alone, or such are not to be passed over.
+        CorruptCheckpointError: There are corrupt ones alone, or such are not to be passed over.
     """
     found, wrong = newest_good(run_dir)
     if wrong and (found is None or not passes_over):
@@ -124,11 +124,11 @@ def _choose(run_dir: Path, aside: list[str], *, passes_over: bool) -> int:
 
 def _remember(folder: Path, reason: str, aside: list[str]) -> None:
     kept = put_aside(folder, reason)
-    aside.append(f"{folder} is damaged: {reason}; it is kept as {kept.name}")
+    aside.append(f"{folder} is corrupt: {reason}; it is kept as {kept.name}")
 
 
 def put_aside(folder: Path, reason: str) -> Path:
-    """Rename a damaged checkpoint, so that it is none any more; return where it is now.
+    """Rename a corrupt checkpoint, so that it is none any more; return where it is now.
 
     In a remote place that copies it. The reason stays with it.
 
@@ -136,10 +136,10 @@ def put_aside(folder: Path, reason: str) -> Path:
         OSError: It can't be renamed.
     """
     taken = sizes(folder.parent)
-    number, name = 1, folder.name + DAMAGED
+    number, name = 1, folder.name + CORRUPT
     while name in taken:
         number += 1
-        name = f"{folder.name}{DAMAGED}-{number}"
+        name = f"{folder.name}{CORRUPT}-{number}"
     aside = folder.with_name(name)
     content = json.dumps({"reason": reason}) + "\n"
     if is_remote(folder):
@@ -168,11 +168,11 @@ def _reason(folder: Path) -> str:
     try:
         reason = json.loads(read_text(folder / REASON, at_most=_LARGEST_REASON))["reason"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "was damaged"
+        return "was corrupt"
     return str(reason)
 
 
 def instead(found: Checkpoint | None) -> str:
-    """Return what to write where checkpoints are damaged, and a run does not pass over them."""
+    """Return what to write where checkpoints are corrupt, and a run does not pass over them."""
     choice = f"checkpoint.resume={found.path}, or " if found else ""
-    return f"use {choice}another name, or remove what is damaged"
+    return f"use {choice}another name, or remove what is corrupt"

@@ -56,7 +56,7 @@ def written(metadata: Metadata) -> bytes:
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise TypeError(f"{name} is no tensor; a checkpoint holds tensors alone")
+            raise TypeError(f"{name} is not a tensor; a checkpoint contains only tensors")
         tensors[name] = {
             "dtype": str(entry.properties.dtype).removeprefix("torch."),
             "size": list(entry.size),
@@ -86,7 +86,7 @@ def read(content: bytes, files: Mapping[str, Sum], *, pickled: bool) -> Metadata
         pickled: Whether it is torch's own.
 
     Raises:
-        DamagedError: It is none, or says what can't be.
+        CorruptCheckpointError: It is none, or says what can't be.
     """
     name = PICKLED_INDEX if pickled else INDEX
     try:
@@ -134,10 +134,10 @@ def _refuse_impossible(index: Any, files: Mapping[str, Sum]) -> None:
     more than its files do.
 
     Raises:
-        DamagedError: It says what can't be.
+        CorruptCheckpointError: It says what can't be.
     """
     if not isinstance(index, Metadata):
-        raise CorruptCheckpointError(f"is no index but {type(index).__name__}")
+        raise CorruptCheckpointError(f"is not an index but {type(index).__name__}")
     for place in index.storage_data.values():
         if place.relative_path not in files:
             name = place.relative_path

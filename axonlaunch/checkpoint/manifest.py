@@ -115,8 +115,8 @@ def read(folder: Path) -> Manifest:
     """Read the manifest of a folder.
 
     Raises:
-        DamagedError: It is none, was edited, or is of a format that is not known; the text says so
-            of the folder: "has a manifest.json that ...".
+        CorruptCheckpointError: It is none, was edited, or is of a format that is not known; the
+            text says so of the folder: "has a manifest.json that ...".
         OSError: It can't be read.
     """
     try:
@@ -142,12 +142,12 @@ def _refuse_edited(found: Manifest, about: Mapping[str, Any]) -> None:
     """Hold a manifest against itself.
 
     Raises:
-        DamagedError: It was edited.
+        CorruptCheckpointError: It was edited.
     """
     for name in found.files:
         if not is_name(name):
             raise CorruptCheckpointError(
-                f"has a {MANIFEST} that names {name!r}, which is no file's name"
+                f"has a {MANIFEST} that names {name!r}, which is not a file name"
             )
     has_sums = [known.crc32 is not None for known in found.files.values()]
     own_sum = about.get(_OWN_SUM)

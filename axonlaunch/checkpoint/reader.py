@@ -1,4 +1,4 @@
-"""Reads checkpoints into states of any layout, and tells what is in them.
+"""Reads checkpoints into states of any layout, and reports what is in them.
 
 Files whose checksum is not what was written are refused.
 """
@@ -32,7 +32,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     """Read a checkpoint into a state of this layout, in place; every rank calls this.
 
     Raises:
-        DamagedError: A file is not what was written; raised on every rank, whoever found it.
+        CorruptCheckpointError: A file is not what was written; raised on every rank.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -47,7 +47,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
             try:
                 dcp.load(state, storage_reader=source(checkpoint.path), planner=only_tensors())
             except (Exception, CheckpointException) as error:  # the latter is none of the former
-                refuse_damage(checkpoint)  # of a damaged file torch says what it stumbled over
+                refuse_damage(checkpoint)  # of a corrupt file torch says what it stumbled over
                 raise _damage_in(checkpoint, error) or error from None
             _refuse(checkpoint, summing.result())
     except CorruptCheckpointError as error:
@@ -83,7 +83,7 @@ def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
     """Read parameters and buffers alone, in one process, in place.
 
     Raises:
-        DamagedError: A file is not what was written.
+        CorruptCheckpointError: A file is not what was written.
     """
     refuse_damage(checkpoint)
     read(checkpoint, {"model": model})
@@ -93,7 +93,7 @@ def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     """Read whole tensors in one process, in place; ``refuse_damage`` is the caller's.
 
     Raises:
-        DamagedError: The index, or what it names, is not what was written.
+        CorruptCheckpointError: The index, or what it names, is not what was written.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -113,10 +113,10 @@ def _damage_in(checkpoint: Checkpoint, error: BaseException) -> CorruptCheckpoin
     failures = getattr(error, "failures", {})
     causes = [cause for cause, _ in failures.values()]
     known = (CorruptCheckpointError, NotRegularError, FileNotFoundError, pickle.UnpicklingError)
-    return next((_damaged(checkpoint, c) for c in causes if isinstance(c, known)), None)
+    return next((_corrupt(checkpoint, c) for c in causes if isinstance(c, known)), None)
 
 
-def _damaged(checkpoint: Checkpoint, cause: BaseException) -> CorruptCheckpointError:
+def _corrupt(checkpoint: Checkpoint, cause: BaseException) -> CorruptCheckpointError:
     if isinstance(cause, OSError):
         return CorruptCheckpointError(f"{cause.filename}: {(cause.strerror or str(cause)).lower()}")
     return CorruptCheckpointError(f"{checkpoint.path} {cause}")
@@ -160,14 +160,14 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a checkpoint holds: name -> shape and dtype, as torch's index has them.
 
     Raises:
-        DamagedError: Its index, or its manifest, is not what was written, or says what can't be.
+        CorruptCheckpointError: Its index or manifest was changed, or says what can't be.
     """
     from axonlaunch.checkpoint.dcp_reader import read_index
 
     try:
         found: dict[str, Any] = read_index(checkpoint.path).state_dict_metadata
     except (CorruptCheckpointError, NotRegularError, FileNotFoundError) as error:
-        raise _damaged(checkpoint, error) from None
+        raise _corrupt(checkpoint, error) from None
     return found
 
 
@@ -241,7 +241,7 @@ def refuse_damage(checkpoint: Checkpoint) -> None:
     """Read a checkpoint's files, and refuse what is not what was written.
 
     Raises:
-        DamagedError: It names the files and, if there is one, the checkpoint before.
+        CorruptCheckpointError: It names the files and, if there is one, the checkpoint before.
     """
     _refuse(checkpoint, step_folders.damage(checkpoint))
 
@@ -252,5 +252,7 @@ def _refuse(checkpoint: Checkpoint, changed: list[str]) -> None:
     folder = checkpoint.path.parent.parent
     others = [c.path for c in step_folders.listed(folder) if c.step < checkpoint.step]
     message = f"{checkpoint.path}: {', '.join(changed)} {step_folders.CHANGED}"
-    remedy = f"go on from the one before with checkpoint.resume={others[-1]}" if others else ""
+    remedy = ""
+    if others:
+        remedy = f"resume from the previous one with checkpoint.resume={others[-1]}"
     raise CorruptCheckpointError(message, remedy=remedy)

@@ -60,7 +60,7 @@ class Reader(StorageReader):
             model: Typed configuration of ours that they are to fill.
 
         Raises:
-            ConfigError: There is nothing to read in it, or a file is damaged.
+            ConfigError: There is nothing to read in it, or a file is corrupt.
         """
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._files: dict[str, Path] = {}
@@ -248,12 +248,12 @@ def _files(folder: Path) -> list[Path]:
         found = sorted(folder.glob("*.safetensors"))
         if not found:
             raise ConfigError(
-                [ConfigIssue("", f"{folder}: holds no *.safetensors and no checkpoint")]
+                [ConfigIssue("", f"{folder}: contains no *.safetensors and no checkpoint")]
             )
         return found
     names = list(dict.fromkeys(read_json(index, "weight_map").values()))
     if wrong := [name for name in names if not is_name(name)]:
-        message = f"{index}: names {wrong[0]!r}, which is no file's name"
+        message = f"{index}: names {wrong[0]!r}, which is not a file name"
         raise ConfigError([ConfigIssue("", message)])
     if missing := [name for name in names if not os.path.lexists(folder / name)]:
         raise ConfigError([ConfigIssue("", f"{index}: names {', '.join(missing)}, not there")])
@@ -295,7 +295,7 @@ def _opened(file: Path) -> Iterator[Any]:
     """Open a regular file of safetensors.
 
     Raises:
-        ConfigError: It is something else, or damaged.
+        ConfigError: It is something else, or corrupt.
     """
     try:
         with opened(_blob(file)) as stream:

@@ -150,7 +150,7 @@ def _looked_at(folder: Path) -> Checkpoint | str:
     except FileNotFoundError:  # deleted since it was listed
         return f"lacks {MANIFEST}"
     except NotRegularError:
-        return f"has {MANIFEST}, which is no regular file"
+        return f"has {MANIFEST}, which is not a regular file"
     except TooLargeError:
         return f"has a {MANIFEST} that is larger than any is"
     except CorruptCheckpointError as error:
@@ -164,13 +164,13 @@ def _looked_at(folder: Path) -> Checkpoint | str:
             return f"lacks {name}"
         size = present[name]
         if size is None:
-            return f"has {name}, which is no regular file"
+            return f"has {name}, which is not a regular file"
         if size != expected.bytes:
             return f"has {size} bytes of {name} instead of {expected.bytes}"
     return about.checkpoint
 
 
-def damaged(path: Path, *, after: Checkpoint | None = None) -> dict[Path, str]:
+def corrupt_checkpoints(path: Path, *, after: Checkpoint | None = None) -> dict[Path, str]:
     """Return folders that should be checkpoints and are not, with what they lack, by step.
 
     Args:
@@ -238,7 +238,7 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
     """Keep a checkpoint from being deleted by the run that wrote it; a remote one has no lock.
 
     Raises:
-        DamagedError: It is gone already.
+        CorruptCheckpointError: It is gone already.
     """
     try:
         with opened(checkpoint.path / MANIFEST) as stream:
@@ -310,7 +310,7 @@ def _step(folder: Path) -> int:
     """Return the step of a folder's name; -1 where it has none."""
     number = folder.name.removeprefix(_NAME)
     is_one = folder.name.startswith(_NAME) and number.isdecimal()
-    return int(number) if is_one else -1
+    return int(number) if is_one and str(int(number)) == number else -1  # no step_007
 
 
 def _order(name: str) -> tuple[bool, int, str]:

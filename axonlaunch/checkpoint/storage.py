@@ -72,7 +72,7 @@ def kept_by(run_dir: Path) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Return whether a path is not on a file system of this machine."""
+    """Return whether a path is not on a file system of this node."""
     return not isinstance(path, Path)
 
 
@@ -116,11 +116,17 @@ def sizes(folder: Path) -> dict[str, int | None]:
 
 
 def _entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what a remote folder holds, by name."""
+    """Return what a remote folder holds, by name.
+
+    Raises:
+        FileNotFoundError: There is no such bucket.
+    """
     there = cast("Any", folder).path
     try:
         found = filesystem(folder).ls(there, detail=True)
     except FileNotFoundError:
+        # Of a folder that is not there this finds nothing, of a bucket that is not it is an error.
+        filesystem(folder).find(there)
         return {}
     return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in found}
 

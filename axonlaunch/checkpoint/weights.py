@@ -94,7 +94,7 @@ def export(
 
     Raises:
         ConfigError: The folder holds something.
-        DamagedError: A file of the checkpoint is not what was written.
+        CorruptCheckpointError: A file of the checkpoint is not what was written.
     """
     from axonlaunch.checkpoint import safetensors
     from axonlaunch.models import hugging_face

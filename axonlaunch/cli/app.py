@@ -20,6 +20,9 @@ from axonlaunch.cli import (
     train,
     verify,
 )
+from axonlaunch.cli import (
+    help as help_pages,
+)
 from axonlaunch.cli.options import print_problems
 from axonlaunch.system import streams
 
@@ -45,6 +48,7 @@ for name, module in {
     "verify": verify,
     "ls": ls,
     "doctor": doctor,
+    "help": help_pages,
 }.items():
     app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
 app.add_typer(checkpoint.app, name="checkpoint")
@@ -111,7 +115,7 @@ def _show_traceback(error: Exception) -> None:
 
 
 def _refusal(error: Exception) -> str:
-    """Return what this machine refused, and what to do; empty for a bug of ours."""
+    """Return what this node refused, and what to do; empty for a bug of ours."""
     from axonlaunch.launch.failures.report import cause_of, plain_error
     from axonlaunch.system.forkserver import ForkServerError
 
@@ -136,10 +140,10 @@ def _problems(error: Exception) -> list[ConfigIssue] | None:
     if isinstance(error, CorruptCheckpointError):
         return [ConfigIssue("", str(error))]
     # Typer's usage errors: some versions raise click's classes, some a copy of them.
-    told = getattr(error, "format_message", None)
-    if told is None:
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
         return None
-    message = " ".join(told().split())
+    message = " ".join(format_message().split())
     if getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
         message += "; options are in --help, and settings are written key=value, without dashes"
     return [ConfigIssue("", message)]

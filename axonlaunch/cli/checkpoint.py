@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from axonlaunch.checkpoint.diff import Difference
     from axonlaunch.config import RunConfig
 
-HELP = "Look at what a run saved, and take weights out and in."
+HELP = "Inspect, verify, export and import checkpoints."
 EXAMPLES = """Examples:
 
 \b
@@ -57,18 +57,18 @@ def _root(context: typer.Context) -> None:
 @app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
 def ls(run_dir: RunDir, as_json: Json = False) -> None:
     """List a run's checkpoints."""
-    from axonlaunch.checkpoint import damaged, fallback, step_folders
+    from axonlaunch.checkpoint import corrupt_checkpoints, fallback, step_folders
     from axonlaunch.checkpoint.storage import reaching
 
     _folder(run_dir)
     with reaching(run_dir):
         found = _all(run_dir)
         sizes = [sum(f.bytes for f in step_folders.files(c).values()) for c in found]
-        wrong = {str(path): reason for path, reason in damaged(run_dir).items()}
+        wrong = {str(path): reason for path, reason in corrupt_checkpoints(run_dir).items()}
         aside = {str(path): why for path, why in fallback.put_aside_before(run_dir).items()}
     rows = [{**_about(c), "bytes": size} for c, size in zip(found, sizes, strict=True)]
     if as_json:
-        print_json({"checkpoints": rows, "damaged": wrong, "aside": aside})
+        print_json({"checkpoints": rows, "corrupt": wrong, "aside": aside})
         return
     from rich.console import Console
     from rich.markup import escape
@@ -95,24 +95,24 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
         )
     console.print(table)
     for path, reason in wrong.items():
-        console.print(f"[red]damaged[/red]  {escape(f'{path} {reason}')}", soft_wrap=True)
+        console.print(f"[red]corrupt[/red]  {escape(f'{path} {reason}')}", soft_wrap=True)
     for path, reason in aside.items():
-        console.print(f"[yellow]put aside[/yellow]  {escape(f'{path} {reason}')}", soft_wrap=True)
+        console.print(f"[yellow]moved aside[/yellow]  {escape(f'{path} {reason}')}", soft_wrap=True)
 
 
-@app.command("check", help="Read every file again, and look for every parameter.")
+@app.command("check", help="Verify the checksum of every file and the presence of every parameter.")
 def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
-    """Read every file again, and look for every parameter."""
-    from axonlaunch.checkpoint import damaged, diff
+    """Verify the checksum of every file and the presence of every parameter."""
+    from axonlaunch.checkpoint import corrupt_checkpoints, diff
     from axonlaunch.checkpoint.storage import reaching
 
     _folder(run_dir)
     with spinner("reading"), reaching(run_dir):
-        problems = {str(path): [reason] for path, reason in damaged(run_dir).items()}
+        problems = {str(path): [reason] for path, reason in corrupt_checkpoints(run_dir).items()}
         for found in _all(run_dir):
             problems[str(found.path)] = diff.faults(found, _config(found, trust))
     if not problems:
-        _refuse(f"{run_dir}: holds no checkpoint")
+        _refuse(f"{run_dir}: contains no checkpoint")
     passed = not any(problems.values())
     if as_json:
         print_json({"passed": passed, "checkpoints": problems})
@@ -122,8 +122,8 @@ def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
 
         console = Console(highlight=False)
         for path, wrong in problems.items():
-            told = "[red]damaged[/red]" if wrong else "[green]whole[/green]"
-            console.print(f"{told}  {escape(path)}", soft_wrap=True)
+            verdict = "[red]corrupt[/red]" if wrong else "[green]whole[/green]"
+            console.print(f"{verdict}  {escape(path)}", soft_wrap=True)
             for line in wrong[:SHOWN]:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
             if len(wrong) > SHOWN:
@@ -131,7 +131,7 @@ def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     raise typer.Exit(0 if passed else 1)
 
 
-@app.command("diff", help="Compare two checkpoints by tensor; exit status 1 if any differ.")
+@app.command("diff", help="Compare two checkpoints; exit status 1 if any tensor differs.")
 def diff(
     first: Annotated[
         Path, typer.Argument(metavar="A", parser=_place, help="A run or a checkpoint.")
@@ -154,7 +154,7 @@ def diff(
     elif found:
         _show_differences(found)
     else:
-        typer.echo("equal, to the bit")
+        typer.echo("bitwise equal")
     raise typer.Exit(1 if found else 0)
 
 
@@ -178,17 +178,19 @@ def _show_differences(found: list[Difference]) -> None:
         console.print(f"{len(found) - 2 * SHOWN} more; --json has all")
 
 
-@app.command("export", help="Write weights as safetensors, as Hugging Face has them if it does.")
+@app.command(
+    "export", help="Export weights as safetensors, in Hugging Face's format where there is one."
+)
 def export(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
     form: Annotated[str, typer.Option("--format", help="safetensors.")] = "safetensors",
     dtype: Annotated[
         str | None,
-        typer.Option(help="fp32, bf16 or fp16; as they were saved without it.", show_default=False),
+        typer.Option(help="fp32, bf16 or fp16; default: as saved.", show_default=False),
     ] = None,
     file_gb: Annotated[
-        float, typer.Option("--file-gb", min=0.001, help="Begin another file at so many GB.")
+        float, typer.Option("--file-gb", min=0.001, help="Maximum shard size in GB.")
     ] = 5.0,
     trust: Trust = False,
     as_json: Json = False,
@@ -196,9 +198,9 @@ def export(
     """Write weights as safetensors."""
     dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     if form != "safetensors":
-        _refuse(f"--format={form}: there is only safetensors; use that")
+        _refuse(f"--format={form}: is not supported; use safetensors")
     if dtype is not None and dtype not in dtypes:
-        _refuse(f"--dtype={dtype}: is none of ours; use fp32, bf16 or fp16")
+        _refuse(f"--dtype={dtype}: is not supported; use fp32, bf16 or fp16")
     found = _checkpoint(run_dir)
     config = _config(found, trust)
     with spinner("writing"):
@@ -216,10 +218,10 @@ def export(
         typer.echo(f"{out / name}")
 
 
-@app.command("import", help="Make a run, at step 0, of Hugging Face's GPT-2 or Llama weights.")
+@app.command("import", help="Create a run at step 0 from Hugging Face GPT-2 or Llama weights.")
 def import_(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Of config.json and *.safetensors.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder with config.json and *.safetensors.")
     ],
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The new run's folder.")],
     as_json: Json = False,
@@ -251,15 +253,17 @@ def _all(path: Path) -> list[Checkpoint]:
 
 
 def _checkpoint(path: Path) -> Checkpoint:
-    from axonlaunch.checkpoint import damaged, resolve
+    from axonlaunch.checkpoint import corrupt_checkpoints, resolve
     from axonlaunch.checkpoint.storage import reaching
 
     _folder(path)
     with reaching(path):
         found = resolve(path)
-        wrong = "" if found else "; ".join(f"{p} {why}" for p, why in damaged(path).items())
+        wrong = (
+            "" if found else "; ".join(f"{p} {why}" for p, why in corrupt_checkpoints(path).items())
+        )
     if found is None:
-        _refuse(wrong or f"{path}: holds no checkpoint; give a run or a checkpoint")
+        _refuse(wrong or f"{path}: contains no checkpoint; give a run or a checkpoint")
     assert found is not None
     return found
 

@@ -15,7 +15,7 @@ from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print
 if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
 
-HELP = "Print the configuration as a run here would have it."
+HELP = "Print the resolved configuration."
 EXAMPLES = """Examples:
 
 \b
@@ -30,19 +30,19 @@ def command(
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say of each value which file or override set it.")
+        bool, typer.Option("--explain", help="Show which file or override set each value.")
     ] = False,
     describe: Annotated[
-        bool, typer.Option("--describe", help="Say of each key what it means and may be.")
+        bool, typer.Option("--describe", help="Describe each key and the values that it accepts.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the configuration as a run on this machine would have it."""
+    """Print the configuration as a run on this node would have it."""
     from axonlaunch import config as configuration
     from axonlaunch.config.written_out import written_out
 
     if explain and describe:
-        raise typer.BadParameter("use one of --explain and --describe")
+        raise typer.BadParameter("use either --explain or --describe")
     composed = configuration.compose(
         overrides or [], config_name=config_name, config_dirs=config_dir or []
     )
@@ -63,25 +63,25 @@ def _accelerators() -> int:
     from axonlaunch.launch.output.spinner import spinner
     from axonlaunch.system import forked_call, forkserver
 
-    with spinner("looking for accelerators"), forkserver.warm() as context:
+    with spinner("detecting accelerators"), forkserver.warm() as context:
         count: int = forked_call.call(context, "axonlaunch.preflight.checks:accelerators")
     return count
 
 
-def _explain(before: RunConfig, config: RunConfig, told: dict[str, str], as_json: bool) -> None:
+def _explain(before: RunConfig, config: RunConfig, sources: dict[str, str], as_json: bool) -> None:
     """Print where each value comes from.
 
     Args:
         before: As the files and overrides say it.
         config: As a run here would have it.
-        told: Key to its file or override.
+        sources: Key to its file or override.
         as_json: Print one object.
     """
     from axonlaunch import config as configuration
     from axonlaunch.config.errors import plain
 
     values, written = configuration.flatten(config), configuration.flatten(before)
-    origins = {key: told.get(key, configuration.DEFAULT_ORIGIN) for key in values}
+    origins = {key: sources.get(key, configuration.DEFAULT_ORIGIN) for key in values}
     for key, value in values.items():
         if written[key] != value:
             origins[key] = f"resolved here; {plain(written[key])}: {origins[key]}"

@@ -9,7 +9,7 @@ import typer
 
 from axonlaunch.cli.options import Json, print_json
 
-HELP = "Tell what this machine has and which backends work."
+HELP = "Show hardware and test each backend."
 EXAMPLES = """Examples:
 
 \b
@@ -27,20 +27,18 @@ def command(
         bool,
         typer.Option(
             "--measure",
-            help="Measure anew what hardware=cpu stands for: how fast ranks compute and talk here.",
+            help="Re-run the CPU benchmark whose results hardware=cpu uses.",
         ),
     ] = False,
-    ranks: Annotated[int, typer.Option("--ranks", help="Ranks that are measured.")] = 2,
+    ranks: Annotated[int, typer.Option("--ranks", help="Ranks to benchmark at once.")] = 2,
     as_json: Json = False,
 ) -> None:
-    """Tell what this machine has and which backends work."""
+    """Show hardware and test each backend."""
     from axonlaunch.config import ConfigError, ConfigIssue
     from axonlaunch.doctor.doctor import diagnose
 
     if ranks < 1:
-        raise ConfigError(
-            [ConfigIssue("--ranks", "is how many are measured at once; write 1 or more", ranks)]
-        )
+        raise ConfigError([ConfigIssue("--ranks", "must be at least 1", ranks)])
     report = diagnose(run_dir, ranks=ranks if measure else None)
     if as_json:
         print_json(report)
@@ -79,7 +77,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             text = f"[yellow]does not work[/yellow]: {verdict['reason']}"
         rows.append((f"  {name}", text))
     if "measured" in report:
-        rows.append(("hardware=cpu", f"of {report['measured_ranks']} ranks at once"))
+        rows.append(("hardware=cpu", f"with {report['measured_ranks']} ranks at once"))
         rows += [(f"  {name}", text) for name, text in _figures(report["measured"])]
     rows.append(("disk", f"{report['disk_free_gib']} GiB free at {report['run_folder']}"))
     return rows
@@ -90,7 +88,7 @@ def _figures(measured: dict[str, Any]) -> list[tuple[str, str]]:
     gflops = {name: measured[f"{name}_tflops"] * 1000 for name in ("fp32", "bf16", "fp16")}
     rows = [("products", ", ".join(f"{name} {rate:,.3g} GFLOP/s" for name, rate in gflops.items()))]
     kernel, mib = measured["kernel_us"], 2**20
-    moved = zip(measured["moved_bytes"], measured["moved_us"], strict=True)
+    moved = zip(measured["kernel_bytes"], measured["kernel_latency_us"], strict=True)
     rates = [
         f"{size / (us + kernel) / 1e3:,.3g} GB/s of {size / mib:g} MiB"
         for size, us in moved
@@ -98,7 +96,7 @@ def _figures(measured: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     rows.append(("kernels", f"{kernel:.3g} us, {', '.join(rates)}"))
     if "link_gb_s" in measured:
-        latency = f"{measured['link_latency_us']:,.0f} us a hop"
-        speeds = f"{measured['link_gb_s']:.3g} GB/s, gathers {measured['link_gather_gb_s']:.3g}"
+        latency = f"{measured['link_latency_us']:,.0f} us per hop"
+        speeds = f"{measured['link_gb_s']:.3g} GB/s, gathers {measured['allgather_bw_gb_s']:.3g}"
         rows.append(("gloo", f"{latency}, {speeds}"))
     return rows

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _LABEL = 14
 """Columns of the words before a conclusion."""
-_UNSEARCHED = "what would make it fit can't be looked for on one device: "
+_UNSEARCHED = "can't search on one device for changes that make it fit: "
 
-HELP = "Estimate the memory of every rank. No GPU, no data, a world of any size."
+HELP = "Estimate peak memory per rank. No GPU, no data, any world size."
 EXAMPLES = """Examples:
 
 \b
@@ -43,28 +43,32 @@ def command(
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
     exact: Annotated[
-        bool, typer.Option("--exact", help="Trace every layer and micro-batch, also those alike.")
+        bool, typer.Option("--exact", help="Trace every layer and micro-batch (no extrapolation).")
     ] = False,
-    formula: Annotated[
+    analytic: Annotated[
         bool,
         typer.Option(
-            "--formula", help="Trace nothing: states alone, of a model that can't be traced."
+            "--analytic", help="Analytic estimate: parameters, gradients and optimizer states only."
         ),
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", help="Also draw a picture, .png or .svg.", show_default=False),
+        typer.Option("--plot", help="Also save a plot, .png or .svg.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Estimate the memory of every rank."""
+    """Estimate peak memory per rank."""
     from axonlaunch.system import forkserver
 
-    if exact and formula:
+    if exact and analytic:
         from axonlaunch.config import ConfigError, ConfigIssue
 
         raise ConfigError(
-            [ConfigIssue("", "--formula: --exact traces every layer; use one of both")]
+            [
+                ConfigIssue(
+                    "", "--analytic: contradicts --exact, which traces every layer; use one of them"
+                )
+            ]
         )
     if plot is not None:
         check_plot(plot)
@@ -80,7 +84,7 @@ def command(
                 config_name=config_name,
                 config_dirs=config_dir or [],
             )
-            found = forecast(context, config, exact=exact, formula=formula)
+            found = forecast(context, config, exact=exact, analytic=analytic)
         if plot is not None:
             from axonlaunch.planning.reports.memory_plot import draw
 
@@ -92,7 +96,7 @@ def command(
         show(found, console)
         show_remedies(context, config, found, console)
     if plot is not None:
-        console.print(f"\npicture       {plot}", markup=False, soft_wrap=True)
+        console.print(f"\nplot          {plot}", markup=False, soft_wrap=True)
 
 
 def searched(
@@ -162,7 +166,7 @@ def show_remedies(
     search, count = remedies(context, config, found), 0
     while True:
         try:
-            with spinner("looking for changes that make it fit"):
+            with spinner("searching for changes that make it fit"):
                 remedy = next(search)
         except StopIteration as end:
             ended: Searched = end.value
@@ -198,6 +202,6 @@ def _end(ended: Searched, count: int) -> str:
     if ended.untried:
         more = "more " if count else ""
         changes = f"{more}change" if ended.untried == 1 else f"{more}changes"
-        left = f"{ended.untried} {changes} that may fit: not tried, for the search ended after"
+        left = f"{ended.untried} {changes} that may fit: not tried, because the search ended after"
         return f"{left} {ended.seconds:.0f} s"
     return "" if count else "none of the changes that were tried makes it fit; use more ranks"

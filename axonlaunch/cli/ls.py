@@ -8,42 +8,50 @@ import typer
 
 from axonlaunch.cli.options import ConfigDir, Json, print_json
 
-HELP = "List what a configuration can choose from."
+HELP = "List the options of each configuration group."
 EXAMPLES = """Examples:
 
 \b
   axonlaunch ls
-  axonlaunch ls strategies
+  axonlaunch ls strategy
   axonlaunch ls models --json
 """
-KINDS = {
+LISTS = {
     "models": "model",
     "data": "data",
     "strategies": "strategy",
     "optimizers": "optimizer",
-    "schedules": "scheduler",
+    "schedulers": "scheduler",
     "launchers": "launch",
     "hardware": "hardware",
     "experiments": "experiment",
 }
+"""Each list, to the group that it lists."""
+ALIASES = {group: name for name, group in LISTS.items()} | {
+    "datasets": "data",
+    "launches": "launchers",
+    "schedules": "schedulers",
+}
+"""Other names of a list: its group as overrides write it, and other plurals."""
 
 
 def command(
-    kind: Annotated[
-        str | None, typer.Argument(help=f"One of {', '.join(KINDS)}; all without it.")
+    group: Annotated[
+        str | None,
+        typer.Argument(help=f"One of {', '.join(LISTS.values())}, or a plural; default: all."),
     ] = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
-    """List what a configuration can choose from."""
+    """List the options of each configuration group."""
     from axonlaunch.config import Composer, ConfigError, ConfigIssue
     from axonlaunch.registry import unknown
 
-    if kind is not None and kind not in KINDS:
-        raise ConfigError([ConfigIssue("", unknown("list", kind, KINDS))])
+    chosen = list(LISTS) if group is None else [ALIASES.get(group, group)]
+    if group is not None and chosen[0] not in LISTS:
+        raise ConfigError([ConfigIssue("", unknown("group", group, LISTS.values()))])
     composer = Composer(config_dirs=config_dir or [])
-    chosen = [kind] if kind else list(KINDS)
-    listed = {name: composer.options(KINDS[name]) for name in chosen}
+    listed = {name: composer.options(LISTS[name]) for name in chosen}
     if as_json:
         print_json(listed)
         return
@@ -55,8 +63,8 @@ def command(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, options in listed.items():
-        if kind is None:
-            table.add_row(f"[cyan]{name}[/cyan]", f"[dim]{KINDS[name]}=...[/dim]")
+        if group is None:
+            table.add_row(f"[cyan]{name}[/cyan]", f"[dim]{LISTS[name]}=...[/dim]")
         for option, summary in options.items():
-            table.add_row(option if kind else f"  {option}", escape(summary))
+            table.add_row(option if group else f"  {option}", escape(summary))
     Console(highlight=False).print(table)

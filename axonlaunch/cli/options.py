@@ -19,7 +19,7 @@ STARTED = time.time()
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Groups and values, in Hydra's syntax."),
+    typer.Argument(metavar="KEY=VALUE", help="Hydra overrides (group=option, key=value)."),
 ]
 ConfigDir = Annotated[
     list[Path] | None,
@@ -32,7 +32,7 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Import the code that the run's configuration names: it is yours, or you read it.",
+        help="Import the code that the run's configuration names; use it only for code you trust.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

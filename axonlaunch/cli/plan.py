@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.planning.records import Plan
 
-HELP = "Find the fastest layouts of a number of devices that fit. No GPU, no data."
+HELP = "Search the fastest layouts that fit a number of devices. No GPU, no data."
 EXAMPLES = """Examples:
 
 \b
@@ -36,19 +36,20 @@ def command(
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
     devices: Annotated[
-        int | None, typer.Option("--devices", help="Ranks, a device each.", show_default=False)
+        int | None,
+        typer.Option("--devices", help="Number of devices, one rank each.", show_default=False),
     ] = None,
     write: Annotated[
         Path | None,
         typer.Option(
             "--write",
-            help="Keep the best as YAML of the group experiment: experiment/NAME.yaml.",
+            help="Write the best layout as an experiment: experiment/NAME.yaml.",
             show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the fastest layouts that fit."""
+    """Search the fastest layouts that fit."""
     from axonlaunch.planning.plan import experiment, plan
     from axonlaunch.system import forkserver
 
@@ -104,13 +105,13 @@ def show(found: Plan, console: Console, *, seconds: float) -> None:
     for number, planned in enumerate(found.candidates, 1):
         console.print()
         console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)
-        told = ""
+        remark = ""
         if number == 1:
-            told = plan_table.spent(planned)
+            remark = plan_table.spent(planned)
         elif number == 2:
-            told = plan_table.why_slower(found.candidates[0], planned)
-        if told:
-            lines = textwrap.fill(told, console.width - 3)
+            remark = plan_table.why_slower(found.candidates[0], planned)
+        if remark:
+            lines = textwrap.fill(remark, console.width - 3)
             console.print(textwrap.indent(lines, "   "), markup=False)
 
 
@@ -125,7 +126,9 @@ def _checked(devices: int | None, write: Path | None) -> int:
     problems = []
     if devices is None or devices < 1:
         given = ... if devices is None else devices
-        problems.append(ConfigIssue("--devices", "is how many to plan for; write 1 or more", given))
+        problems.append(
+            ConfigIssue("--devices", "must be the number of devices to plan for, 1 or more", given)
+        )
     if write is not None and write.suffix != ".yaml":
         problems.append(ConfigIssue("--write", "must end in .yaml", str(write)))
     if problems:

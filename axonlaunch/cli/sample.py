@@ -10,7 +10,7 @@ import typer
 
 from axonlaunch.cli.options import Json, Trust, print_json
 
-HELP = "Let a trained model of text continue a prompt."
+HELP = "Generate text from a trained run."
 EXAMPLES = """Examples:
 
 \b
@@ -25,17 +25,17 @@ def command(
         Path,
         typer.Argument(metavar="FOLDER", help="A run with a checkpoint, or exported weights."),
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, help="Bytes to add.")] = 300,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Draw among so many likeliest bytes.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Starts the draws.")] = 0,
+    prompt: Annotated[str, typer.Option(help="Prompt to continue.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="Number of new tokens (bytes).")] = 300,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 = greedy.")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the top-k tokens.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")] = 0,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Let a trained model of text continue a prompt."""
+    """Generate text from a trained run."""
     from axonlaunch.training.sampling import continue_prompt
 
     text = continue_prompt(

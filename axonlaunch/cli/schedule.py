@@ -11,7 +11,7 @@ from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print
 from axonlaunch.cli.plotting import check_plot, save
 from axonlaunch.launch.output.spinner import spinner
 
-HELP = "Draw the pipeline's schedule. Who does what when, and who waits."
+HELP = "Draw the pipeline schedule: what each rank computes when, and where it idles."
 EXAMPLES = """Examples:
 
 \b
@@ -29,15 +29,15 @@ def command(
     config_name: ConfigName = "config",
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", help="Also draw a picture, .png or .svg.", show_default=False),
+        typer.Option("--plot", help="Also save a plot, .png or .svg.", show_default=False),
     ] = None,
     memory: Annotated[
         bool,
-        typer.Option("--memory", help="Also trace what the activations of each stage take."),
+        typer.Option("--memory", help="Also estimate the activation memory of each stage."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw the pipeline's schedule."""
+    """Draw the pipeline schedule."""
     from axonlaunch import config as configuration
     from axonlaunch.config import ConfigError, ConfigIssue, with_values
     from axonlaunch.config.layout import layout, resolved, world_size
@@ -73,12 +73,12 @@ def command(
     )
     stats = PipelineMemoryStats.from_schedule(schedule)
     if memory:
-        from axonlaunch.planning.estimate import foretold
+        from axonlaunch.planning.estimate import estimated
         from axonlaunch.planning.memory.engine_stats import pipeline_stats
         from axonlaunch.system import forkserver
 
         with forkserver.warm() as context, spinner("tracing a step"):
-            found = foretold(context, with_values(config, {"hardware": None}))
+            found = estimated(context, with_values(config, {"hardware": None}))
         stats = pipeline_stats(found, schedule)
     if plot is not None:
         save(timeline_plot.draw(times), plot)
@@ -112,7 +112,7 @@ def command(
 
     console = Console(highlight=False)
     stages = f" of {schedule.stages_per_rank} stages" if schedule.stages_per_rank > 1 else ""
-    rounds = f", {shares.rounds} rounds a step" if shares.rounds > 1 else ""
+    rounds = f", {shares.rounds} rounds per step" if shares.rounds > 1 else ""
     console.print(
         f"[bold]{schedule.name}[/bold]: {schedule.degree} ranks{stages}, "
         f"{schedule.microbatches} micro-batches{rounds}\n"
@@ -125,4 +125,4 @@ def command(
         held = " ".join(f"{n}:{size(held)}" for n, held in enumerate(stats.activation_bytes))
         console.print(f"in bytes     {held}", markup=False)
     if plot is not None:
-        console.print(f"picture      {plot}", markup=False, soft_wrap=True)
+        console.print(f"plot         {plot}", markup=False, soft_wrap=True)

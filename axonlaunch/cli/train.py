@@ -41,7 +41,7 @@ EXAMPLES = """Examples:
   axonlaunch train strategy=ddp model=llama_debug launch.nproc=4
   axonlaunch train data=text 'data.files=["notes/*.md"]' name=notes
   axonlaunch train strategy=fsdp hardware=a100_80gb --dry-run
-  axonlaunch train launch=slurm launch.nnodes=4 launch.nproc=8 launch.partition=gpu --render
+  axonlaunch train launch=slurm launch.nnodes=4 launch.nproc=8 launch.slurm.partition=gpu --render
   axonlaunch train -m optimizer.lr=1e-3,3e-3 model.num_hidden_layers=2,4
 """
 
@@ -51,16 +51,15 @@ def command(
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
     multirun: Annotated[
-        bool, typer.Option("-m", "--multirun", help="Run every combination of a=1,2, in turn.")
+        bool,
+        typer.Option("-m", "--multirun", help="Sweep: run every combination of a=1,2 in turn."),
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Estimate, and say what would stop a start here; start nothing."
-        ),
+        typer.Option("--dry-run", help="Validate and estimate only; do not launch."),
     ] = False,
     render: Annotated[
-        bool, typer.Option("--render", help="Print the script of a SLURM job; start nothing.")
+        bool, typer.Option("--render", help="Print the sbatch script and exit.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -105,7 +104,7 @@ def _dry_run(
     """Print what each run would hold, and what would stop it here.
 
     Raises:
-        ConfigError: A configuration can't be run on any machine.
+        ConfigError: A configuration can't be run on any node.
     """
     from axonlaunch.system import forkserver
 
@@ -142,21 +141,21 @@ def _as_object(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
 
 
 def _show_obstacles(obstacles: Sequence[ConfigIssue], console: Console) -> None:
-    """Print what would stop a start on this machine, each with its remedy."""
+    """Print what would stop a start on this node, each with its remedy."""
     from rich.text import Text
 
     console.print()
     if not obstacles:
-        console.print("a start on this machine passes every check")
+        console.print("a launch on this node passes every check")
         return
-    console.print(Text("a start on this machine would be refused:", style="bold"))
+    console.print(Text("a launch on this node would be refused:", style="bold"))
     for problem in obstacles:
         filled = textwrap.wrap(str(problem), console.width - 2, break_on_hyphens=False)
         console.print(textwrap.indent("\n".join(filled), "  "), markup=False)
 
 
 def _show_elsewhere(runs: Sequence[DryRun], overrides: Sequence[str], console: Console) -> None:
-    """Name the commands that leave this machine out, where it is what stands in the way."""
+    """Name the commands that leave this node out, where it is what stands in the way."""
     if not any(run.obstacles for run in runs):
         return
     words = shlex.join(overrides)
@@ -164,5 +163,5 @@ def _show_elsewhere(runs: Sequence[DryRun], overrides: Sequence[str], console: C
     if all(run.forecast.hardware is None for run in runs):
         options = "axonlaunch ls hardware has others"
         console.print(f"whether it fits a device: add hardware=h100_80gb ({options})")
-    console.print("an estimate without this machine's checks:")
+    console.print("an estimate without this node's checks:")
     console.print(f"  axonlaunch estimate {words}".rstrip(), markup=False, soft_wrap=True)

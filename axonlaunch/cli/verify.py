@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.verification.result import ParityResult
 
-HELP = "Prove that a layout computes what one process does."
+HELP = "Check numerical parity with a single process."
 EXAMPLES = """Examples:
 
 \b
@@ -34,7 +34,7 @@ def command(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 4,
     as_json: Json = False,
 ) -> None:
-    """Prove that a layout computes what one process does."""
+    """Check numerical parity with a single process."""
     from axonlaunch.system import forkserver
 
     with forkserver.warm() as context:
@@ -43,7 +43,7 @@ def command(
         from axonlaunch.events import finite
         from axonlaunch.verification.runner import verify
 
-        with spinner("running the layout and one process"):
+        with spinner("running the layout and a single process"):
             verdict = verify(
                 context,
                 overrides or [],
@@ -64,7 +64,7 @@ def _show(verdict: ParityResult, console: Console) -> None:
     from axonlaunch.verification.result import norm_tolerance
 
     steps = "1 step" if verdict.steps == 1 else f"{verdict.steps} steps"
-    console.print(f"{verdict.layout} beside one process, {steps}", markup=False)
+    console.print(f"{verdict.layout} vs. single process, {steps}", markup=False)
     if verdict.failure is None:
         table = Table(box=None, pad_edge=False, header_style="dim")
         table.add_column("")

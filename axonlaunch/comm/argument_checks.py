@@ -1,6 +1,6 @@
-"""What one rank can tell alone about a call: why its arguments won't do.
+"""What one rank can say alone about a call: why its arguments won't do.
 
-Each check returns the problem instead of raising it, so that the other ranks can be told.
+Each check returns the problem instead of raising it, so that the other ranks can be informed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def reduce_op_error(tensor: Tensor, op: ReduceOp) -> TypeError | None:
         return TypeError(f"{dtype} can't be reduced: convert it with .to(torch.float32) first")
     if tensor.dtype is torch.bool and op in (ReduceOp.Sum, ReduceOp.Average):
         return TypeError(
-            "a sum of bool is no bool: count with .to(torch.int64), or use all_reduce_max (any) "
+            "a sum of bool is not a bool: count with .to(torch.int64), or use all_reduce_max (any) "
             "or all_reduce_min (all)"
         )
     if op is ReduceOp.Average and not (tensor.is_floating_point() or tensor.is_complex()):

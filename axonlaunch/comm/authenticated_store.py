@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from axonlaunch.comm.authentication import Credentials, ForgedMessageError
+from axonlaunch.system.authentication import Credentials, ForgedMessageError
 
 
 class Channel:

@@ -226,7 +226,7 @@ def _refuse_indivisible(x: Tensor, group: ProcessGroup, dim: int) -> None:
     if x.shape[dim] % group.size:
         raise ValueError(
             f"dim {dim} of a tensor {list(x.shape)} can't be cut into {group.size} equal parts, "
-            f"one a rank: make its {x.shape[dim]} a multiple of {group.size}"
+            f"one per rank: make its {x.shape[dim]} a multiple of {group.size}"
         )
 
 

@@ -264,7 +264,7 @@ def group_or_default(group: ProcessGroup | None) -> ProcessGroup:
         return default_group()
     if not isinstance(group, ProcessGroup):
         raise TypeError(
-            f"group={group!r} is no axonlaunch ProcessGroup: wrap a torch group with "
+            f"group={group!r} is not an axonlaunch ProcessGroup: wrap a torch group with "
             "ProcessGroup.from_torch(group)"
         )
     _ = group.torch_group

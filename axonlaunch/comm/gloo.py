@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
-from axonlaunch.comm.authentication import derive_key
 from axonlaunch.comm.errors import UnreachableRankError
+from axonlaunch.system.authentication import derive_key
 
 DEADLINE_S = 20.0
 """Seconds in which the ranks of a group must have connected, once all have come to it."""

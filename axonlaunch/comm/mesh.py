@@ -17,7 +17,7 @@ from axonlaunch.comm.process_group import ProcessGroup
 class Mesh:
     """Where this rank stands on each axis, and with whom it shares it.
 
-    Ranks count along the last axis first, so the last one stays within a machine.
+    Ranks count along the last axis first, so the last one stays within a node.
 
     Attributes:
         sizes: Ranks along each axis, outermost first; their product is the world.

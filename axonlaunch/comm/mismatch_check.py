@@ -34,7 +34,7 @@ def check_collective(
     Args:
         group: The group; this rank is a member.
         line: What this rank is about to do.
-        problem: Why it can't: raised here, and told to the others so that they don't wait.
+        problem: Why it can't: raised here, and reported to the others so that they don't wait.
 
     Raises:
         MismatchError: Ranks say different things, or another rank has a problem.
@@ -60,7 +60,7 @@ def check_p2p(
         group: The group of both.
         verb: ``send`` or ``recv``.
         what: What is sent or expected.
-        problem: Why this rank can't: raised here, and told to the other.
+        problem: Why this rank can't: raised here, and reported to the other.
 
     Raises:
         MismatchError: The other rank means something else, or has a problem.

@@ -1,4 +1,4 @@
-"""What NCCL there is on this machine, told without starting it."""
+"""What NCCL there is on this node, found without starting it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class NcclStatus:
     """Whether NCCL can be used here.
 
     Attributes:
-        available: Ranks of this machine can use ``backend=nccl``.
+        available: Ranks of this node can use ``backend=nccl``.
         version: NCCL's version (RCCL's on ROCm), or None where this torch has none.
         devices: The names of the devices that this process sees, by index.
         reason: Why it is not available; empty where it is.

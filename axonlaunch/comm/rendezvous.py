@@ -46,7 +46,7 @@ class RankEnvironment:
 
     @property
     def on_loopback(self) -> bool:
-        """Whether no other machine takes part, so that nothing may listen to the network."""
+        """Whether no other node takes part, so that nothing may listen to the network."""
         return self.alone or (self.master_addr is not None and is_loopback(self.master_addr))
 
 
@@ -74,7 +74,7 @@ def environment_of(
 
 
 def local_place(rank: int, world_size: int) -> dict[str, str]:
-    """Return the variables of a rank of a world that is all on this machine and has a store."""
+    """Return the variables of a rank of a world that is all on this node and has a store."""
     return environment_of(
         rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
     )
@@ -134,7 +134,7 @@ def _host_of(store: dist.Store | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether a host is this machine by name or number, whoever asks."""
+    """Say whether a host is this node by name or number, whoever asks."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -180,7 +180,7 @@ def meet_at(host: str, port: int, *, listens: bool, timeout: timedelta) -> dist.
 
 
 def is_own(host: str) -> bool:
-    """Say whether a host is this machine, by trying to be it."""
+    """Say whether a host is this node, by trying to be it."""
     try:
         family, address = _resolved(host, 0)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -202,10 +202,10 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on one of this machine's addresses.
+    """Listen on one of this node's addresses.
 
     Raises:
-        ValueError: The address is not this machine's, or the port is taken.
+        ValueError: The address is not this node's, or the port is taken.
     """
     try:
         family, address = _resolved(host, port)
@@ -220,7 +220,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise ValueError(
-                f"MASTER_ADDR={host}: is no address of this machine, where rank 0 is to listen"
+                f"MASTER_ADDR={host}: is not an address of this node, where rank 0 listens"
             ) from error
         raise ValueError(
             f"MASTER_PORT={port}: rank 0 can't listen on {host}:{port} ({error.strerror}); "

@@ -37,7 +37,7 @@ class World:
 
     Attributes:
         rank: This process among all.
-        local_rank: This process among those of its machine.
+        local_rank: This process among those of its node.
         world_size: The number of processes.
         device: Where this rank computes.
         backend: What carries the bytes.
@@ -82,7 +82,7 @@ class World:
 
         Args:
             backend: ``gloo``, ``nccl``, or ``auto``: nccl where torch's accelerator is CUDA and
-                every rank of this machine has a device of its own, else gloo.
+                every rank of this node has a device of its own, else gloo.
             timeout_s: How long a rank waits for the others, in seconds.
             store: Where the ranks meet, instead of MASTER_ADDR and MASTER_PORT.
 
@@ -220,7 +220,7 @@ def choose_backend(name: str, place: RankEnvironment) -> Backend:
 
 
 def _every_local_rank_has_a_device(place: RankEnvironment) -> bool:
-    """Decide from what all ranks of a machine see alike, so that they decide alike."""
+    """Decide from what all ranks of a node see alike, so that they decide alike."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != "cuda" or not nccl.status().available:
         return False
@@ -242,7 +242,7 @@ def _device(backend: Backend, local_rank: int) -> torch.device:
     if local_rank >= len(found.devices):
         raise NcclError(
             f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees "
-            f"{len(found.devices)}; start fewer ranks on this machine, or use backend=gloo"
+            f"{len(found.devices)}; start fewer ranks on this node, or use backend=gloo"
         )
     torch.accelerator.set_device_index(local_rank)
     accelerator = torch.accelerator.current_accelerator()

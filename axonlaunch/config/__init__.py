@@ -61,7 +61,7 @@ def load(
         config_dirs: Folders of a user's own YAML, searched before ours.
 
     Raises:
-        ConfigError: Everything that is wrong and can be told without torch, all at once.
+        ConfigError: Everything that is wrong and can be detected without torch, all at once.
     """
     composed = compose(overrides, config_name=config_name, config_dirs=config_dirs)
     return typed(composed.tree, composed.problems, origins=composed.origins)
@@ -108,11 +108,11 @@ def typed(
     """
     checked = validate(tree, RunConfig)
     problems = [*problems, *checked.problems]
-    told = {problem.key for problem in problems}
-    problems += [rule for rule in find_rule_violations(checked.config) if rule.key not in told]
+    reported = {problem.key for problem in problems}
+    problems += [rule for rule in find_rule_violations(checked.config) if rule.key not in reported]
     if problems:
-        whence = origins()
-        raise ConfigError([_placed(problem, whence) for problem in problems])
+        sources = origins()
+        raise ConfigError([_placed(problem, sources) for problem in problems])
     assert isinstance(checked.config, RunConfig)
     return checked.config
 

@@ -158,7 +158,7 @@ class Composer:
         return [list(overrides) for batch in batches for overrides in batch]
 
     def _parse(self, overrides: Sequence[str]) -> tuple[list[Any], list[ConfigIssue]]:
-        """Parse overrides, each by itself, so that every one that is wrong is told."""
+        """Parse overrides, each by itself, so that every one that is wrong is reported."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import OverrideParseException
 
@@ -202,7 +202,7 @@ class Composer:
         """Rewrite overrides so that Hydra takes each one, and note what each one sets.
 
         ``strategy=x`` and ``+strategy=x`` mean the same. A value is always added by force (``++``):
-        whether its key exists is told by the schema, for all keys at once.
+        whether its key exists is checked by the schema, for all keys at once.
         """
         parsed, problems = self._parse(overrides)
         in_defaults = self._groups_in_defaults(config_name)
@@ -211,7 +211,7 @@ class Composer:
         for override in parsed:
             text, key = override.input_line, override.key_or_group
             if key == "hydra" or key.startswith("hydra."):
-                message = f"{text}: Hydra's own settings play no part here; leave it out"
+                message = f"{text}: Hydra's own settings are not supported; remove it"
                 problems.append(ConfigIssue("", message))
             elif override.is_sweep_override():
                 message = f"{text}: several values; add -m to run them one after another"

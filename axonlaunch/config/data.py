@@ -55,7 +55,7 @@ class TokensConfig:
     path: str
     """file of token numbers, nothing else in it"""
     dtype: Literal["uint16", "uint32"] = "uint16"
-    """type of a number in the file, in this machine's byte order"""
+    """type of a number in the file, in this node's byte order"""
     sequence_length: int = field(default=1024, metadata={"min": 1})
     """tokens of a sample"""
     vocab_size: int | None = field(default=None, metadata={"min": 1})
@@ -93,7 +93,7 @@ class SyntheticImagesConfig:
     num_channels: int = field(default=1, metadata={"min": 1})
     """channels: 1 grey, 3 colour"""
     num_classes: int = field(default=10, metadata={"min": 1})
-    """classes to tell apart"""
+    """number of classes"""
     num_samples: int = field(default=65536, metadata={"min": 1})
     """training samples"""
     num_eval_samples: int = field(default=1024, metadata={"min": 1})

@@ -18,7 +18,7 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield problems that don't depend on the world's size."""
     strategy = config.strategy
     if strategy.tensor.sequence_parallel and strategy.tensor.degree == 1:
-        message = "strategy.tensor.degree is 1; use 2 or more, or leave this out"
+        message = "strategy.tensor.degree is 1; use 2 or more, or remove this setting"
         yield ConfigIssue("strategy.tensor.sequence_parallel", message, True)
     recomputes = config.train.activation_checkpointing == "full"
     if strategy.tensor.degree > 1 and config.train.compile and recomputes:
@@ -83,7 +83,7 @@ def broken_rounds(config: RunConfig, *, world_size: int) -> Iterator[ConfigIssue
     degree, per_rank = pipeline.degree, shares.stages_per_rank
     asked = pipeline.microbatches
     if asked != "auto" and shares.micro_batches % asked:
-        yield _rounds_problem(config, shares, f"a rank has {shares.micro_batches} a step")
+        yield _rounds_problem(config, shares, f"a rank has {shares.micro_batches} per step")
         return
     if rule.fits(shares.round_microbatches, degree=degree, stages_per_rank=per_rank):
         return
@@ -134,7 +134,7 @@ def _unused_pipeline(given: PipelineConfig) -> Iterator[ConfigIssue]:
     for field in dataclasses.fields(given):
         value = getattr(given, field.name)
         if value != getattr(defaults, field.name):
-            message = "strategy.pipeline.degree is 1; use 2 or more, or leave this out"
+            message = "strategy.pipeline.degree is 1; use 2 or more, or remove this setting"
             yield ConfigIssue(f"strategy.pipeline.{field.name}", message, value)
 
 

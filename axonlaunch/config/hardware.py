@@ -1,6 +1,6 @@
 """What one device of a kind has and can do, and how it reaches the others, as published.
 
-It holds figures; nothing here is measured on this machine. A figure that nobody published is null,
+It holds figures; nothing here is measured on this node. A figure that nobody published is null,
 and whoever needs it refuses.
 """
 
@@ -21,7 +21,7 @@ class HardwareConfig:
     device: str | None = None
     """regular expression of torch's name of the device, by which strategy=auto knows it"""
     memory_gib: float | None = field(default=None, metadata={"above": 0})
-    """memory of one device as torch reports it, GiB; null: this machine's memory shared among its
+    """memory of one device as torch reports it, GiB; null: this node's memory shared among its
     ranks
     """
     fp32_tflops: float | None = field(default=None, metadata={"above": 0})
@@ -32,21 +32,21 @@ class HardwareConfig:
     """dense fp16 matrix peak, TFLOP/s, without sparsity"""
     bf16_tflops: float | None = field(default=None, metadata={"above": 0})
     """dense bf16 matrix peak, TFLOP/s, without sparsity; null: not published"""
-    matrix_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    matrix_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the matrix peak that the best shapes of products reach"""
-    attention_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    attention_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the matrix peak that fused attention reaches on long sequences"""
     multiprocessors: int | None = field(default=None, metadata={"min": 1})
     """streaming multiprocessors or compute units: tiles of a product that run side by side"""
     memory_bandwidth_gb_s: float | None = field(default=None, metadata={"above": 0})
     """device memory bandwidth, GB/s (1e9)"""
-    memory_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    memory_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the memory bandwidth that long kernels reach"""
-    moved_bytes: list[float] = field(default_factory=list)
+    kernel_bytes: list[float] = field(default_factory=list)
     """bytes that kernels of several sizes read and write, where caches and fresh pages make the
     bandwidth depend on them; rising
     """
-    moved_us: list[float] = field(default_factory=list)
+    kernel_latency_us: list[float] = field(default_factory=list)
     """microseconds of each of them, beyond those of the smallest kernel"""
     kernel_us: float = field(default=2.0, metadata={"above": 0})
     """time of the smallest kernel beside others in a queue, microseconds; by default what GPUs
@@ -60,15 +60,15 @@ class HardwareConfig:
     """
     link_gb_s: float | None = field(default=None, metadata={"above": 0})
     """bandwidth of a device to the others of its node, one direction, GB/s (1e9)"""
-    link_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    link_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the link's bandwidth that collectives reach"""
-    link_gather_gb_s: float | None = field(default=None, metadata={"above": 0})
+    allgather_bw_gb_s: float | None = field(default=None, metadata={"above": 0})
     """the same of gathers alone, where it is another; null: ``link_gb_s``"""
     link_latency_us: float | None = field(default=None, metadata={"above": 0})
     """time of one step of a collective inside a node, microseconds"""
     network_gb_s: float | None = field(default=None, metadata={"above": 0})
     """bandwidth between nodes for each device, one direction, GB/s (1e9)"""
-    network_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    network_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of the network's bandwidth that collectives reach"""
     network_latency_us: float | None = field(default=None, metadata={"above": 0})
     """time of one step of a collective between nodes, microseconds"""
@@ -76,15 +76,15 @@ class HardwareConfig:
     """memory of a node's host, GiB; null: no node is standard"""
     host_gb_s: float | None = field(default=None, metadata={"above": 0})
     """bandwidth of a device to its host's memory, one direction, GB/s (1e9)"""
-    host_sustained: float | None = field(default=None, metadata={"above": 0, "max": 1})
+    host_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of that bandwidth that copies of pinned memory reach"""
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is this machine, whose ranks have cores and no GPU's allocator or driver."""
+        """Whether it is this node, whose ranks have cores and no GPU's allocator or driver."""
         return self.name == "cpu"
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of one device; None where it is not told."""
+        """Memory of one device; None where it is not known."""
         return None if self.memory_gib is None else int(self.memory_gib * GIB)

@@ -78,10 +78,10 @@ def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
         return f"keys, each with {_allowed(inside[1], limits)}"
     words = _TYPES.get(hint, "a group of keys")
     if hint in (int, float):
-        told = [
+        bounds = [
             f"{word} {plain(limits[limit])}" for limit, word in _LIMITS.items() if limit in limits
         ]
-        words = ", ".join([words, *told])
+        words = ", ".join([words, *bounds])
     return words
 
 

@@ -128,7 +128,7 @@ def layout(config: RunConfig, *, world_size: int) -> Layout:
 
 
 def world_size(config: RunConfig) -> int:
-    """Return the ranks of a run whose ``launch.nproc`` is resolved, on as many machines as it may.
+    """Return the ranks of a run whose ``launch.nproc`` is resolved, on as many nodes as it may.
 
     ``launch.nnodes`` is a number or two.
     """
@@ -137,7 +137,7 @@ def world_size(config: RunConfig) -> int:
 
 
 def nodes(config: RunConfig) -> tuple[int, int]:
-    """Return the fewest and the most machines of a run."""
+    """Return the fewest and the most nodes of a run."""
     given = config.launch.nnodes
     if isinstance(given, int):
         return given, given
@@ -185,11 +185,11 @@ def replicas(config: RunConfig, *, world_size: int) -> int:
         return ranks
     if fsdp.sharding != "hybrid_shard":
         return 1
-    return _machines_of_a_stage(config) if fsdp.replicate == "auto" else fsdp.replicate
+    return _nodes_of_a_stage(config) if fsdp.replicate == "auto" else fsdp.replicate
 
 
-def _machines_of_a_stage(config: RunConfig) -> int:
-    """Return how many machines the data-parallel ranks of a pipeline's stage are on."""
+def _nodes_of_a_stage(config: RunConfig) -> int:
+    """Return how many nodes the data-parallel ranks of a pipeline's stage are on."""
     return max(1, nodes(config)[1] // config.strategy.pipeline.degree)
 
 
@@ -200,7 +200,7 @@ def frozen_threads(config: RunConfig) -> int:
 
 
 def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
-    """Decide what was left to the machine: the number of ranks, and by it the strategy.
+    """Decide what was left to the node: the number of ranks, and by it the strategy.
 
     ``launch.nproc=auto`` is one rank for one device, else one an accelerator. Without any it is 2,
     or what the strategy's degrees need: as many, and twice as many for a data-parallel kind.
@@ -219,7 +219,7 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
     settings = {"launch.nproc": nproc, "strategy.data_parallel": kind}
     fsdp = strategy.fsdp
     if fsdp.sharding == "hybrid_shard" and fsdp.replicate == "auto" and least == most:
-        settings["strategy.fsdp.replicate"] = _machines_of_a_stage(config)
+        settings["strategy.fsdp.replicate"] = _nodes_of_a_stage(config)
     return with_values(config, settings)
 
 

@@ -27,7 +27,7 @@ class MLPConfig:
     num_hidden_layers: int = field(default=1, metadata={"min": 1, "max": MOST_LAYERS})
     """hidden layers"""
     num_classes: int = field(default=10, metadata={"min": 1})
-    """classes to tell apart"""
+    """number of classes"""
     weights: str | None = None
     """start from these: a run, a checkpoint, or a folder of safetensors; null: from the seed"""
 
@@ -128,7 +128,7 @@ class ViTConfig:
     num_channels: int = field(default=1, metadata={"min": 1})
     """channels of an image: 1 grey, 3 colour"""
     num_classes: int = field(default=10, metadata={"min": 1})
-    """classes to tell apart"""
+    """number of classes"""
     hidden_size: int = field(default=64, metadata={"min": 1})
     """width of the residual stream"""
     num_hidden_layers: int = field(default=4, metadata={"min": 1, "max": MOST_LAYERS})

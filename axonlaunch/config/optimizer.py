@@ -43,7 +43,12 @@ class SGDConfig:
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
         if self.nesterov and self.momentum == 0:
-            return [("nesterov", "needs momentum above 0; set optimizer.momentum=0.9 or leave it")]
+            return [
+                (
+                    "nesterov",
+                    "needs momentum above 0; set optimizer.momentum=0.9 or remove this setting",
+                )
+            ]
         return []
 
 

@@ -1,4 +1,4 @@
-"""Rules between values of a configuration that can be told without torch.
+"""Rules between values of a configuration that can be checked without torch.
 
 Each rule yields its problems; none stops another. What needs the model or the data is checked
 by ``preflight``.
@@ -33,7 +33,7 @@ _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
     """Return the problems of a typed tree, in the order of its keys."""
     if not _NODES.fullmatch(str(config.launch.nnodes)) or nodes(config)[0] > nodes(config)[1]:
-        message = "expected a number of machines, or the fewest and the most, as in 2:4"
+        message = "expected a number of nodes, or a minimum and a maximum, as in 2:4"
         return [ConfigIssue("launch.nnodes", message, config.launch.nnodes)]
     problems = [
         *_name(config),
@@ -45,7 +45,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_resume(config),
         *_prompt(config),
         *_saving(config),
-        *_machines(config),
+        *_node_count(config),
     ]
     if config.launch.nproc != "auto":
         problems += broken_sizes(config)
@@ -59,11 +59,11 @@ def broken_sizes(config: RunConfig) -> list[ConfigIssue]:
     if least == most:
         return broken_world_rules(config, world_size=world_size(config))
     found: list[ConfigIssue] = []
-    for machines in range(least, most + 1):
-        size = config.launch.nproc * machines
-        one = with_values(config, {"launch.nnodes": machines})
+    for count in range(least, most + 1):
+        size = config.launch.nproc * count
+        one = with_values(config, {"launch.nnodes": count})
         problems = broken_world_rules(one, world_size=size)
-        where = f"with {machines} machine{'s' if machines > 1 else ''}: "
+        where = f"with {count} node{'s' if count > 1 else ''}: "
         found += [dataclasses.replace(p, message=where + p.message) for p in problems]
     return found
 
@@ -106,7 +106,7 @@ def _unused(config: RunConfig) -> Iterator[ConfigIssue]:
             value = getattr(given, field.name)
             if value != getattr(defaults, field.name):
                 use = f"strategy.data_parallel={engine}"
-                message = f"data_parallel is {chosen}; use {use} or leave it out"
+                message = f"data_parallel is {chosen}; use {use} or remove this setting"
                 yield ConfigIssue(f"strategy.{section}.{field.name}", message, value)
 
 
@@ -114,7 +114,7 @@ def _single(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     needed = model_ranks(config.strategy)
     if config.strategy.data_parallel == "none" and world_size > needed:
         many = "1 rank" if needed == 1 else f"{needed} ranks"
-        apart = f"{world_size} ranks would train the same model apart"
+        apart = f"{world_size} ranks would train independent copies"
         message = f"{apart}; use strategy.data_parallel=ddp or {many}"
         yield ConfigIssue("launch.nproc", message, world_size)
 
@@ -124,7 +124,7 @@ def _no_replicas(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.strategy.data_parallel != "fsdp" or fsdp.sharding == "hybrid_shard":
         return
     if fsdp.replicate != "auto":
-        message = f"sharding is {fsdp.sharding}; use hybrid_shard, or leave this out"
+        message = f"sharding is {fsdp.sharding}; use hybrid_shard, or remove this setting"
         yield ConfigIssue("strategy.fsdp.replicate", message, fsdp.replicate)
 
 
@@ -139,12 +139,12 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     train = config.train
     ranks = world_size // model_ranks(config.strategy)
     if ranks % replicas(config, world_size=world_size):
-        return  # told already
+        return  # reported already
     if train.global_batch_size % ranks:
         nearest = max(1, round(train.global_batch_size / ranks)) * ranks
         counts = divisor_of(train.global_batch_size)
         who = "ranks" if ranks == world_size else "data-parallel ranks"
-        message = f"{ranks} {who} can't share it evenly; use {nearest}, or {counts} {who}"
+        message = f"must be divisible by {ranks} {who}; try {nearest}, or {counts} {who}"
         yield ConfigIssue("train.global_batch_size", message, train.global_batch_size)
         return
     share = train.global_batch_size // ranks
@@ -182,9 +182,9 @@ def _extras(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _prompt(config: RunConfig) -> Iterator[ConfigIssue]:
-    if config.train.sample_tokens and not config.train.prompt:
-        message = "is empty; give at least one character, or train.sample_tokens=0"
-        yield ConfigIssue("train.prompt", message, "")
+    if config.sample.max_new_tokens and not config.sample.prompt:
+        message = "is empty; give at least one character, or sample.max_new_tokens=0"
+        yield ConfigIssue("sample.prompt", message, "")
 
 
 def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -199,13 +199,13 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
 
 
-def _machines(config: RunConfig) -> Iterator[ConfigIssue]:
+def _node_count(config: RunConfig) -> Iterator[ConfigIssue]:
     most = nodes(config)[1]
     if config.launch.name == "local" and most > 1:
-        message = "launch.name=local is this machine alone; use 1, or launch=auto"
+        message = "launch.name=local is this node only; use 1, or launch=auto"
         yield ConfigIssue("launch.nnodes", message, config.launch.nnodes)
     if config.launch.max_restarts and not config.checkpoint.every:
-        message = "nothing is saved that a restart could go on from; use 0, or checkpoint.every"
+        message = "no checkpoint is saved to restart from; use 0, or set checkpoint.every"
         yield ConfigIssue("launch.max_restarts", message, config.launch.max_restarts)
 
 

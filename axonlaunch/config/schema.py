@@ -60,7 +60,7 @@ class FSDPConfig:
     AdamW's moments; full: all of them, and the update itself runs on the host
     """
     replicate: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """number of replicas under hybrid_shard; auto: one a node of a stage"""
+    """number of replicas under hybrid_shard; auto: one per node of a stage"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +123,9 @@ class StrategyConfig:
     tensor: TensorConfig = field(default_factory=TensorConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
-    planned: bool = False
+    auto: bool = False
     """search the layout before anything starts, as `axonlaunch plan` does, for the hardware that is
-    told or found; what overrides set of the layout stays
+    given or detected; what overrides set of the layout stays
     """
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """type in which gradients are summed over data-parallel ranks; bf16 halves the traffic"""
@@ -143,7 +143,7 @@ class TrainConfig:
     """
     micro_batch_size: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """samples per forward on one rank; what is left of the global batch is gradient accumulation;
-    auto: the rank's whole share, under a pipeline two micro-batches a stage where it allows that
+    auto: the rank's whole share, under a pipeline two micro-batches per stage where it allows that
     """
     grad_clip: float | None = field(default=1.0, metadata={"above": 0})
     """largest norm of the whole model's gradient; null: no clipping"""
@@ -165,10 +165,16 @@ class TrainConfig:
     """global batches per evaluation, at most what is held out; 0: no evaluation"""
     tensorboard: bool = False
     """write TensorBoard events beside metrics.jsonl (pip install 'axonlaunch[tensorboard]')"""
-    sample_tokens: int = field(default=200, metadata={"min": 0})
-    """bytes of text to generate at the end of a run on text; 0: none"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """What a run on text generates when it ends."""
+
+    max_new_tokens: int = field(default=200, metadata={"min": 0})
+    """tokens to generate at the end of a run on text (one token is one byte); 0: none"""
     prompt: str = "def "
-    """what the sample at the end of a run continues"""
+    """text that the generated tokens continue"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,26 +194,44 @@ class CheckpointConfig:
 
     every: int = field(default=0, metadata={"min": 0})
     """steps between checkpoints, the last step included; 0: none"""
-    keep: int = field(default=2, metadata={"min": 1})
+    keep_last: int = field(default=2, metadata={"min": 1})
     """newest checkpoints kept"""
-    keep_every: int = field(default=0, metadata={"min": 0})
-    """also keep every checkpoint of a step that this divides; 0: none"""
+    keep_every_n_steps: int = field(default=0, metadata={"min": 0})
+    """also keep the checkpoint of every step that this divides; 0: none"""
     keep_best: int = field(default=0, metadata={"min": 0})
     """also keep so many with the lowest evaluation loss"""
     async_save: bool = False
-    """write while training goes on, from a copy in host memory"""
+    """write while training continues, from a copy in host memory"""
     path: str | None = None
-    """folder or fsspec URL (s3://bucket/run) that checkpoints are kept in, and gone on from; null:
+    """folder or fsspec URL (s3://bucket/run) that checkpoints are kept in and resumed from; null:
     the run folder
     """
     fallback: bool = True
-    """where resume=auto finds its newest checkpoint damaged: put it aside, say so, and resume from
-    the newest good one; false: start nothing
+    """where resume=auto finds that the newest checkpoint is corrupt: move it aside, report it, and
+    resume from the newest good one; false: refuse to start
     """
     resume: str = field(default="auto", metadata={"words": "auto, never or a path"})
-    """auto: go on where this run folder stopped; never: start anew; or the path of a run folder or
-    a checkpoint
+    """auto: resume where this run folder stopped; never: start from step 0; or the path of a run
+    folder or a checkpoint
     """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """What sbatch needs to know of a job (launch=slurm); nodes and ranks are those of the run."""
+
+    partition: str | None = None
+    """partition of the job; null: the cluster's default"""
+    account: str | None = None
+    """account that the job is charged to; null: the user's default"""
+    time: str | None = None
+    """time limit, as sbatch takes it: 30 (minutes), 8:00:00, 2-0; the run is checkpointed and
+    requeued 2 minutes before it
+    """
+    extra_args: list[str] = field(default_factory=list)
+    """more options of sbatch: ["--qos=high","--constraint=h100"]"""
+    prologue: list[str] = field(default_factory=list)
+    """lines of the job's script that run before training starts: ["module load cuda"]"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,25 +239,25 @@ class LaunchConfig:
     """How the ranks are started and find each other."""
 
     name: Literal["auto", "local", "env", "slurm"] = "auto"
-    """auto: as the surroundings say: a rank of torchrun, mpirun or srun, one of several machines
-    (WORLD_SIZE), else local; local: ranks on this machine, whatever they say; env: as they say, and
-    it is an error if they say nothing; slurm: submit a job
+    """auto: detected from the environment: a rank of torchrun, mpirun or srun, one of several nodes
+    (WORLD_SIZE), else local; local: ranks on this node, whatever the environment says; env: from
+    the environment, and an error if it describes no world; slurm: submit a job
     """
     nproc: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """ranks on this machine; auto: one an accelerator; where there is none 2, or what the degrees
-    of the strategy need
+    """ranks per node; auto: one per accelerator; without accelerators 2, or what the degrees of the
+    strategy need
     """
     nnodes: int | str = field(default=1, metadata={"min": 1})
-    """machines, with nproc ranks on each; 2:4: from 2 to 4, as many as come and stay"""
+    """nodes, with nproc ranks on each; 2:4: from 2 to 4, as many as join and stay"""
     node_rank: int | Literal["auto"] = field(default="auto", metadata={"min": 0})
-    """which of the machines this one is, from 0; auto: what the surroundings say"""
+    """rank of this node, from 0; auto: from the environment"""
     master_addr: str = "auto"
-    """address of machine 0, as the others reach it; auto: what the surroundings say"""
+    """address of node 0, as the other nodes reach it; auto: from the environment"""
     master_port: int | Literal["auto"] = field(default="auto", metadata={"min": 1, "max": 65535})
-    """port of the rendezvous, on machine 0; auto: what the surroundings say, else a free one"""
+    """port of the rendezvous, on node 0; auto: from the environment, else a free one"""
     token_file: str | None = None
     """file with a secret, the same on every node, that only this user can read (mode 0600): the
-    nodes sign what they tell each other with a key derived from it; made by
+    nodes sign their messages to each other with a key derived from it; made by
     (umask 077; head -c 32 /dev/urandom | base64 > FILE)
     """
     require_token: bool = False
@@ -241,31 +265,20 @@ class LaunchConfig:
     backend: Literal["auto", "gloo", "nccl", "mock"] = "auto"
     """auto: nccl on accelerators, else gloo; mock: all ranks are threads of one process"""
     timeout_s: float = field(default=600.0, metadata={"above": 0})
-    """seconds that machines wait for each other to join, and that a rank may make no progress,
+    """seconds that nodes wait for each other to join, and that a rank may make no progress,
     after which the run fails and says where each rank is
     """
     max_restarts: int = field(default=0, metadata={"min": 0})
-    """how often a run that fails is started again, from its last checkpoint, on the machines that
+    """how often a run that fails is started again, from its last checkpoint, on the nodes that
     are left
     """
-    partition: str | None = None
-    """of a SLURM job (launch=slurm)"""
-    account: str | None = None
-    """of a SLURM job"""
-    time_limit: str | None = None
-    """of a SLURM job, as sbatch takes it: 30 (minutes), 8:00:00, 2-0; saved and queued again 2
-    minutes before
-    """
-    sbatch: list[str] = field(default_factory=list)
-    """more options of a SLURM job: ["--qos=high","--constraint=h100"]"""
-    setup: list[str] = field(default_factory=list)
-    """lines of a SLURM job's script before it starts: ["module load cuda"]"""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     threads: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """threads that a rank computes with on a CPU; auto: the first node's cores / its ranks, for all
     nodes; on another number sums round otherwise, and a run's losses differ in their last bits
     """
     pin_cores: bool = True
-    """give each rank its own share of this machine's cores"""
+    """pin each rank to its own share of this node's cores"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +305,7 @@ class RunConfig:
         default_factory=CosineConfig, metadata={"variants": SCHEDULER_CONFIGS}
     )
     train: TrainConfig = field(default_factory=TrainConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     estimate: EstimateConfig = field(default_factory=EstimateConfig)

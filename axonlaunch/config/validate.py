@@ -40,6 +40,29 @@ FOREIGN_NAMES = {
 }
 """What other tools call a key, to the key that it is here."""
 
+RENAMED_KEYS = {
+    "checkpoint.keep": "checkpoint.keep_last",
+    "checkpoint.keep_every": "checkpoint.keep_every_n_steps",
+    "hardware.attention_sustained": "hardware.attention_efficiency",
+    "hardware.host_sustained": "hardware.host_efficiency",
+    "hardware.link_gather_gb_s": "hardware.allgather_bw_gb_s",
+    "hardware.link_sustained": "hardware.link_efficiency",
+    "hardware.matrix_sustained": "hardware.matrix_efficiency",
+    "hardware.memory_sustained": "hardware.memory_efficiency",
+    "hardware.moved_bytes": "hardware.kernel_bytes",
+    "hardware.moved_us": "hardware.kernel_latency_us",
+    "hardware.network_sustained": "hardware.network_efficiency",
+    "launch.account": "launch.slurm.account",
+    "launch.partition": "launch.slurm.partition",
+    "launch.sbatch": "launch.slurm.extra_args",
+    "launch.setup": "launch.slurm.prologue",
+    "launch.time_limit": "launch.slurm.time",
+    "strategy.planned": "strategy.auto",
+    "train.prompt": "sample.prompt",
+    "train.sample_tokens": "sample.max_new_tokens",
+}
+"""What an earlier version called a key, to the key that it is now."""
+
 
 _ELSEWHERE = 0.75
 """How like a key of another group a name must be: ``stepz`` is meant for ``train.steps`` (0.8), and
@@ -114,7 +137,7 @@ def _dataclass(
 
 
 def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> Any:
-    """Build the dataclass; a required field that is missing (told already) is None."""
+    """Build the dataclass; a required field that is missing (reported already) is None."""
     for name, spec in fields.items():
         if name not in values and spec.default is MISSING and spec.default_factory is MISSING:
             values[name] = None
@@ -268,6 +291,8 @@ def _unknown_key(
     """Say that a key is unknown, and which one was meant: here, or of that name elsewhere."""
     key = f"{prefix}.{name}" if prefix else name
     shown = ... if isinstance(value, dict) else value
+    if key in RENAMED_KEYS:
+        return ConfigIssue(key, f"was renamed; write {RENAMED_KEYS[key]} instead", shown)
     paths = _paths(root)
     elsewhere = [path for path in paths if path.rsplit(".", 1)[-1] == name]
     if key in elsewhere:

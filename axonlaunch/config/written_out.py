@@ -1,4 +1,4 @@
-"""A configuration with the values that ``auto`` stands for on a machine, for who reads it.
+"""A configuration with the values that ``auto`` stands for on a node, for who reads it.
 
 A run itself keeps ``auto`` where its world may still change. What depends on the model, or is only
 decided as a run starts (a free name, a free port), stays ``auto``.
@@ -20,12 +20,12 @@ def written_out(config: RunConfig, *, accelerators: int) -> RunConfig:
 
     Args:
         config: Checked; where its layout is to be planned it is returned as it is.
-        accelerators: How many this machine has.
+        accelerators: How many this node has.
 
     Raises:
         ConfigError: So many ranks can't share the batch.
     """
-    if config.strategy.planned:
+    if config.strategy.auto:
         return config
     config = resolved(config, accelerators=accelerators)
     if problems := list(broken_sizes(config)):

@@ -1,6 +1,6 @@
 """Datasets, a file each, addressed by global sample index, and the registry that lists them.
 
-Importing it, and making a dataset, imports no torch: what can't be read is told before a rank
+Importing it, and making a dataset, imports no torch: what can't be read is reported before a rank
 starts.
 """
 

@@ -148,7 +148,7 @@ def rank_loader(
 def _rows(batch_size: int, num_shards: int) -> int:
     if batch_size < 1 or batch_size % num_shards:
         raise ValueError(
-            f"global_batch_size={batch_size}: {num_shards} shards can't share it evenly; "
+            f"global_batch_size={batch_size}: must be divisible by {num_shards} shards; "
             f"use a multiple of {num_shards}"
         )
     return batch_size // num_shards

@@ -47,7 +47,7 @@ def _mapped(key: str, path: str, dtype: str) -> npt.NDArray[Any]:
     size, width = file.stat().st_size, np.dtype(dtype).itemsize
     if size == 0 or size % width:
         message = (
-            f"its {size} bytes are no whole number of {dtype} tokens of {width} bytes; "
+            f"its {size} bytes are not a whole number of {dtype} tokens of {width} bytes; "
             "check the file, or set data.dtype to what it was written as"
         )
         raise ConfigError([ConfigIssue(key, message, path)])

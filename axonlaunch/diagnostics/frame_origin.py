@@ -1,6 +1,6 @@
 """Whose code a frame of a stack runs: this package's, torch's, Python's, or somebody else's.
 
-It goes by the file's path alone: the frame may be of a process that is gone, or of another machine.
+It goes by the file's path alone: the frame may be of a process that is gone, or of another node.
 """
 
 from __future__ import annotations

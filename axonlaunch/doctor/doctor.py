@@ -1,4 +1,4 @@
-"""Diagnoses this machine by trying, in forked processes, so that a failure stays there."""
+"""Diagnoses this node by trying, in forked processes, so that a failure stays there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from axonlaunch.system.disk import free_bytes
 
 
 def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
-    """Return what this machine has, which backends work, and the free disk at a folder.
+    """Return what this node has, which backends work, and the free disk at a folder.
 
     Args:
         run_folder: Where runs are to be written; it need not exist.

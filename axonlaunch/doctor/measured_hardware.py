@@ -1,4 +1,4 @@
-"""Figures of this machine, measured once for each number of ranks and kept in the user's cache.
+"""Figures of this node, measured once for each number of ranks and kept in the user's cache.
 
 Other hardware has published figures, in ``configs/hardware``; nothing here measures a GPU.
 """
@@ -24,7 +24,7 @@ _ROUND = 4
 """Digits of a figure that a measurement bears."""
 
 
-def of_this_machine(
+def of_this_node(
     context: ForkServerContext, hardware: HardwareConfig, *, ranks: int
 ) -> HardwareConfig:
     """Return ``hardware=cpu`` with what was measured of it; what the user gave stays.
@@ -32,7 +32,7 @@ def of_this_machine(
     Args:
         context: Of the warm fork server.
         hardware: As composed.
-        ranks: Of the run, all on this machine.
+        ranks: Of the run, all on this node.
     """
     figures = _kept(ranks) or measure(context, ranks=ranks)
     given = dataclasses.asdict(hardware)
@@ -43,7 +43,7 @@ def of_this_machine(
 
 
 def measure(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
-    """Measure this machine with so many ranks at once, and keep what was found."""
+    """Measure this node with so many ranks at once, and keep what was found."""
     threads = host.threads(ranks=ranks)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
@@ -55,11 +55,11 @@ def measure(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
     figures |= {
         "memory_gib": _rounded(host.memory_bytes() / ranks / GIB),
         # Measured as they are reached.
-        "matrix_sustained": 1.0,
+        "matrix_efficiency": 1.0,
         "multiprocessors": 1,
         "devices_per_node": ranks,
         "link": "loopback",
-        "link_sustained": 1.0,
+        "link_efficiency": 1.0,
     }
     _keep(ranks, figures)
     return figures
@@ -101,6 +101,4 @@ def _processor() -> str:
 
 def _source() -> str:
     """Return a hash of what measures, whose figures change their meaning with it."""
-    import axonlaunch
-
-    return sha256((Path(axonlaunch.__path__[0]) / "measurement.py").read_bytes()).hexdigest()
+    return sha256((Path(__file__).parent / "microbenchmarks.py").read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""How fast the ranks of this machine compute and talk, while all of them do.
+"""How fast the ranks of this node compute and talk, while all of them do.
 
 Figures are those of ``HardwareConfig``. What one rank alone would reach is not told: ranks share
 cores, caches and the memory's bandwidth.
@@ -63,7 +63,7 @@ def _computing() -> dict[str, Any]:
     attention = _seconds(lambda: scaled_dot_product_attention(q, q, q, is_causal=True))
     reached = 2 * _HEADS * _KEYS**2 * _HEAD_DIM / attention / 1e12
     share = reached / figures["fp32_tflops"] / _HALF
-    return {**figures, "attention_sustained": min(1.0, share)}
+    return {**figures, "attention_efficiency": min(1.0, share)}
 
 
 def _moving() -> dict[str, Any]:
@@ -85,8 +85,8 @@ def _moving() -> dict[str, Any]:
         times.append(max(0.0, _seconds(partial(torch.mul, values, 2.0)) - least))
     return {
         "kernel_us": kernel * 1e6,
-        "moved_bytes": list(_MOVED),
-        "moved_us": [seconds * 1e6 for seconds in times],
+        "kernel_bytes": list(_MOVED),
+        "kernel_latency_us": [seconds * 1e6 for seconds in times],
     }
 
 
@@ -102,7 +102,7 @@ def _talking(ranks: int) -> dict[str, Any]:
     return {
         "link_latency_us": latency / (2 * (ranks - 1)) * 1e6,
         "link_gb_s": 2 * share * _LARGE / max(reduced - latency, reduced / 10) / 1e9,
-        "link_gather_gb_s": share * _LARGE / max(gathered - latency, gathered / 10) / 1e9,
+        "allgather_bw_gb_s": share * _LARGE / max(gathered - latency, gathered / 10) / 1e9,
     }
 
 
@@ -124,7 +124,7 @@ def _exchange_seconds(run: Callable[[], object], *, tries: int) -> float:
 def _seconds(run: Callable[[], object]) -> float:
     """Return the least time of a call that every rank makes at once; the slowest rank's.
 
-    The least, for what other programs take of the machine is not for long.
+    The least, for what other programs take of the node is not for long.
     """
     tries = _agreed(max(3.0, _BUDGET_S / max(_once(run), 1e-7)))
     return _agreed(min(_once(run) for _ in range(min(300, int(tries)))))

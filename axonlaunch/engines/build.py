@@ -153,7 +153,7 @@ def build(
     tied = None
     if crossing.keys() & trained.keys() or set(crossing.values()) & trained.keys():
         tied = TiedGradients(trained, ties=crossing, owners=plan.owners, group=mesh.group("pp"))
-    tensor_group = mesh.group("tp")
+    train, peak, tensor_group = config.train, config.optimizer.lr, mesh.group("tp")
     loss: Loss = plan.spec.loss
     gather: Callable[[Tensor], Tensor] = _as_is
     if divided_logits:
@@ -174,10 +174,10 @@ def build(
         world=world,
         mesh=mesh,
         layout=shares,
-        loss_scale=LossScale() if config.train.precision == "fp16" else None,
-        grad_clip=config.train.grad_clip,
+        loss_scale=LossScale() if train.precision == "fp16" else None,
+        grad_clip=train.grad_clip,
         seed=config.seed,
-        rate=partial(_rate, config),
+        rate=partial(learning_rate, config.scheduler, peak=peak, steps=train.steps),
     )
 
 
@@ -397,9 +397,3 @@ def _update(plan: _Plan, trained: dict[str, nn.Parameter]) -> Update:
 
 def _as_is(outputs: Tensor) -> Tensor:
     return outputs
-
-
-def _rate(config: RunConfig, step: int) -> float:
-    return learning_rate(
-        config.scheduler, peak=config.optimizer.lr, step=step, steps=config.train.steps
-    )

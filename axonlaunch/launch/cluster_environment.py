@@ -1,6 +1,6 @@
 """What started this process, read from its environment: torchrun, MPI, SLURM, or a person.
 
-It reads the variables that launchers set and tells a world that they describe only by half; what
+It reads the variables that launchers set and reports a world that they describe only by half; what
 they mean for a run is ``settle``'s. Nothing here is torch's or starts anything.
 """
 
@@ -35,9 +35,9 @@ class ClusterEnvironment:
         launcher: Its name, for messages.
         rank: This process's; where it is to start ranks itself, the first of theirs.
         world_size: Ranks of the run.
-        local_rank: Among the ranks of this machine; None where this process is to start them.
-        local_world_size: Ranks on this machine; None where nobody said.
-        nnodes: Machines; None where nobody said.
+        local_rank: Among the ranks of this node; None where this process is to start them.
+        local_world_size: Ranks on this node; None where nobody said.
+        nnodes: Nodes; None where nobody said.
         node_rank: Which of them this is; None where nobody said.
         master_addr: Where rank 0 is; None where nobody said.
         master_port: Where it listens; None where nobody said.
@@ -58,8 +58,8 @@ class ClusterEnvironment:
     agent_hosts_store: bool = False
 
     @property
-    def one_a_machine(self) -> bool:
-        """Whether a scheduler placed one process on each of several machines."""
+    def one_per_node(self) -> bool:
+        """Whether a scheduler placed one process on each of several nodes."""
         return self.local_world_size == 1 and (self.nnodes or 1) > 1
 
 
@@ -69,7 +69,7 @@ def detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
     A scheduler's only task is no world: the ranks are then started here.
 
     Raises:
-        ConfigError: It describes a world by half, or a senseless one; every problem is told.
+        ConfigError: It describes a world by half, or an invalid one; every problem is reported.
     """
     reader = _Reader(environment)
     found: ClusterEnvironment | None
@@ -94,12 +94,12 @@ def detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
 def apply_to_config(
     tree: dict[str, Any], found: ClusterEnvironment, *, accelerators: Callable[[], int]
 ) -> list[ConfigIssue]:
-    """Write into a composed tree what the surroundings say of ``launch``.
+    """Write into a composed tree what the environment says of ``launch``.
 
     Args:
         tree: Nested plain values; ``launch`` is changed.
         found: What they say.
-        accelerators: Counts this machine's, where nothing else says how many ranks it is to have.
+        accelerators: Counts this node's, where nothing else says how many ranks it is to have.
 
     Returns:
         What contradicts them.
@@ -108,16 +108,16 @@ def apply_to_config(
     nproc, problems = _ranks_here(launch, found, accelerators)
     if nproc is None:
         return problems
-    if found.one_a_machine and found.local_rank is None:
+    if found.one_per_node and found.local_rank is None:
         world_size, first = nproc * (found.nnodes or 1), nproc * (found.node_rank or 0)
     else:
         world_size, first = found.world_size, found.rank
     if world_size % nproc:
-        message = f"{nproc} ranks on each machine; use {divisor_of(world_size)}"
-        told = f"WORLD_SIZE={world_size} ranks are not a multiple of "
-        return [ConfigIssue("launch.nproc", told + message, launch.get("nproc", "auto"))]
+        message = f"{nproc} ranks per node; use {divisor_of(world_size)}"
+        seen = f"WORLD_SIZE={world_size} ranks are not a multiple of "
+        return [ConfigIssue("launch.nproc", seen + message, launch.get("nproc", "auto"))]
     if found.local_rank is None and first % nproc:
-        message = f"RANK={first} is no machine's first rank where each has {nproc}"
+        message = f"RANK={first} is not the first rank of a node with {nproc}"
         problems.append(ConfigIssue("launch.nproc", message, launch.get("nproc", "auto")))
     said = {
         "nproc": nproc,
@@ -132,7 +132,8 @@ def apply_to_config(
             continue
         if given not in ("auto", value) and not (key == "nnodes" and given == 1):
             message = (
-                f"{found.launcher} says {value}; leave it out, or start without {_source(found)}"
+                f"{found.launcher} says {value}; remove this setting, or start without "
+                f"{_source(found)}"
             )
             problems.append(ConfigIssue(f"launch.{key}", message, given))
         launch[key] = value
@@ -140,7 +141,7 @@ def apply_to_config(
 
 
 def _source(found: ClusterEnvironment) -> str:
-    return "these variables" if found.launcher == "the environment" else f"{found.launcher}'s word"
+    return "these variables" if found.launcher == "the environment" else found.launcher
 
 
 def _ranks_here(
@@ -151,15 +152,15 @@ def _ranks_here(
         return found.local_world_size, []
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return given, []
-    if found.local_world_size is not None and not found.one_a_machine:
+    if found.local_world_size is not None and not found.one_per_node:
         return found.local_world_size, []
     if isinstance(nnodes, int) and nnodes > 1 and found.world_size % nnodes == 0:
         return found.world_size // nnodes, []
     if nnodes == 1 and (count := accelerators()):
         return count, []
     message = (
-        f"the run has WORLD_SIZE={found.world_size} ranks, and nothing says how many of them are "
-        "this machine's; write the number, or launch.nnodes"
+        f"the run has WORLD_SIZE={found.world_size} ranks, and nothing says how many of them run "
+        "on this node; write the number, or launch.nnodes"
     )
     return None, [ConfigIssue("launch.nproc", message, given)]
 
@@ -172,7 +173,7 @@ class _Reader:
         self.problems: list[ConfigIssue] = []
 
     def number(self, name: str, *, least: int = 0, below: int | None = None) -> int | None:
-        """Return a variable's number; None where it is not set or senseless."""
+        """Return a variable's number; None where it is not set or invalid."""
         text = self.environment.get(name, "")
         if not text:
             return None
@@ -185,7 +186,7 @@ class _Reader:
         return int(text)
 
     def missing(self, *names: str) -> None:
-        """Tell which of some variables, of which others are set, are not."""
+        """Report which of some variables, of which others are set, are not."""
         given = [name for name in (*OWN, *ADDRESS) if self.environment.get(name)]
         for name in names:
             if not self.environment.get(name):
@@ -282,17 +283,19 @@ def _address(node: str) -> str:
     """Return where a node is reached: its name is a host's, unless its administrator chose not to.
 
     Raises:
-        ConfigError: Neither the name is a host's, nor does SLURM tell the address.
+        ConfigError: Neither the name is a host's, nor does SLURM report the address.
     """
     with suppress(OSError):
         socket.getaddrinfo(node, None)
         return node
     with suppress(OSError, subprocess.SubprocessError):
         words = ["scontrol", "show", "node", node, "--oneliner"]
-        told = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
-        if match := re.search(r"\bNodeAddr=(\S+)", told):
+        answer = subprocess.run(
+            words, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+        if match := re.search(r"\bNodeAddr=(\S+)", answer):
             return match[1]
-    message = f"srun's first node {node} is no host's name; set the variable to its address"
+    message = f"srun's first node {node} is not a host name; set the variable to its address"
     raise ConfigError([ConfigIssue("MASTER_ADDR", message)])
 
 

@@ -1,6 +1,6 @@
-"""What a run would take anywhere, and what would stop it on this machine; nothing is started.
+"""What a run would take anywhere, and what would stop it on this node; nothing is started.
 
-It refuses what can't be run on any machine, and only reports what is missing here.
+It refuses what can't be run on any node, and only reports what is missing here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DryRun:
     Attributes:
         config: As ``estimate.forecast`` took it.
         forecast: Its estimate.
-        obstacles: What would stop a start on this machine, each with its remedy.
+        obstacles: What would stop a start on this node, each with its remedy.
     """
 
     config: RunConfig
@@ -49,7 +49,7 @@ def dry_runs(
     """Check and estimate what a command line asks for: one run, or each of a sweep.
 
     Raises:
-        ConfigError: A configuration can't be run on any machine.
+        ConfigError: A configuration can't be run on any node.
     """
     compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
 
@@ -79,13 +79,13 @@ def _estimated(context: ForkServerContext, config: RunConfig) -> Forecast:
     try:
         return forecast(context, config)
     except ConfigError as error:
-        found = forecast(context, config, formula=True)  # refuses what can't be run anywhere
+        found = forecast(context, config, analytic=True)  # refuses what can't be run anywhere
         reasons = [str(problem) for problem in error.problems]
         return dataclasses.replace(found, notes=[*reasons, *found.notes])
 
 
 def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> list[ConfigIssue]:
-    """Return what would stop a start on this machine.
+    """Return what would stop a start on this node.
 
     Args:
         context: Of the warm fork server.
@@ -93,7 +93,7 @@ def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> li
         ready: The same, with the ranks that it would have here.
     """
     if config.launch.name == "slurm":
-        return slurm.problems(config)  # a job's nodes are not this machine
+        return slurm.problems(config)  # a job's nodes are not this node
     found: list[ConfigIssue] = forked_call.call(
         context, "axonlaunch.preflight.checks:obstacles", ready
     )

@@ -68,7 +68,7 @@ def start(
     compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
     if multirun and where.found is not None:
         message = f"{where.found.launcher} started this process as a part of one run"
-        raise ConfigError([ConfigIssue("", f"-m: {message}; start a sweep from one machine")])
+        raise ConfigError([ConfigIssue("", f"-m: {message}; start a sweep from one node")])
     with ExitStack() as stack:
 
         def server() -> ForkServerContext:
@@ -115,13 +115,13 @@ def _run(
         from axonlaunch.launch.multinode import launcher as multinode_launcher
 
         if len(loaded) > 1:
-            message = "a sweep runs on one machine; use 1, or start its runs one by one"
+            message = "a sweep runs on one node; use 1, or start its runs one by one"
             raise ConfigError([ConfigIssue("launch.nnodes", message, loaded[0][1].launch.nnodes)])
         [(_, config)] = loaded
         problems: list[ConfigIssue] = []
         try:
             config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
-        except ConfigError as error:  # the other machines are told
+        except ConfigError as error:  # reported to the other nodes
             problems = error.problems
         status, summary = multinode_launcher.train(
             config, problems, context, started=started, as_json=as_json
@@ -132,14 +132,16 @@ def _run(
     [(_, given)] = loaded
     if (summary := run_dir.finished(given)) is not None:
         name = run_dir.with_run_dir(given).name
-        text = f"{name} is finished: it has done all of its {summary['steps']} steps; to train on, "
-        text += "use more train.steps, to train anew another name"
+        text = (
+            f"{name} is finished: it has trained all of its {summary['steps']} steps; to continue, "
+        )
+        text += "use more train.steps; to start over, use another name"
         print(text, file=sys.stderr if as_json else sys.stdout)
         return 0, [summary]
     with spinner("checking"):
         [config] = resolved(context, loaded)
-    status, told = local_launcher.train(config, context, started=started, as_json=as_json)
-    return status, [told]
+    status, summary = local_launcher.train(config, context, started=started, as_json=as_json)
+    return status, [summary]
 
 
 def _sweep(
@@ -170,10 +172,10 @@ def _sweep(
         if summary is not None:
             summaries.append(summary)
             continue
-        status, told = local_launcher.train(
+        status, summary = local_launcher.train(
             next(left), context, started=started, as_json=as_json, again=again
         )
-        summaries.append(told)
+        summaries.append(summary)
         statuses.append(status)
         if status == 130:  # Ctrl-C means them all; a run that fails takes no other's turn
             break
@@ -188,7 +190,7 @@ def _submit(
     """Submit jobs, or print their scripts."""
     from axonlaunch.launch import slurm
 
-    output, told = (sys.stderr if as_json else sys.stdout), []
+    output, summaries = (sys.stderr if as_json else sys.stdout), []
     for config in configs:
         if config.launch.name != "slurm":
             message = "the script of a SLURM job is asked for; use slurm"
@@ -203,10 +205,10 @@ def _submit(
             print(slurm.render(run_dir.with_run_dir(config)), end="")
             continue
         status, summary = slurm.submit(config, announce=lambda text: print(text, file=output))
-        told.append(summary)
+        summaries.append(summary)
         if status:
             break
-    return status, told
+    return status, summaries
 
 
 def _as_rank(
@@ -250,7 +252,7 @@ def _of_token(composed: Composed) -> LaunchConfig:
 
 @dataclass(frozen=True)
 class _Where:
-    """What the surroundings say, and what is wrong with what they say."""
+    """What the environment says, and what is wrong with what they say."""
 
     found: ClusterEnvironment | None
     problems: tuple[ConfigIssue, ...] = ()
@@ -263,17 +265,17 @@ class _Where:
             return cls(None, tuple(error.problems))
 
     def is_rank(self, compose: Callable[[], Composed], *, accelerators: Callable[[], int]) -> bool:
-        """Whether this process is one rank, rather than to start those of its machine."""
+        """Whether this process is one rank, rather than to start those of its node."""
         if self.found is None or self.found.local_rank is None:
             return False
-        if not self.found.one_a_machine:
+        if not self.found.one_per_node:
             return True
         nproc = compose().tree.get("launch", {}).get("nproc", "auto")
         count = accelerators() if nproc == "auto" else nproc
         return not (isinstance(count, int) and count > 1)
 
     def settled(self, composed: Composed, *, accelerators: Callable[[], int]) -> Composed:
-        """Return the composed configuration with what the surroundings say of ``launch``."""
+        """Return the composed configuration with what the environment says of ``launch``."""
         tree: dict[str, Any] = {**composed.tree, "launch": {**composed.tree.get("launch", {})}}
         name, problems = tree["launch"].get("name", "auto"), list(self.problems)
         if self.found is not None and self.found.local_rank is not None and name == "local":
@@ -293,9 +295,9 @@ class _Where:
         return dataclasses.replace(composed, tree=tree, problems=[*composed.problems, *problems])
 
     def composing(self, compose: Compose, *, accelerators: Callable[[], int]) -> Compose:
-        """Return what composes words for a machine that starts its ranks itself."""
+        """Return what composes words for a node that starts its ranks itself."""
         where = self
-        if self.found is not None and self.found.one_a_machine:
+        if self.found is not None and self.found.one_per_node:
             where = dataclasses.replace(
                 self, found=dataclasses.replace(self.found, local_rank=None)
             )
@@ -330,7 +332,7 @@ def loaded(
 def resolved(
     context: ForkServerContext, loaded: list[tuple[list[str], RunConfig]]
 ) -> list[RunConfig]:
-    """Check runs by what this machine has, and decide what was left to it.
+    """Check runs by what this node has, and decide what was left to it.
 
     Raises:
         ConfigError: One can't be run here.
@@ -383,8 +385,11 @@ def _numbered(configs: list[RunConfig]) -> list[RunConfig]:
     parent = str(Path("runs", name)) if parent == "auto" else parent
     numbered = []
     for index, config in enumerate(configs):
-        told: dict[str, Any] = {"name": f"{name}/{index}", "run_dir": str(Path(parent, str(index)))}
+        settings: dict[str, Any] = {
+            "name": f"{name}/{index}",
+            "run_dir": str(Path(parent, str(index))),
+        }
         if config.checkpoint.path is not None:
-            told["checkpoint.path"] = f"{config.checkpoint.path.rstrip('/')}/{index}"
-        numbered.append(configuration.with_values(config, told))
+            settings["checkpoint.path"] = f"{config.checkpoint.path.rstrip('/')}/{index}"
+        numbered.append(configuration.with_values(config, settings))
     return numbered

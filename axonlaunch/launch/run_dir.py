@@ -49,16 +49,16 @@ _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
 
 @contextmanager
 def create(
-    config: RunConfig, *, tell: Callable[[str], object], sharing: int | None = None
+    config: RunConfig, *, announce: Callable[[str], object], sharing: int | None = None
 ) -> Iterator[RunConfig]:
-    """Make the folder, freeze the configuration in it, and hold it while the run goes on.
+    """Make the folder, freeze the configuration in it, and hold it while the run lasts.
 
     A name of the run's own choosing is numbered until its folder is new; a name that the user
     chose is taken as it is, for that is how a run is resumed.
 
     Args:
         config: Checked.
-        tell: Takes a line for the user.
+        announce: Takes a line for the user.
         sharing: How many ranks share the cores that this process may use; None: all of the node's.
 
     Raises:
@@ -76,7 +76,7 @@ def create(
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _refuse_special_files(folder)
         for note in _differences(config):
-            tell(note)
+            announce(note)
         try:
             replace_text(folder / CONFIG, to_yaml(config))
             (folder / CRASH).unlink(missing_ok=True)  # of a run before
@@ -132,7 +132,7 @@ def _differences(config: RunConfig) -> list[str]:
             "known; it is written again"
         ]
     changed = _other_settings(config, before)
-    notes = [f"goes on with other settings than before: {', '.join(changed)}"] if changed else []
+    notes = [f"resuming with changed settings: {', '.join(changed)}"] if changed else []
     return [*notes, *_other_threads(config, before)]
 
 
@@ -179,14 +179,16 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     except (OSError, ValueError):
         changed = []  # nothing is trained by them any more
     if changed:
-        message = f"{folder} has done as many, with other settings than {', '.join(changed)}; use "
-        message += "more to train on with these, or another name"
+        message = (
+            f"{folder} has already trained as many steps, with other settings than "
+            f"{', '.join(changed)}; use more to continue with these, or another name"
+        )
         raise ConfigError([ConfigIssue("train.steps", message, config.train.steps)])
     return summary
 
 
 def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
-    """Return the checkpoint that a run goes on from; of a bucket none is looked for."""
+    """Return the checkpoint that a run resumes from; of a bucket none is looked for."""
     if is_url(config.checkpoint.path or ""):
         return None
     return checkpoint.resolve(storage.root(config))
@@ -278,7 +280,7 @@ def default_name(config: RunConfig) -> str:
 def _refuse_overwriting(config: RunConfig) -> None:
     if config.checkpoint.resume == "never" and (Path(config.run_dir) / CONFIG).exists():
         message = (
-            f"{config.run_dir} holds a run already; choose another name, "
+            f"{config.run_dir} already contains a run; choose another name, "
             "or continue it with checkpoint.resume=auto"
         )
         raise ConfigError([ConfigIssue("checkpoint.resume", message, "never")])

@@ -1,7 +1,7 @@
 """A run as a SLURM job: its script, its submission, its log.
 
 The job starts one process on each node, which takes everything else from SLURM's variables. SLURM
-does the rest: it queues, signals, kills and queues again; the run goes on in the same folder.
+does the rest: it queues, signals, kills and queues again; the run resumes in the same folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _POLL_S = 1.0
 def render(config: RunConfig, *, python: str = sys.executable) -> str:
     """Write the batch script of a run whose ``name``, ``run_dir`` and ranks are resolved.
 
-    Near the end of its time the job is told, saves a checkpoint and is queued again; a job that is
+    Near its time limit the job is signalled, saves a checkpoint and is queued again; a job that is
     pre-empted gets SIGTERM from SLURM itself, and is queued again by it.
     """
     launch, folder = config.launch, config.run_dir
@@ -48,13 +48,13 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
     ]
     if launch.backend != "gloo":
         options.append(f"--gpus-per-node={launch.nproc}")
-    if launch.partition:
-        options.append(f"--partition={launch.partition}")
-    if launch.account:
-        options.append(f"--account={launch.account}")
-    if launch.time_limit:
-        options.append(f"--time={launch.time_limit}")
-    words = [
+    if launch.slurm.partition:
+        options.append(f"--partition={launch.slurm.partition}")
+    if launch.slurm.account:
+        options.append(f"--account={launch.slurm.account}")
+    if launch.slurm.time:
+        options.append(f"--time={launch.slurm.time}")
+    command = [
         *(python, "-P", "-m", "axonlaunch", "train", "--config-dir", folder),
         *("--config-name", Path(JOB).stem, "launch.name=auto"),
     ]
@@ -64,19 +64,19 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         is_saved = ""
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in (*options, *launch.sbatch)),
+        *(f"#SBATCH {option}" for option in (*options, *launch.slurm.extra_args)),
         "",
         f"cd {shlex.quote(str(Path.cwd()))}",
-        *launch.setup,
-        "# Queued again, it goes on from its own checkpoints, whatever it began from.",
+        *launch.slurm.prologue,
+        "# Requeued, it resumes from its own checkpoints, whatever it started from.",
         "resume=()",
         f'if [ -n "$SLURM_RESTART_COUNT" ]{is_saved}; then',
         "    resume=(checkpoint.resume=auto)",
         "fi",
-        "# Shortly before the time is up: save, and be queued again.",
+        "# Shortly before the time limit: checkpoint and requeue.",
         "again=",
         "trap 'again=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
-        f'srun --kill-on-bad-exit=1 {shlex.join(words)} "${{resume[@]}}" &',
+        f'srun --kill-on-bad-exit=1 {shlex.join(command)} "${{resume[@]}}" &',
         "while true; do",
         "    wait $!",
         "    status=$?",
@@ -106,23 +106,23 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
         ConfigError: There is no ``sbatch`` here, or it refuses.
     """
     if shutil.which("sbatch") is None:
-        message = "there is no sbatch here; submit from a machine of the cluster"
+        message = "there is no sbatch here; submit from a node of the cluster"
         raise ConfigError([ConfigIssue("launch.name", message, "slurm")])
-    with run_dir.create(config, tell=announce) as config:
+    with run_dir.create(config, announce=announce) as config:
         folder = Path(config.run_dir)
         script = _write(config, folder)
-    words = ["sbatch", "--parsable", str(script)]
-    told = subprocess.run(words, capture_output=True, text=True, check=False)
-    if told.returncode:
-        reason = " ".join(told.stderr.replace("sbatch: error:", "").split())
-        raise ConfigError([ConfigIssue("launch", f"sbatch refuses: {reason}")])
-    job = told.stdout.strip().partition(";")[0]
+    command = ["sbatch", "--parsable", str(script)]
+    submitted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if submitted.returncode:
+        reason = " ".join(submitted.stderr.replace("sbatch: error:", "").split())
+        raise ConfigError([ConfigIssue("launch", f"sbatch failed: {reason}")])
+    job = submitted.stdout.strip().partition(";")[0]
     announce(f"job {job} submitted; scancel {job} ends it, Ctrl-C here only stops following it")
     content: dict[str, Any] = {"job_id": int(job), "run_dir": config.run_dir}
     try:
         content["state"] = _follow(job, folder / f"slurm-{job}.out", announce)
     except KeyboardInterrupt:
-        announce(f"job {job} goes on; its log is {folder / f'slurm-{job}.out'}")
+        announce(f"job {job} is still running; log: {folder / f'slurm-{job}.out'}")
         return 130, {**content, "state": _state(job)}
     announce(f"job {job}: {content['state'].lower()}")
     return (0 if content["state"] == "COMPLETED" else 1), content
@@ -142,10 +142,10 @@ def _write(config: RunConfig, folder: Path) -> Path:
 
 
 def problems(config: RunConfig) -> list[ConfigIssue]:
-    """Return what a job must know, and nothing of this machine can tell."""
+    """Return what a job must know, and nothing of this node can tell."""
     found = []
     if config.launch.nproc == "auto":
-        message = "a job has to say how many ranks a node has; write its number of devices"
+        message = "is required for a job; write the number of devices per node"
         found.append(ConfigIssue("launch.nproc", message, "auto"))
     if config.launch.backend == "mock":
         message = "its ranks are threads of one process; use auto, gloo or nccl"
@@ -159,7 +159,7 @@ def _follow(job: str, log: Path, announce: Callable[[str], None]) -> str:
     while True:
         now = _state(job)
         if now != state and now == "PENDING":
-            announce(f"job {job} waits in the queue")
+            announce(f"job {job} is pending")
         state = now
         if log.exists():
             with log.open("rb") as stream:
@@ -175,11 +175,11 @@ def _follow(job: str, log: Path, announce: Callable[[str], None]) -> str:
 
 def _state(job: str) -> str:
     """Return a job's state; one that the controller has forgotten ended as its accounting says."""
-    words = ["scontrol", "show", "job", job, "--oneliner"]
-    told = subprocess.run(words, capture_output=True, text=True, check=False).stdout
-    match = re.search(r"\bJobState=(\w+)", told)
+    command = ["scontrol", "show", "job", job, "--oneliner"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    match = re.search(r"\bJobState=(\w+)", answer)
     if match:
         return match[1]
-    words = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=State", "-j", job]
-    told = subprocess.run(words, capture_output=True, text=True, check=False).stdout
-    return (told.split() or ["COMPLETED"])[0]
+    command = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=State", "-j", job]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return (answer.split() or ["COMPLETED"])[0]

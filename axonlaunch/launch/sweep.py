@@ -30,7 +30,7 @@ def written(words: Sequence[str]) -> str:
 
 
 def again(configs: Sequence[RunConfig]) -> str:
-    """Return what is to be added to a sweep's command so that it goes on."""
+    """Return what is to be added to a sweep's command so that it resumes."""
     parents = {config.name.rpartition("/")[0] for config in configs}
     numbers = [config.name.rpartition("/")[2] for config in configs]
     is_numbered = numbers == [str(number) for number in range(len(configs))]
@@ -47,7 +47,7 @@ def announce(words: str, *, number: int, of: int, stream: TextIO, is_done: bool 
         stream: Where to.
         is_done: Whether it was done before, and nothing begins.
     """
-    done = " (was done before)" if is_done else ""
+    done = " (finished before)" if is_done else ""
     text = Text(f"run {number} of {of}: {words}{done}", style="bold")
     _console(stream).print(text, soft_wrap=True)
 
@@ -67,19 +67,19 @@ def compare(words: Sequence[str], summaries: Sequence[dict[str, Any]], *, stream
     for name in ("loss", "evaluation loss", "tokens/s"):
         table.add_column(name, justify="right")
     table.add_column("run folder", overflow="fold")
-    for told, one in zip(words, summaries, strict=False):
+    for label, one in zip(words, summaries, strict=False):
         is_best = one.get(judged) is not None and one[judged] == min(losses)
         failed = "" if one["status"] == "done" else f" ({one['status']})"
         table.add_row(
-            told + failed,
+            label + failed,
             _loss(one.get("loss")),
             _loss(one.get("eval_loss")),
             "" if one.get("tokens_per_s") is None else quantity(one["tokens_per_s"]),
             shortened(one["run_dir"]),
             style="bold" if is_best else "",
         )
-    for told in words[len(summaries) :]:
-        table.add_row(f"{told} (not started)")
+    for label in words[len(summaries) :]:
+        table.add_row(f"{label} (not started)")
     _console(stream).print(table)
 
 

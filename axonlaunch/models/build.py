@@ -73,7 +73,7 @@ def _built(spec: ModelSpec, config: Any) -> nn.Module:
     """
     module: Any = spec.build(config)
     if not isinstance(module, nn.Module):
-        message = f"its builder returned {type(module).__name__}, and no nn.Module"
+        message = f"its builder returned {type(module).__name__}, not an nn.Module"
         raise ConfigError([ConfigIssue("model.name", message, config.name)])
     return module
 

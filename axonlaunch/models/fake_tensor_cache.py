@@ -255,7 +255,7 @@ def _shared(result: Tensor, tensors: Sequence[Tensor]) -> int | None:
 
 
 def _same(result: FakeTensor, made: Any) -> bool:
-    def told(tensor: Any) -> Any:
+    def described(tensor: Any) -> Any:
         return (
             tensor.storage_offset(),
             tensor.untyped_storage().nbytes(),
@@ -263,7 +263,7 @@ def _same(result: FakeTensor, made: Any) -> bool:
             torch._C._dispatch_key_set(tensor),
         )
 
-    return bool(told(result) == told(made))
+    return bool(described(result) == described(made))
 
 
 def silence_fake_tensors() -> None:

@@ -33,7 +33,7 @@ def generate(
         context_length: Tokens that the model is shown at most: the last ones.
         temperature: Divides the logits; 0 takes the likeliest token.
         top_k: Draw among so many likeliest tokens; None: among all.
-        seed: Starts the draws.
+        seed: Random seed.
 
     Returns:
         The new tokens, without the prompt.

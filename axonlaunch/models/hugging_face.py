@@ -85,9 +85,7 @@ def typed(content: Mapping[str, Any], *, where: str) -> GPTConfig | LlamaConfig:
             _refuse_wrong(found, where=where)
             return found
     known = " or ".join(sorted(one.model_type for one in _FORMATS.values()))
-    message = (
-        f"{where}: model_type={content.get('model_type')} is none that can be read; use {known}"
-    )
+    message = f"{where}: model_type={content.get('model_type')} can't be read; use {known}"
     raise ConfigError([ConfigIssue("", message)])
 
 
@@ -158,7 +156,7 @@ def _read_gpt(content: Mapping[str, Any]) -> GPTConfig:
     _refuse(content, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
     activation = content.get("activation_function", "gelu_new")
     if activation not in ("gelu", "gelu_new"):
-        raise ValueError(f"activation_function={activation} is none of ours; use gelu or gelu_new")
+        raise ValueError(f"activation_function={activation} is not supported; use gelu or gelu_new")
     return GPTConfig(
         hidden_size=content["n_embd"],
         num_hidden_layers=content["n_layer"],

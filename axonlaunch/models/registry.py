@@ -126,8 +126,8 @@ def register_model(
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     if config is not None and "name" not in [field.name for field in fields]:
         raise ValueError(
-            f"register_model({name!r}, config={config.__name__}): it is no dataclass with a field "
-            f'name; write name: str = "{name}" in one'
+            f"register_model({name!r}, config={config.__name__}): it is not a dataclass with a "
+            f'field name; write name: str = "{name}" in one'
         )
 
     def register(builder: Builder) -> Builder:

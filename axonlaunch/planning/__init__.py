@@ -1,1 +1,1 @@
-"""What a run would take, foretold without running it."""
+"""What a run would take, estimated without running it."""

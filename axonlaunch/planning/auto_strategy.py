@@ -1,6 +1,6 @@
 """``strategy=auto``: runs whose layout is searched, as ``axonlaunch plan`` does, before they start.
 
-The layout then stands in the configuration as if it had been written. A machine whose speed is
+The layout then stands in the configuration as if it had been written. A node whose speed is
 neither published nor measured is refused.
 """
 
@@ -34,7 +34,7 @@ def load(
 
     Args:
         overrides: The words.
-        compose: Composes a configuration of words, for the machine that is to run it.
+        compose: Composes a configuration of words, for the node that is to run it.
         server: Starts the fork server, if none runs yet.
         config_dirs: Folders of a user's own YAML.
 
@@ -49,7 +49,7 @@ def load(
         )
 
     composed, config = typed(overrides)
-    if not config.strategy.planned:
+    if not config.strategy.auto:
         return config
     context = server()
     devices = _devices(context, config)
@@ -67,11 +67,11 @@ def load(
     print(f"planned {best.layout}: the fastest of {found.searched} layouts", file=sys.stderr)
     layout = [word for word in best.overrides if not word.startswith("launch.")]
     _, config = typed([*overrides, *layout])
-    return configuration.with_values(config, {"strategy.planned": False, "launch.nproc": nproc})
+    return configuration.with_values(config, {"strategy.auto": False, "launch.nproc": nproc})
 
 
 def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
-    """Return the names of this machine's devices that the run's ranks would compute on."""
+    """Return the names of this node's devices that the run's ranks would compute on."""
     if config.launch.backend in ("gloo", "mock"):
         return []
     found: dict[str, Any] = forked_call.call(context, "axonlaunch.doctor.machine:machine")
@@ -79,20 +79,20 @@ def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
 
 
 def _option(devices: Sequence[str], config: RunConfig, config_dirs: Sequence[Path]) -> str:
-    """Return the option of the group ``hardware`` that describes the machines of a run.
+    """Return the option of the group ``hardware`` that describes the nodes of a run.
 
     Raises:
         ConfigError: None does.
     """
     options = Composer(config_dirs=config_dirs).contents("hardware")
     if config.launch.name == "slurm":
-        reason = "the job's machines are not this one"
+        reason = "the job's nodes are not this one"
     elif not devices:
         return "cpu"
     else:
         for name, tree in options.items():
             if (pattern := tree.get("device")) and re.search(str(pattern), devices[0]):
                 return name
-        reason = f"{devices[0]} is none of ours"
+        reason = f"{devices[0]} is not in our catalog"
     message = f"strategy=auto needs figures of the devices, and {reason}; use {one_of([*options])}"
     raise ConfigError([ConfigIssue("hardware", message)])

@@ -1,7 +1,7 @@
 """The estimate of a run, made beside it at the lowest priority, or read from the cache.
 
 It begins with the first logged step, so that it delays none, and what is not ready when the run has
-ended is waited for: every summary tells what was foretold beside what was measured.
+ended is waited for: every summary has the estimated peak beside the measured one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATIENCE_S = 60.0
 
 
 class BackgroundEstimate:
-    """What a run's highest rank is foretold to hold.
+    """The estimated peak memory of a run's highest rank.
 
     Attributes:
         peak_bytes: None until it is known.
@@ -38,7 +38,7 @@ class BackgroundEstimate:
         """
         self._context = context
         self._config = named = replace_with_synthetic(config)
-        if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to foretell
+        if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to estimate
             self._config = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
         self._call: forked_call.Call | None = None
         self._is_hopeless = False

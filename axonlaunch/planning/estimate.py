@@ -1,6 +1,6 @@
 """Foretells a run's memory from the parent, which has no torch: out of the cache, or by tracing.
 
-No device, data file or rank takes part, so a world may be of any size; what can't be told is
+No device, data file or rank takes part, so a world may be of any size; what can't be estimated is
 refused.
 """
 
@@ -26,7 +26,7 @@ from axonlaunch.system import forked_call, forkserver, host
 
 STATES_ALONE = (
     "by closed formulas: parameters, their gradients and optimizer states, and what is gathered of "
-    "them; activations, messages and temporaries come on top, and are not told"
+    "them; activations, messages and temporaries come on top and are not estimated"
 )
 
 
@@ -50,7 +50,7 @@ def load(
         config_dirs: Folders of a user's own YAML.
 
     Raises:
-        ConfigError: The configuration can't be run on any machine.
+        ConfigError: The configuration can't be run on any node.
     """
 
     def compose(words: Sequence[str]) -> Composed:
@@ -64,10 +64,10 @@ def load(
 
 
 def prepared(context: ForkServerContext, config: RunConfig) -> RunConfig:
-    """Decide what a configuration leaves to the machine, and its hardware's memory.
+    """Decide what a configuration leaves to the node, and its hardware's memory.
 
     Raises:
-        ConfigError: The configuration can't be run on any machine.
+        ConfigError: The configuration can't be run on any node.
     """
     if config.launch.nproc == "auto":
         config = forked_call.call(
@@ -77,7 +77,7 @@ def prepared(context: ForkServerContext, config: RunConfig) -> RunConfig:
 
 
 def forecast(
-    context: ForkServerContext, config: RunConfig, *, exact: bool = False, formula: bool = False
+    context: ForkServerContext, config: RunConfig, *, exact: bool = False, analytic: bool = False
 ) -> Forecast:
     """Estimate the memory of a configuration.
 
@@ -85,17 +85,17 @@ def forecast(
         context: Of the warm fork server.
         config: As ``prepared`` returns it.
         exact: Trace every layer and micro-batch.
-        formula: Trace nothing, and estimate states alone.
+        analytic: Trace nothing, and estimate states alone.
 
     Raises:
-        ConfigError: It can't be run on any machine, or can't be traced.
+        ConfigError: It can't be run on any node, or can't be traced.
     """
-    if formula:
+    if analytic:
         found = forked_call.call(
             context, "axonlaunch.planning.estimate:without_tracing", replace_with_synthetic(config)
         )
     else:
-        found = foretold(context, config, exact=exact)
+        found = estimated(context, config, exact=exact)
     hardware = config.hardware
     return Forecast(
         layout=str(layout(config, world_size=found.world_size)),
@@ -105,8 +105,8 @@ def forecast(
         memory_bytes=hardware.memory_bytes if hardware else None,
         margin=config.estimate.margin,
         host_memory=host_memory(config, found.host_bytes),
-        states_only=formula,
-        notes=[STATES_ALONE] if formula else [],
+        states_only=analytic,
+        notes=[STATES_ALONE] if analytic else [],
     )
 
 
@@ -137,7 +137,7 @@ def remedies(
     return ended
 
 
-def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = False) -> Estimate:
+def estimated(context: ForkServerContext, config: RunConfig, *, exact: bool = False) -> Estimate:
     """Return an estimate that was kept, or make and keep one.
 
     Args:
@@ -146,7 +146,7 @@ def foretold(context: ForkServerContext, config: RunConfig, *, exact: bool = Fal
         exact: Trace every layer.
 
     Raises:
-        ConfigError: It can't be run on any machine, or can't be traced.
+        ConfigError: It can't be run on any node, or can't be traced.
     """
     config = replace_with_synthetic(config)
     kept = estimate_cache.read(config, exact=exact)
@@ -160,7 +160,7 @@ def trace_beside(config: RunConfig) -> Estimate:
     """Do as ``trace`` with what others leave of the cores, in silence: ranks print the same.
 
     Raises:
-        ConfigError: The configuration can't be run on any machine, or can't be traced.
+        ConfigError: The configuration can't be run on any node, or can't be traced.
     """
     _yield_to_ranks()
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -184,7 +184,7 @@ def trace(config: RunConfig, exact: bool = False) -> Estimate:
     """Check and estimate, in a process of its own.
 
     Raises:
-        ConfigError: The configuration can't be run on any machine, or can't be traced.
+        ConfigError: The configuration can't be run on any node, or can't be traced.
     """
     forkserver.lead_group()  # it forks a process for each stage
     from axonlaunch.planning.memory import estimate as memory_estimate
@@ -241,7 +241,7 @@ def without_tracing(config: RunConfig) -> Estimate:
     """Check, and count states, in a process forked from the server.
 
     Raises:
-        ConfigError: The configuration can't be run on any machine.
+        ConfigError: The configuration can't be run on any node.
     """
     from axonlaunch.planning.memory import states_only
     from axonlaunch.preflight.checks import resolve_anywhere
@@ -251,18 +251,18 @@ def without_tracing(config: RunConfig) -> Estimate:
 
 
 def _on_named_hardware(config: RunConfig) -> RunConfig:
-    """Give a rank on ``hardware=cpu`` its share of this machine's memory.
+    """Give a rank on ``hardware=cpu`` its share of this node's memory.
 
     Raises:
-        ConfigError: The memory of other hardware is not told.
+        ConfigError: The memory of other hardware is not known.
     """
     hardware, nproc = config.hardware, config.launch.nproc
     if hardware is None or hardware.memory_gib is not None:
         return config
     if not hardware.is_cpu:
         message = (
-            f"the memory of {hardware.name} is not told, so whether a run fits it can't be; write "
-            "one device's, in GiB, or leave hardware out"
+            f"is not set for {hardware.name}, so whether a run fits can't be estimated; write the "
+            "memory of one device in GiB, or remove hardware"
         )
         raise ConfigError([ConfigIssue("hardware.memory_gib", message, None)])
     assert nproc != "auto"

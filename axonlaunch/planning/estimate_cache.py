@@ -1,7 +1,7 @@
 """Estimates that were made before, kept in the user's cache folder.
 
 One is found again by what it depends on: the configuration, axonlaunch's own source, torch. It
-keeps none of a model that is not ours, whose source may change, and passes over what is damaged.
+keeps none of a model that is not ours, whose source may change, and passes over what is corrupt.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ _IDLE = (
     "eval_every",
     "eval_batches",
     "tensorboard",
-    "sample_tokens",
-    "prompt",
 )
 
 

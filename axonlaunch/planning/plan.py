@@ -41,7 +41,7 @@ def plan(
         config_dirs: Folders of a user's own YAML.
 
     Raises:
-        ConfigError: The configuration is wrong, no layout fits, or it can't be told.
+        ConfigError: The configuration is wrong, no layout fits, or it can't be estimated.
     """
     composed = configuration.compose(overrides, config_name=config_name, config_dirs=config_dirs)
     config = configuration.typed(
@@ -70,18 +70,18 @@ def searched(
         wanted: Layouts that fit.
 
     Raises:
-        ConfigError: No layout fits, or it can't be told.
+        ConfigError: No layout fits, or it can't be estimated.
     """
     if config.hardware is None:
         known = [*Composer(config_dirs=config_dirs).options("hardware")]
-        message = f"is needed: speed and room depend on the devices; use {one_of(known)}"
+        message = f"is needed: speed and memory depend on the devices; use {one_of(known)}"
         raise ConfigError([ConfigIssue("hardware", message)])
     hardware = config.hardware
     if hardware.is_cpu:
         if nodes(config)[1] > 1:
-            message = "is measured on one machine; use the hardware of all of them, with a network"
+            message = "is measured on one node; use published hardware, with a network"
             raise ConfigError([ConfigIssue("hardware", message, hardware.name)])
-        hardware = measured_hardware.of_this_machine(context, hardware, ranks=devices)
+        hardware = measured_hardware.of_this_node(context, hardware, ranks=devices)
         config = configuration.with_values(config, {"hardware": hardware})
     given = [key for key, text in composed.given.items() if _sets(text, key)]
     found: Plan = forked_call.call(
@@ -99,7 +99,7 @@ def search(config: RunConfig, devices: int, given: Sequence[str], wanted: int) -
     """Search, in a process forked from the server.
 
     Raises:
-        ConfigError: No layout fits, or it can't be told.
+        ConfigError: No layout fits, or it can't be estimated.
     """
     from axonlaunch.planning.search import candidates, search
     from axonlaunch.preflight.checks import resolve_anywhere

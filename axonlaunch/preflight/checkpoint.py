@@ -1,4 +1,4 @@
-"""What is wrong with what a run is to start from, told before a rank starts.
+"""What is wrong with what a run is to start from, reported before a rank starts.
 
 Sizes, names and shapes are looked at; contents are read, and their checksums held, by the ranks.
 """
@@ -71,7 +71,7 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
         )
     else:
         if wrong:
-            message = f"they are of another model: {weights.first(wrong)}"
+            message = f"they were saved with a different model: {weights.first(wrong)}"
             yield ConfigIssue("model.weights", message, path)
 
 
@@ -91,7 +91,7 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     with reaching(folder):
         found, wrong = fallback.newest_good(folder)
         if wrong and (found is None or resume != "auto" or not config.checkpoint.fallback):
-            yield _damaged(resume, wrong, found)
+            yield _corrupt(resume, wrong, found)
         elif found is not None:
             yield from _resumable(config, model, found)
         elif resume != "auto":
@@ -99,31 +99,31 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
 
 
 def _overwritten(kept: str | None) -> Iterator[ConfigIssue]:
-    """Refuse to begin anew where another run keeps its checkpoints."""
+    """Refuse to start from step 0 where another run keeps its checkpoints."""
     if kept is None:
         return
     with reaching(place(kept)):
         found = step_folders.latest(place(kept))
     if found is not None:
-        message = f"{found.path} is there; use another checkpoint.path, or go on from it with auto"
+        message = f"{found.path} is there; use another checkpoint.path, or resume from it with auto"
         yield ConfigIssue("checkpoint.resume", message, "never")
 
 
-def _damaged(resume: str, wrong: dict[Path, str], found: Checkpoint | None) -> ConfigIssue:
+def _corrupt(resume: str, wrong: dict[Path, str], found: Checkpoint | None) -> ConfigIssue:
     """Refuse to resume in silence from an older checkpoint, or from nothing."""
     reasons = "; ".join(f"{path} {reason}" for path, reason in wrong.items())
     return ConfigIssue("checkpoint.resume", f"{reasons}; {fallback.instead(found)}", resume)
 
 
 def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterator[ConfigIssue]:
-    """Compare a checkpoint with the run that is to go on from it."""
+    """Compare a checkpoint with the run that is to resume from it."""
     resume = config.checkpoint.resume
     if found.step > config.train.steps:
         message = f"{found.path} has done {found.step} already; use more to train on"
         yield ConfigIssue("train.steps", message, config.train.steps)
     if found.samples != found.step * config.train.global_batch_size:
         message = (
-            f"{found.path} saw {found.samples // max(1, found.step)} samples a step; keep that, "
+            f"{found.path} saw {found.samples // max(1, found.step)} samples per step; keep that, "
             "so that no sample is skipped or repeated"
         )
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
@@ -131,12 +131,13 @@ def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterat
         yield from _other_states(config, found)
     else:
         message = (
-            f"{found.path} holds weights and no run; use never, and model.weights={found.path}"
+            f"{found.path} contains weights only (no optimizer state); "
+            f"use never, and model.weights={found.path}"
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
     differences = reader.differences(found, model)
     if differences:
-        message = f"{found.path} is of another model: {weights.first(differences)}"
+        message = f"{found.path} was saved with a different model: {weights.first(differences)}"
         yield ConfigIssue("checkpoint.resume", message, resume)
 
 
@@ -155,7 +156,7 @@ def _other_states(config: RunConfig, found: Checkpoint) -> Iterator[ConfigIssue]
         message = f"{found.path} has {_listed(saved)}; {use}"
         yield ConfigIssue(f"optimizer.{field}", message, getattr(optimizer, field))
         return
-    message = f"{found.path} is of another optimizer; it has {_listed(saved)}"
+    message = f"{found.path} was saved with a different optimizer; it has {_listed(saved)}"
     yield ConfigIssue("optimizer.name", message, optimizer.name)
 
 

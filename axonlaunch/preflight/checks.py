@@ -52,7 +52,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def resolve_anywhere(config: RunConfig) -> RunConfig:
-    """Resolve ``launch.nproc`` and check what holds on every machine that has the devices.
+    """Resolve ``launch.nproc`` and check what holds on every node that has the devices.
 
     Raises:
         ConfigError: Every problem, all at once.
@@ -80,7 +80,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
 
     Args:
         config: The run's.
-        here: Whether this machine is to run it: its devices, memory, disk, data and checkpoints
+        here: Whether this node is to run it: its devices, memory, disk, data and checkpoints
             then have to suffice.
     """
     ranks = world_size(config)
@@ -124,7 +124,7 @@ def _backend(config: RunConfig) -> Iterator[ConfigIssue]:
     backend, found, nproc = config.launch.backend, accelerators(), config.launch.nproc
     assert nproc != "auto"
     if backend == "nccl" and found < nproc:
-        have = f"this machine has {found} for it" if found else "this machine has none for it"
+        have = f"this node has {found}" if found else "this node has none"
         yield ConfigIssue(
             "launch.backend",
             f"{nproc} ranks need an accelerator each; {have}; use gloo",
@@ -174,7 +174,7 @@ def _samples(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
         message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if config.train.eval_batches and not dataset.num_eval_samples:
-        message = "the data holds no samples out; use 0, or hold some out"
+        message = "there is no held-out split; use 0, or hold samples out"
         yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
 
 
@@ -260,7 +260,7 @@ def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
     if accelerators() and config.launch.backend in ("auto", "nccl"):
         yield torch.accelerator.get_memory_info(0)[1], "a device here"
     else:
-        yield host.memory_bytes() // nproc, "a rank's share of this machine"
+        yield host.memory_bytes() // nproc, "a rank's share of this node's memory"
 
 
 def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -268,7 +268,9 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     if not config.checkpoint.every:
         return
     count = sum(p.numel() for p in model.parameters())
-    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1  # and the one being written
+    kept = (
+        config.checkpoint.keep_last + config.checkpoint.keep_best + 1
+    )  # and the one being written
     needed = count * FP32 * (1 + states_per_element(config.optimizer)) * kept
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
@@ -282,4 +284,4 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
             f"checkpoints take up to {size(needed)}, {folder} has {size(free)} free; keep fewer, "
             "use another run_dir, or checkpoint.every=0"
         )
-        yield ConfigIssue("checkpoint.keep", message, config.checkpoint.keep)
+        yield ConfigIssue("checkpoint.keep_last", message, config.checkpoint.keep_last)

@@ -1,6 +1,6 @@
 """Whether a model can be divided as a strategy asks: over tensor and data axes, into stages.
 
-It tells problems of a model that was built on ``meta`` or on the CPU; it needs no rank.
+It reports problems of a model that was built on ``meta`` or on the CPU; it needs no rank.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _own_loss(config: RunConfig, plan: dict[str, str], model: nn.Module) -> Iter
         if one.style == "vocabulary" and isinstance(one.module, nn.Linear):
             message = (
                 f"{one.name} would give a part of the logits, and model={config.model.name} has a "
-                "loss of its own, which needs them whole; leave it out"
+                "loss of its own, which needs them whole; remove this setting"
             )
             yield ConfigIssue(f"strategy.tensor.plan.{one.pattern}", message, one.style)
 
@@ -134,8 +134,8 @@ def pipeline_problems(
         return
     if not cuttable(spec, model):
         message = (
-            f"model={config.model.name} can't be cut into stages: it is no nn.Sequential and names "
-            "no ends; register it with layers= and ends="
+            f"model={config.model.name} can't be cut into stages: it is not an nn.Sequential and "
+            "names no ends; register it with layers= and ends="
         )
         yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
         return

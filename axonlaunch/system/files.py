@@ -147,4 +147,4 @@ def _regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def _not_regular(path: str | os.PathLike[str]) -> NotRegularError:
-    return NotRegularError(errno.EINVAL, "is no regular file", os.fspath(path))
+    return NotRegularError(errno.EINVAL, "is not a regular file", os.fspath(path))

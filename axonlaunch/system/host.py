@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def memory_bytes() -> int:
-    """Return the physical memory of this machine, in bytes."""
+    """Return the physical memory of this node, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

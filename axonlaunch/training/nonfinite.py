@@ -22,7 +22,7 @@ class NotFiniteError(ArithmeticError):
 
 
 def raise_if_nonfinite(engine: Engine, loss: Tensor, *, world: World) -> None:
-    """Refuse to go on from a loss that is not finite; every rank calls this after ``backward``.
+    """Refuse to continue from a loss that is not finite; every rank calls this after ``backward``.
 
     Args:
         engine: It has gradients.
@@ -40,8 +40,8 @@ def raise_if_nonfinite(engine: Engine, loss: Tensor, *, world: World) -> None:
     if world.world_size > 1:
         found = all_gather_json(found[0])
     message = f"the loss of step {engine.step + 1} is {value:g}; "
-    if told := sorted(one for one in found if one is not None):
-        message += told[0][-1]
+    if places := sorted(one for one in found if one is not None):
+        message += places[0][-1]
     else:
         message += "every parameter and every gradient is finite"
     raise NotFiniteError(message)

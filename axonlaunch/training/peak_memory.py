@@ -1,6 +1,6 @@
-"""What this process holds of its device's memory, as the system or the allocator tells.
+"""What this process holds of its device's memory, as the system or the allocator reports it.
 
-It measures; ``planning`` is where memory is foretold.
+It measures; ``planning`` is where memory is estimated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Watch(Protocol):
 
 
 class DevicePeak:
-    """The peak that an accelerator's allocator tells."""
+    """The peak that an accelerator's allocator reports."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -34,9 +34,9 @@ def continue_prompt(
         folder: Of the run, or of the weights and their ``config.json``.
         prompt: Text.
         tokens: Bytes to add.
-        temperature: Divides the logits; 0 takes the likeliest byte.
+        temperature: Divides the logits; Sampling temperature; 0 = greedy.
         top_k: Draw among so many likeliest bytes; None: among all.
-        seed: Starts the draws.
+        seed: Random seed.
         trusted: Whether code that the run's configuration names may run.
 
     Raises:

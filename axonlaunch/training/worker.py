@@ -82,7 +82,7 @@ def run(
             step=engine.step,
             steps=config.train.steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
-            damaged=resumed.aside,
+            corrupt=resumed.aside,
             notes=(*notes, *_swept(kept, world), *_notes(config, world)),
         )
     )
@@ -95,8 +95,8 @@ def run(
             kept,
             world=world,
             retention=Retention(
-                newest=config.checkpoint.keep,
-                every=config.checkpoint.keep_every,
+                newest=config.checkpoint.keep_last,
+                every=config.checkpoint.keep_every_n_steps,
                 best=config.checkpoint.keep_best,
             ),
             layout=str(shares),
@@ -167,13 +167,13 @@ def _on_main(
 
 def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report) -> None:
     """Let a model of text continue the prompt; every rank calls this."""
-    if not config.train.sample_tokens or dataset.kind != "tokens" or not dataset.is_text:
+    if not config.sample.max_new_tokens or dataset.kind != "tokens" or not dataset.is_text:
         return
-    prompt = config.train.prompt
+    prompt = config.sample.prompt
     tokens = generate(
         engine.predict,
         dataset.encode(prompt),
-        max_new_tokens=config.train.sample_tokens,
+        max_new_tokens=config.sample.max_new_tokens,
         context_length=dataset.sample_shape[0],
         seed=config.seed,
     )

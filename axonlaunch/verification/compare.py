@@ -172,9 +172,9 @@ def compare(
                 if gradient is not None:
                     relative = _relative(gradient, expected[name], floor=floor)
                 found.append(Difference(step + 1, "gradient", name, relative))
-        norm, told = _number(engine.update()[0]), reference.norms[step]
-        if norm is not None and told is not None:
-            found.append(_of_number(step, "norm", norm, told))
+        norm, wanted_norm = _number(engine.update()[0]), reference.norms[step]
+        if norm is not None and wanted_norm is not None:
+            found.append(_of_number(step, "norm", norm, wanted_norm))
     for name, parameter in engine.named_parameters():
         relative = _relative(
             whole(parameter.detach()), reference.parameters[name], floor=_PARAMETER_FLOOR
@@ -193,10 +193,10 @@ def on_mock(config: RunConfig, steps: int) -> ParityResult:
         return failed(config, steps, str(error))
     world = World.mock(world_size(config), timeout_s=config.launch.timeout_s)
     try:
-        told = world.run(lambda one: compare(config, one, reference, steps=steps))
+        results = world.run(lambda one: compare(config, one, reference, steps=steps))
     except RankFailedError as error:
         return failed(config, steps, str(error))
-    return judge(config, reference, [one for differences in told for one in differences])
+    return judge(config, reference, [one for differences in results for one in differences])
 
 
 def save_reference(config: RunConfig, steps: int, folder: str) -> ParityResult | None:
@@ -231,10 +231,10 @@ def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> ParityResu
     ) as world:
         reference = Reference(**torch.load(Path(folder) / _SAVED))
         own = compare(config, world, reference, steps=steps)
-        told = all_gather_json([dataclasses.asdict(one) for one in own])
+        gathered = all_gather_json([dataclasses.asdict(one) for one in own])
     if rank:
         return None
-    found = [Difference(**one) for differences in told for one in differences]
+    found = [Difference(**one) for differences in gathered for one in differences]
     return judge(config, reference, found)
 
 

@@ -77,7 +77,7 @@ def axonlaunch(work: Work) -> Iterator[Contestant]:
             *(f"model.hidden_size={work.hidden}", f"model.num_hidden_layers={work.layers}"),
             *("model.num_attention_heads=4", f"train.global_batch_size={work.batch}"),
             *(f"train.steps={work.steps}", f"train.log_every={work.log_every}"),
-            *("train.eval_batches=0", "train.sample_tokens=0", "checkpoint.every=0"),
+            *("train.eval_batches=0", "sample.max_new_tokens=0", "checkpoint.every=0"),
             f"launch.nproc={work.ranks}",
         ]
 

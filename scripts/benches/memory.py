@@ -1,8 +1,8 @@
-"""Foretold memory beside published measurements: the error of each, medians by source and kind.
+"""Estimated memory beside published measurements: the error of each, medians by source and kind.
 
 Every row that a configuration of ours can say is estimated; the others are counted by what they
 would need. ``peak`` and ``active`` are held against the estimate's peak, ``reserved`` against what
-the allocator is foretold to hold, ``steady`` against parameters, gradients and optimizer states.
+the allocator is estimated to hold, ``steady`` against parameters, gradients and optimizer states.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from axonlaunch.system import forked_map
 GIB = 1024**3
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "truth" / "measurements.jsonl"
 
-Foretold = Mapping[str, int]
+Estimated = Mapping[str, int]
 
 
-def foretell(run: published.Run, capacity: int | None) -> Foretold:
+def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
     """Return bytes by kind of the rank that was looked at; in a process of its own."""
     config = resolved(load(list(run.overrides)), accelerators=0)
     ranks = memory_estimate.estimate(config).ranks
@@ -63,16 +63,16 @@ def foretell(run: published.Run, capacity: int | None) -> Foretold:
     }
 
 
-def cached(run: published.Run, capacity: int | None, folder: Path | None) -> Foretold:
-    """Return ``foretell``'s answer, from a folder if it is there."""
+def cached(run: published.Run, capacity: int | None, folder: Path | None) -> Estimated:
+    """Return ``estimate_run``'s answer, from a folder if it is there."""
     if folder is None:
-        return foretell(run, capacity)
+        return estimate_run(run, capacity)
     key = hashlib.sha256(repr((run, capacity)).encode()).hexdigest()[:16]
     file = folder / f"{key}.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(foretell(run, capacity)))
-    found: Foretold = json.loads(file.read_text())
+        file.write_text(json.dumps(estimate_run(run, capacity)))
+    found: Estimated = json.loads(file.read_text())
     return found
 
 
@@ -96,9 +96,9 @@ def main() -> None:
     _print_reasons(against)
 
 
-def _print_errors(rows: list[dict[str, Any]], answers: list[Foretold]) -> None:
+def _print_errors(rows: list[dict[str, Any]], answers: list[Estimated]) -> None:
     errors: dict[tuple[str, str], list[float]] = {}
-    print(f"{'row':<22} {'kind':<10} {'measured':>9} {'foretold':>9}  GiB  error")
+    print(f"{'row':<22} {'kind':<10} {'measured':>9} {'estimated':>9}  GiB  error")
     misfits = []
     for row, answer in zip(rows, answers, strict=True):
         capacity = published.device_bytes(row)
@@ -120,7 +120,7 @@ def _print_errors(rows: list[dict[str, Any]], answers: list[Foretold]) -> None:
                 f"{source:<10} {kind:<10} {len(found):>4} {statistics.median(found):>7.1%} "
                 f"{_percentile(found, 0.9):>7.1%}"
             )
-    print(f"\nforetold not to fit their GPU: {', '.join(misfits) or 'none'}")
+    print(f"\nestimated not to fit their GPU: {', '.join(misfits) or 'none'}")
 
 
 def _print_reasons(against: Mapping[str, list[str]]) -> None:

@@ -29,7 +29,7 @@ Layout = tuple[str, ...]
 def step_seconds(words: list[str], layout: Layout, *, ranks: int, steps: int) -> float:
     """Train; return the median seconds of a step, the first two left out."""
     with tempfile.TemporaryDirectory() as folder:
-        quiet = ["train.eval_batches=0", "train.sample_tokens=0", "checkpoint.every=0"]
+        quiet = ["train.eval_batches=0", "sample.max_new_tokens=0", "checkpoint.every=0"]
         run = [f"run_dir={folder}/run", f"train.steps={steps}", "train.log_every=1"]
         command = [COMMAND, "train", *words, *layout, f"launch.nproc={ranks}", *quiet, *run]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -91,10 +91,10 @@ def main() -> None:
         for layout in sorted(medians, key=lambda layout: medians[layout]):
             mark = "planned" if layout == first else ""
             print(f"{medians[layout] * 1e3:8.1f} ms  {mark:<8} {short(layout)}")
-        foretold = told["candidates"][0]["step_s"]
+        estimated = told["candidates"][0]["step_s"]
         print(
             f"planned over best {medians[first] / min(medians.values()):.2f}, "
-            f"its step foretold {foretold / medians[first]:.2f} of the measured"
+            f"its step estimated {estimated / medians[first]:.2f} of the measured"
         )
 
 

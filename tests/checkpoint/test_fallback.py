@@ -79,23 +79,23 @@ def test_damage_that_one_rank_finds_sends_all_back(rank: int, where: Path) -> No
     flip(where / "checkpoints" / "step_2" / files_of[rank % len(files_of)])
     step, values, [line] = resume(where)
     assert (step, values) == (1, {1.0})
-    assert "step_2 is damaged: " in line
+    assert "step_2 is corrupt: " in line
     assert "(its CRC-32 differs)" in line
-    assert line.endswith("(its CRC-32 differs); it is kept as step_2.damaged")
-    assert [path.name for path in fallback.put_aside_before(where)] == ["step_2.damaged"]
+    assert line.endswith("(its CRC-32 differs); it is kept as step_2.corrupt")
+    assert [path.name for path in fallback.put_aside_before(where)] == ["step_2.corrupt"]
     assert resume(where) == (1, {1.0}, [])
 
 
 def test_what_was_put_aside_is_neither_counted_nor_deleted(where: Path) -> None:
     save(where, 1, 2)
-    for number in (1, 2):  # the same step is damaged again
+    for number in (1, 2):  # the same step is corrupt again
         flip(where / "checkpoints/step_2/index.json")
         assert resume(where)[0] == 1
         save(where, 2)
         assert len(fallback.put_aside_before(where)) == number
     save(where, 3, 4, keep=1)
     assert sorted(storage.sizes(where / "checkpoints")) == [
-        *("step_2.damaged", "step_2.damaged-2", "step_4"),
+        *("step_2.corrupt", "step_2.corrupt-2", "step_4"),
     ]
     assert checkpoint.sweep_partial(where) == []
     assert set(fallback.put_aside_before(where).values()) == {
@@ -103,7 +103,7 @@ def test_what_was_put_aside_is_neither_counted_nor_deleted(where: Path) -> None:
     }
 
 
-def test_several_damaged_ones_are_passed_over(where: Path) -> None:
+def test_several_corrupt_ones_are_passed_over(where: Path) -> None:
     save(where, 1, 2, 3, 4)
     (where / "checkpoints/step_4/index.json").unlink()
     flip(where / "checkpoints/step_3/index.json")
@@ -117,7 +117,7 @@ def test_where_none_is_good_nothing_is_begun(where: Path) -> None:
     save(where, 1)
     flip(where / "checkpoints/step_1/__0_0.distcp")
     for _ in range(2):
-        with pytest.raises(RankFailedError, match="another name, or remove what is damaged"):
+        with pytest.raises(RankFailedError, match="another name, or remove what is corrupt"):
             resume(where)
 
 
@@ -125,7 +125,7 @@ def test_damage_is_an_error_to_who_passes_over_none(where: Path) -> None:
     save(where, 1, 2)
     flip(where / "checkpoints/step_2/__0_0.distcp")
     with pytest.raises(
-        RankFailedError, match=r"go on from the one before with checkpoint\.resume="
+        RankFailedError, match=r"resume from the previous one with checkpoint\.resume="
     ):
         resume(where, passes_over=False)
     assert fallback.put_aside_before(where) == {}
@@ -142,7 +142,7 @@ def denied(*_: Any, **__: Any) -> Any:
 LISTINGS: dict[str, Callable[[Path], object]] = {
     "latest": checkpoint.latest,
     "resolve": checkpoint.resolve,
-    "damaged": checkpoint.damaged,
+    "corrupt_checkpoints": checkpoint.corrupt_checkpoints,
     "newest_good": fallback.newest_good,
     "sweep_partial": checkpoint.sweep_partial,
 }

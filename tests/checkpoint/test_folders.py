@@ -145,21 +145,21 @@ def test_a_checkpoint_that_is_not_whole_is_none_and_says_why(
     folder = three / "checkpoints" / "step_3"
     damage(folder)
     assert steps(three) == [1, 2]
-    [(path, reason)] = checkpoint.damaged(three).items()
+    [(path, reason)] = checkpoint.corrupt_checkpoints(three).items()
     assert path == folder
     assert reason.startswith(told)
-    assert checkpoint.damaged(three, after=checkpoint.latest(three)) == {path: reason}
+    assert checkpoint.corrupt_checkpoints(three, after=checkpoint.latest(three)) == {path: reason}
 
 
 def test_older_damage_does_not_matter_to_who_goes_on_from_a_newer_one(three: Path) -> None:
     (three / "checkpoints" / "step_1" / "index.json").unlink()
-    assert checkpoint.damaged(three, after=checkpoint.latest(three)) == {}
+    assert checkpoint.corrupt_checkpoints(three, after=checkpoint.latest(three)) == {}
 
 
 def test_what_an_interrupted_save_left_is_none_and_is_swept(three: Path) -> None:
     (three / "checkpoints" / "step_3").rename(three / "checkpoints" / "step_3.partial")
     assert steps(three) == [1, 2]
-    assert checkpoint.damaged(three) == {}
+    assert checkpoint.corrupt_checkpoints(three) == {}
     assert checkpoint.sweep_partial(three) == ["step_3.partial"]
 
 
@@ -208,8 +208,8 @@ def test_a_changed_file_is_refused_when_it_is_loaded_and_the_one_before_is_offer
         with pytest.raises(CorruptCheckpointError) as caught:
             checkpoint.load(found, STATE, world=world)
         assert str(caught.value) == (
-            f"{found.path}: __0_0.distcp is not what was written (its CRC-32 differs); go on from "
-            f"the one before with checkpoint.resume={found.path.with_name('step_2')}"
+            f"{found.path}: __0_0.distcp is not what was written (its CRC-32 differs); resume from "
+            f"the previous one with checkpoint.resume={found.path.with_name('step_2')}"
         )
 
     World.mock(1).run(on_rank)

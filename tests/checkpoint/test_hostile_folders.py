@@ -27,7 +27,7 @@ STATE = {
     "optimizer": {"w.exp_avg": torch.ones(64)},
 }
 DATA = "__0_0.distcp"
-DAMAGED = (CorruptCheckpointError, dcp.api.CheckpointException)
+CORRUPT = (CorruptCheckpointError, dcp.api.CheckpointException)
 
 
 def saved(run_dir: Path, *, step: int = 1) -> Checkpoint:
@@ -57,7 +57,7 @@ def is_loaded(folder: Path) -> bool:
         return False
     try:
         checkpoint.load_model(found, {"w": torch.zeros(64)})
-    except DAMAGED:
+    except CORRUPT:
         return False
     return True
 
@@ -85,7 +85,7 @@ def test_an_edited_manifest_beside_changed_bytes_is_refused(name: str, tmp_path:
     flip(found.path / DATA)
     assert not is_loaded(found.path)
     assert checkpoint.listed(tmp_path) == []
-    assert list(checkpoint.damaged(tmp_path)) == [found.path]
+    assert list(checkpoint.corrupt_checkpoints(tmp_path)) == [found.path]
 
 
 def test_a_whole_one_is_loaded_and_an_old_one_too(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_formats_do_not_mix(manifest: str, tmp_path: Path) -> None:
     )
     shutil.copy(other.path / index, one.path / index)
     assert not is_loaded(one.path)
-    [reason] = checkpoint.damaged(one.path).values()
+    [reason] = checkpoint.corrupt_checkpoints(one.path).values()
     assert "mixes formats" in reason
 
 
@@ -245,7 +245,7 @@ def test_json_that_is_something_else_is_refused(file: str, text: str, tmp_path: 
         ):
             reader.contents(found)
     else:
-        assert checkpoint.damaged(tmp_path) == {
+        assert checkpoint.corrupt_checkpoints(tmp_path) == {
             found.path: "has a manifest.json that can't be understood"
         }
 
@@ -258,8 +258,8 @@ def test_a_name_that_leaves_the_folder_is_refused_in_a_manifest(name: str, tmp_p
         found.path / "manifest.json", lambda about: about[FILES].update({name: about[FILES][DATA]})
     )
     resum(found.path)
-    [reason] = checkpoint.damaged(tmp_path).values()
-    assert reason == f"has a manifest.json that names {name!r}, which is no file's name"
+    [reason] = checkpoint.corrupt_checkpoints(tmp_path).values()
+    assert reason == f"has a manifest.json that names {name!r}, which is not a file name"
 
 
 def linked(file: Path) -> None:
@@ -287,8 +287,8 @@ def test_what_is_no_regular_file_is_refused(swap: str, name: str, tmp_path: Path
     found = saved(tmp_path)
     SWAPS[swap](found.path / name)
     assert not is_loaded(found.path)
-    [reason] = checkpoint.damaged(tmp_path).values()
-    assert reason == f"has {name}, which is no regular file"
+    [reason] = checkpoint.corrupt_checkpoints(tmp_path).values()
+    assert reason == f"has {name}, which is not a regular file"
 
 
 @pytest.mark.timeout(20)
@@ -307,7 +307,7 @@ def test_a_checkpoint_that_is_a_link_is_refused_unless_a_user_names_it(tmp_path:
     link = run_dir / "checkpoints" / "step_9"
     link.symlink_to(elsewhere.path)
     assert checkpoint.listed(run_dir) == []
-    assert checkpoint.damaged(run_dir) == {link: "is a link"}
+    assert checkpoint.corrupt_checkpoints(run_dir) == {link: "is a link"}
     named = checkpoint.resolve(link)
     assert named is not None
     assert named.path == elsewhere.path
@@ -330,7 +330,7 @@ def test_an_index_of_safetensors_names_files_of_its_folder(value: Any, weights: 
     (weights / "model.safetensors").rename(weights.parent / "outside.safetensors")
     text = json.dumps({"weight_map": {"w": value}})
     (weights / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"index\.json: names .*, which is no file's name"):
+    with pytest.raises(ConfigError, match=r"index\.json: names .*, which is not a file name"):
         reading(weights)
 
 
@@ -378,4 +378,23 @@ def test_a_save_writes_through_no_link_that_stood_there(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step_1.partial").symlink_to(victim)
     assert is_loaded(saved(tmp_path).path)
+    assert list(victim.iterdir()) == []
+
+
+def test_a_link_that_is_put_there_after_the_sweep_is_not_saved_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from axonlaunch.checkpoint import dcp_writer
+
+    victim = tmp_path / "victim"
+    victim.mkdir()
+
+    def prepare(folder: Path) -> None:
+        step_folders.prepare(folder)
+        folder.parent.mkdir()
+        step_folders.partial_of(folder).symlink_to(victim)
+
+    monkeypatch.setattr(dcp_writer, "prepare", prepare)
+    with pytest.raises(dcp.api.CheckpointException, match="FileExistsError"):
+        saved(tmp_path)
     assert list(victim.iterdir()) == []

@@ -59,9 +59,21 @@ def test_the_same_optimizer_resumes(optimizer: str, tmp_path: Path) -> None:
     [
         (MOMENTUM, NO_MOMENTUM, "optimizer.momentum=0.0: * has states momentum_buffer; use what"),
         (NO_MOMENTUM, MOMENTUM, "optimizer.momentum=0.9: * has no states; use 0, as it was saved"),
-        (MOMENTUM, "optimizer=adamw", "optimizer.name=adamw: * is of another optimizer; it has "),
-        (NO_MOMENTUM, "optimizer=adamw", "optimizer.name=adamw: * is of another optimizer; it "),
-        ("optimizer=adamw", NO_MOMENTUM, "optimizer.name=sgd: * is of another optimizer; it has "),
+        (
+            MOMENTUM,
+            "optimizer=adamw",
+            "optimizer.name=adamw: * was saved with a different optimizer; it has ",
+        ),
+        (
+            NO_MOMENTUM,
+            "optimizer=adamw",
+            "optimizer.name=adamw: * was saved with a different optimizer; it ",
+        ),
+        (
+            "optimizer=adamw",
+            NO_MOMENTUM,
+            "optimizer.name=sgd: * was saved with a different optimizer; it has ",
+        ),
     ],
 )
 def test_other_states_are_refused_with_what_is_at_fault(

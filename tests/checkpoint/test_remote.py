@@ -80,7 +80,7 @@ def test_without_its_manifest_it_is_none_and_is_swept(bucket: Path) -> None:
     save(bucket, 1, 2)
     (bucket / "checkpoints/step_2/manifest.json").unlink()
     assert steps(bucket) == [1]
-    assert checkpoint.damaged(bucket) == {}
+    assert checkpoint.corrupt_checkpoints(bucket) == {}
     assert checkpoint.sweep_partial(bucket) == ["step_2"]
     assert [path.name for path in (bucket / "checkpoints").iterdir()] == ["step_1"]
 
@@ -93,11 +93,13 @@ def test_a_changed_file_is_named(bucket: Path, cut: bool) -> None:
     content[-40] ^= 1
     file.write_bytes(bytes(content[:-1] if cut else content))
     if cut:
-        [(path, reason)] = checkpoint.damaged(bucket).items()
+        [(path, reason)] = checkpoint.corrupt_checkpoints(bucket).items()
         assert (path.name, steps(bucket)) == ("step_2", [1])
         assert f"bytes of {file.name} instead of" in reason
     else:
-        with pytest.raises(RankFailedError, match=f"DamagedError: .*{file.name} is not what was"):
+        with pytest.raises(
+            RankFailedError, match=f"CorruptCheckpointError: .*{file.name} is not what was"
+        ):
             values(bucket)
 
 

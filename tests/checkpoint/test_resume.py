@@ -20,7 +20,7 @@ from axonlaunch.training import worker
 WORDS = [
     *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
     *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"),
-    *("train.eval_batches=0", "train.precision=fp16", "checkpoint.keep=9", "launch.nproc=2"),
+    *("train.eval_batches=0", "train.precision=fp16", "checkpoint.keep_last=9", "launch.nproc=2"),
     *("launch.backend=mock", "scheduler=constant", "scheduler.warmup_steps=0"),
 ]
 

@@ -39,7 +39,9 @@ def saved(run_dir: Path, state: dict[str, Any]) -> Checkpoint:
 
 
 def test_a_value_that_is_no_tensor_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(dcp.api.CheckpointException, match=r"model\.w is no tensor; a checkpoint "):
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"model\.w is not a tensor; a checkpoint "
+    ):
         saved(tmp_path, {"model": {"w": "text"}})
     assert step_folders.latest(tmp_path) is None
 
@@ -48,7 +50,9 @@ def test_a_value_of_an_old_one_that_is_no_tensor_is_not_unpickled(tmp_path: Path
     victim = tmp_path / "victim"
     found = old_checkpoint.save(tmp_path, {"model": {"w": Malicious(f"touch {victim}")}})
     victim.unlink(missing_ok=True)
-    with pytest.raises(CorruptCheckpointError, match=r"model\.w is no tensor, and not unpickled"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"model\.w is not a tensor, and is not unpickled"
+    ):
         reader.read(found, {"model": {"w": torch.zeros(2)}})
     assert not victim.exists()
 

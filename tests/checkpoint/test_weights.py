@@ -255,7 +255,7 @@ def test_each_name_and_shape_of_another_model_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({"model_type": "bert"}, "model_type=bert is none that can be read; use gpt2 or llama"),
+        ({"model_type": "bert"}, "model_type=bert can't be read; use gpt2 or llama"),
         ({"model_type": "llama"}, "lacks 'hidden_size'"),
         (
             {"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}},
@@ -267,7 +267,7 @@ def test_each_name_and_shape_of_another_model_is_told(tmp_path: Path) -> None:
         ),
         (
             {"model_type": "gpt2", "activation_function": "relu"},
-            "activation_function=relu is none of ours; use gelu or gelu_new",
+            "activation_function=relu is not supported; use gelu or gelu_new",
         ),
     ],
 )

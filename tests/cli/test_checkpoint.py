@@ -31,7 +31,7 @@ def test_ls_tells_step_size_age_layout_and_losses(trained: Served) -> None:
     assert told["checkpoints"][1]["loss"] == trained.losses("a")[-1]
     assert told["checkpoints"][1]["eval_loss"] == trained.summary("a")["eval_loss"]
     assert told["checkpoints"][1]["bytes"] > 10_000
-    assert told["damaged"] == {}
+    assert told["corrupt"] == {}
     one = trained("checkpoint", "ls", "runs/a/checkpoints/step_3", "--json").stdout
     assert [c["step"] for c in json.loads(one)["checkpoints"]] == [3]
 
@@ -48,7 +48,7 @@ def test_check_reads_all_again(trained: Served) -> None:
     try:
         ran = trained("checkpoint", "check", "runs/b", status=1)
         assert ran.stdout.splitlines() == [
-            "damaged  runs/b/checkpoints/step_6",
+            "corrupt  runs/b/checkpoints/step_6",
             "  __1_0.distcp is not what was written (its CRC-32 differs)",
         ]
         file.write_bytes(content[:-1])
@@ -61,7 +61,7 @@ def test_check_reads_all_again(trained: Served) -> None:
 
 
 def test_diff_names_the_parameters_that_are_farthest_apart(trained: Served) -> None:
-    assert trained("checkpoint", "diff", "runs/a", "runs/a").stdout == "equal, to the bit\n"
+    assert trained("checkpoint", "diff", "runs/a", "runs/a").stdout == "bitwise equal\n"
     told = json.loads(trained("checkpoint", "diff", "runs/a", "runs/b", "--json", status=1).stdout)
     assert not told["equal"]
     first, second, *_ = told["differences"]
@@ -108,10 +108,10 @@ def test_without_a_command_it_shows_its_own(trained: Served) -> None:
     ("words", "message"),
     [
         (["ls", "nowhere"], "nowhere: there is no such folder"),
-        (["diff", "runs/a", "runs"], "runs: holds no checkpoint; give a run or a checkpoint"),
+        (["diff", "runs/a", "runs"], "runs: contains no checkpoint; give a run or a checkpoint"),
         (["export", "runs/a", "runs"], "runs: is there already; give a new folder"),
-        (["export", "runs/a", "x", "--format", "onnx"], "--format=onnx: there is only "),
-        (["export", "runs/a", "x", "--dtype", "int8"], "--dtype=int8: is none of ours; use "),
+        (["export", "runs/a", "x", "--format", "onnx"], "--format=onnx: is not supported; "),
+        (["export", "runs/a", "x", "--dtype", "int8"], "--dtype=int8: is not supported; use "),
         (["import", "runs/a", "runs/x"], "runs/a/config.json: can't be read: "),
     ],
 )
@@ -127,10 +127,10 @@ def test_a_mistake_is_one_line_and_status_2(
     ("words", "message"),
     [
         (["model.weights=nowhere"], "model.weights=nowhere: there is no such folder; give a run"),
-        (["model.weights=runs"], "model.weights=runs: runs: holds no *.safetensors and no chec"),
+        (["model.weights=runs"], "model.weights=runs: runs: contains no *.safetensors and no chec"),
         (
             ["model.weights=runs/a", "model.num_hidden_layers=3"],
-            "model.weights=runs/a: they are of another model: layers.2.input_layernorm.weight is ",
+            "model.weights=runs/a: they were saved with a different model: layers.2.input_layer",
         ),
         (
             ["model.weights=runs/a", "checkpoint.resume=runs/b", "train.steps=9"],

@@ -13,7 +13,7 @@ from served import Server
 
 from axonlaunch.cli.doctor import _figures
 
-COMMANDS = ["train", "sample", "config", "schedule", "verify", "ls", "doctor"]
+COMMANDS = ["train", "sample", "config", "schedule", "verify", "ls", "doctor", "help"]
 
 
 def run(folder: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -47,11 +47,11 @@ def test_without_a_command_the_help_is_shown(tmp_path: Path) -> None:
     [
         (["trian"], "error: No such command 'trian'"),
         (["train", "--fast"], "error: No such option: --fast; options are in --help, and settings"),
-        (["ls", "modles"], "error: there is no list 'modles'; did you mean models?"),
+        (["ls", "modles"], "error: there is no group 'modles'; did you mean model?"),
         (["sample"], "error: Missing argument"),
         (["sample", "nowhere"], "error: nowhere: no run folder"),
         (["config", "train.stepz=1"], "error: train.stepz=1: there is no such key"),
-        (["doctor", "--ranks", "0"], "error: --ranks=0: is how many are measured at once; write"),
+        (["doctor", "--ranks", "0"], "error: --ranks=0: must be at least 1"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(words: list[str], message: str, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_config_refuses_a_batch_that_the_ranks_here_cannot_share(
 ) -> None:
     words = ["config", "launch.nproc=2", "train.global_batch_size=15"]
     ran = Served(tmp_path, server)(*words, status=2)
-    assert ran.stderr.startswith("error: train.global_batch_size=15: 2 ranks can't share it")
+    assert ran.stderr.startswith("error: train.global_batch_size=15: must be divisible by 2 ranks")
 
 
 def test_config_explains_where_each_value_comes_from(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_config_describes_what_each_key_means_and_may_be(tmp_path: Path) -> None
         "meaning": "optimizer steps",
     }
     both = run(tmp_path, "config", "--describe", "--explain", status=2)
-    assert both.stderr == "error: Invalid value: use one of --explain and --describe\n"
+    assert both.stderr == "error: Invalid value: use either --explain or --describe\n"
 
 
 def test_ls_lists_every_kind_with_a_line_of_what_it_is(tmp_path: Path) -> None:
@@ -153,15 +153,32 @@ def test_ls_lists_every_kind_with_a_line_of_what_it_is(tmp_path: Path) -> None:
         "data",
         "strategies",
         "optimizers",
-        "schedules",
+        "schedulers",
         "hardware",
         "experiments",
     }
     assert all(summary for options in listed.values() for summary in options.values())
     assert {"mlp", "gpt", "llama3_8b", "vit", "custom"} <= set(listed["models"])
-    text = run(tmp_path, "ls", "strategies").stdout
-    assert "hsdp" in text
-    assert "llama" not in text
+
+
+@pytest.mark.parametrize(
+    ("names", "option"),
+    [
+        (["strategy", "strategies"], "hsdp"),
+        (["scheduler", "schedulers", "schedules"], "cosine"),
+        (["launch", "launchers", "launches"], "slurm"),
+        (["model", "models"], "gpt"),
+        (["data", "datasets"], "digits"),
+    ],
+)
+def test_ls_takes_a_groups_name_as_in_an_override_and_its_plural(
+    names: list[str], option: str, tmp_path: Path
+) -> None:
+    texts = {run(tmp_path, "ls", name).stdout for name in names}
+    assert len(texts) == 1
+    [text] = texts
+    assert option in text.split()
+    assert "hardware" not in text
 
 
 def test_doctor_tries_every_backend_by_a_real_all_reduce(tmp_path: Path, server: Server) -> None:
@@ -182,13 +199,13 @@ def test_doctor_says_what_ranks_were_measured_to_reach() -> None:
         "bf16_tflops": 0.223,
         "fp16_tflops": 0.00265,
         "kernel_us": 4.0,
-        "moved_bytes": [2**18, 2**20],
-        "moved_us": [1.0, 16.0],
+        "kernel_bytes": [2**18, 2**20],
+        "kernel_latency_us": [1.0, 16.0],
     }
-    gloo = {"link_latency_us": 1190.0, "link_gb_s": 1.01, "link_gather_gb_s": 0.435}
+    gloo = {"link_latency_us": 1190.0, "link_gb_s": 1.01, "allgather_bw_gb_s": 0.435}
     assert dict(_figures(measured | gloo)) == {
         "products": "fp32 82.9 GFLOP/s, bf16 223 GFLOP/s, fp16 2.65 GFLOP/s",
         "kernels": "4 us, 52.4 GB/s of 1 MiB",
-        "gloo": "1,190 us a hop, 1.01 GB/s, gathers 0.435",
+        "gloo": "1,190 us per hop, 1.01 GB/s, gathers 0.435",
     }
     assert "gloo" not in dict(_figures(measured))  # one rank has none to talk to

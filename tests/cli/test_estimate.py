@@ -146,7 +146,7 @@ def test_a_dry_run_starts_nothing_and_says_what_would_fit(axonlaunch: Command) -
     small[1] = "hardware.memory_gib=1"
     fitting = axonlaunch.train("strategy=single", *small, "--dry-run").stdout
     assert "fits " in fitting
-    assert "a start on this machine passes every check" in fitting
+    assert "a launch on this node passes every check" in fitting
     assert not (axonlaunch.folder / "runs").exists()
 
 
@@ -158,7 +158,7 @@ def test_a_dry_run_of_what_this_machine_can_not_hold_prints_its_estimate_first(
     words += ["model.vocab_size=40000000", "data=tokens", "data.path=tokens.bin"]
     words += ["checkpoint.every=0"]
     ran = axonlaunch("train", "--dry-run", *words)
-    table, _, rest = ran.stdout.partition("a start on this machine would be refused:\n")
+    table, _, rest = ran.stdout.partition("a launch on this node would be refused:\n")
     assert "8,192 positions, bf16, selective" in " ".join(table.split())
     assert "highest peak" in table
     said = " ".join(rest.split())
@@ -200,8 +200,8 @@ def test_a_model_that_can_not_be_traced_is_told_by_operation_and_module(
     [error] = ran.stderr.splitlines()
     assert error.startswith("error: model.name=choosing: ")
     assert "in Choosing depends on values" in error
-    assert "axonlaunch estimate --formula" in error
-    told = axonlaunch("estimate", *words, "--formula", "hardware=h100_80gb").stdout
+    assert "axonlaunch estimate --analytic" in error
+    told = axonlaunch("estimate", *words, "--analytic", "hardware=h100_80gb").stdout
     assert "note by closed formulas: parameters, their gradients and optimizer states" in told
     assert "may fit " in told
 
@@ -212,8 +212,8 @@ def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
     (axonlaunch.folder / "choosing.py").write_text(CHOOSING)
     words = ["plugins=[choosing]", "model=staged", "strategy=pipeline", *TINY[3:]]
     [error] = axonlaunch("estimate", *words, status=2).stderr.splitlines()
-    assert error.startswith("error: strategy.pipeline.split=auto: where Staged is to be cut can't")
-    words += ["strategy.pipeline.split=[2,1]", "--formula", "--json"]
+    assert error.startswith("error: strategy.pipeline.split=auto: where to cut Staged can't")
+    words += ["strategy.pipeline.split=[2,1]", "--analytic", "--json"]
     told = json.loads(axonlaunch("estimate", *words).stdout)
     states = [sum(one["breakdown"][name] for name in STATES) for one in told["ranks"]]
     first, last = 8 * 256 + 2 * 8 * 9, 8 * 9 + 9 * 256
@@ -226,7 +226,7 @@ def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
         (["--plot", "memory.pdf"], "--plot=memory.pdf: must end in .png or .svg"),
         (["--plot", "nowhere/a.png"], "--plot=nowhere/a.png: there is no folder nowhere"),
         (["launch.nproc=7", "strategy=tensor"], "strategy.tensor.degree=2: 7 ranks are not"),
-        (["launch.nproc=7"], "train.global_batch_size=8: 7 ranks can't share it evenly"),
+        (["launch.nproc=7"], "train.global_batch_size=8: must be divisible by 7 ranks"),
         (["+hardware.name=mine"], "hardware.memory_gib=null: the memory of mine is not told"),
         (["strategy=tensor", "strategy.tensor.degree=3"], "strategy.tensor.degree=3: "),
     ],

@@ -129,7 +129,7 @@ def test_what_needs_no_model_needs_no_trust(words: list[str], foreign: Served) -
 def test_weights_of_a_foreign_run_run_none_of_its_code(foreign: Served) -> None:
     freeze(foreign, plugins=["evil"], model={"name": "custom", "target": "evil:build"})
     ran = foreign.train("name=mine", "model.weights=foreign", status=2)
-    assert "model.weights=foreign: they are of another model" in ran.stderr
+    assert "model.weights=foreign: they were saved with a different model" in ran.stderr
     assert not (foreign.folder / "victim").exists()
 
 
@@ -140,7 +140,7 @@ def test_an_import_runs_none_of_what_config_json_names(foreign: Served) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
     (folder / "evil.py").write_text(EVIL)
     ran = foreign("checkpoint", "import", "hub", "mine", status=2)
-    assert ran.stderr.startswith("error: hub/config.json: model_type=evil is none that can be read")
+    assert ran.stderr.startswith("error: hub/config.json: model_type=evil can't be read")
     assert not (folder / "victim").exists()
 
 
@@ -192,7 +192,7 @@ def test_a_configuration_that_is_no_file_is_refused(kind: str, foreign: Served) 
     aside = file.rename(foreign.folder / "aside.yaml")
     file.symlink_to(aside) if kind == "a link" else os.mkfifo(file)
     ran = foreign("sample", "foreign", status=2)
-    assert ran.stderr == "error: foreign/config.yaml: can't be read: is no regular file\n"
+    assert ran.stderr == "error: foreign/config.yaml: can't be read: is not a regular file\n"
 
 
 def test_the_layout_that_a_manifest_tells_can_not_write_to_the_terminal(foreign: Served) -> None:

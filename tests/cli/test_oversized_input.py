@@ -25,7 +25,7 @@ def served(tmp_path: Path, server: Server) -> Served:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["train.prompt=" + "ab " * 20_000], "train.prompt=ab ab ab ab ab "),
+        (["sample.prompt=" + "ab " * 20_000], "sample.prompt=ab ab ab ab ab "),
         (["name=" + "x" * 60_000], "name=xxxxxxxxxxxxxxxxxxxx"),
         (["name=" + "x" * 300], "name=xxxxxxxxxxxxxxxxxxxx"),
         (["name=" + "x/" * 3000], "name=x/x/x/x/x/"),
@@ -49,7 +49,7 @@ def test_an_override_is_refused_in_a_line(words: list[str], told: str) -> None:
 
 def test_brackets_in_quotes_are_not_nested() -> None:
     prompt = "(" * 100
-    assert config.load([f"train.prompt='{prompt}'"]).train.prompt == prompt
+    assert config.load([f"sample.prompt='{prompt}'"]).sample.prompt == prompt
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ def test_what_fits_no_other_way_is_offloaded(tmp_path: Path, server: Server) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--devices", "2"], "hardware: is needed: speed and room depend on the devices; use "),
-        (["hardware=h100_80gb"], "--devices: is how many to plan for; write 1 or more"),
+        (["--devices", "2"], "hardware: is needed: speed and memory depend on the devices; use "),
+        (["hardware=h100_80gb"], "--devices: must be the number of devices to plan for, 1 or more"),
         (["--devices", "2", "--write", "a.json"], "--write=a.json: must end in .yaml"),
         (
             ["--devices", "3", *MODEL, "model.num_hidden_layers=2"],
@@ -115,7 +115,7 @@ def test_a_mistake_is_one_line_and_status_2(
 def test_all_figures_that_hardware_lacks_are_told_at_once(tmp_path: Path, server: Server) -> None:
     words = [*MODEL[:-1], "--devices", "8", "hardware=rtx4090"]
     told = Served(tmp_path, server)("plan", *words, status=2).stderr.splitlines()
-    lacking = ["devices_per_node", "matrix_sustained", "attention_sustained", "link_sustained"]
+    lacking = ["devices_per_node", "matrix_efficiency", "attention_efficiency", "link_efficiency"]
     assert [line.partition("=")[0] for line in told] == [f"error: hardware.{n}" for n in lacking]
 
 

@@ -432,7 +432,7 @@ def arguments_that_make_no_sense_are_refused(world: World) -> None:
         comm.reduce_scatter_sum(torch.zeros(4, 2))
     with pytest.raises(ValueError, match=r"dim 0 of the shape \[\] can't be divided"):
         comm.reduce_scatter_mean(torch.zeros(()))
-    with pytest.raises(TypeError, match="all_reduce_sum: a sum of bool is no bool: count with"):
+    with pytest.raises(TypeError, match="all_reduce_sum: a sum of bool is not a bool: count with"):
         comm.all_reduce_sum(torch.zeros(2, dtype=torch.bool))
     with pytest.raises(TypeError, match="complex64 has only a sum and a mean"):
         comm.all_reduce_max(torch.zeros(2, dtype=torch.complex64))

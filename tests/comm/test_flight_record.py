@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import init_device_mesh
 
-from axonlaunch import flight_record
+from axonlaunch.diagnostics import flight_recorder
 
 rank = int(os.environ["RANK"])
 store = dist.FileStore("store", 3)
@@ -32,8 +32,8 @@ if rank != 1:
 if rank == 0:
     waiting = dist.all_reduce(torch.ones(7, dtype=torch.bfloat16), group=pair, async_op=True)
 time.sleep(0.2)
-print("TOLD", flight_record.take().to_json())
-assert [entry["collective_seq_id"] for entry in pickle.loads(flight_record.dump())["entries"]]
+print("TOLD", flight_recorder.take().to_json())
+assert [entry["collective_seq_id"] for entry in pickle.loads(flight_recorder.dump())["entries"]]
 dist.barrier()
 sys.stdout.flush()
 os._exit(0)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from axonlaunch.comm import World, gloo
-from axonlaunch.comm.authentication import derive_key
+from axonlaunch.system.authentication import derive_key
 
 Run = Callable[..., list[tuple[int | None, str]]]
 
@@ -26,7 +26,7 @@ WORLD = """
 import os, socket, struct, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from axonlaunch.comm.authentication import Credentials
+from axonlaunch.system.authentication import Credentials
 from axonlaunch.comm import World, gloo, all_reduce_sum
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
 

@@ -100,4 +100,4 @@ def test_torchs_private_modules_are_imported_in_one_file_only() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in {"_C", "_distributed_c10d", "_world"}
     }
-    assert private == {"internals.py"}
+    assert private == {"torch_internals.py"}

@@ -117,7 +117,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "checkpoint.interval=3",
         [
-            "checkpoint.interval=3: there is no such key; keys of checkpoint: async_save, every, fallback, keep, keep_best, keep_every, path, resume",
+            "checkpoint.interval=3: there is no such key; keys of checkpoint: async_save, every, fallback, keep_best, keep_every_n_steps, keep_last, path, resume",
         ],
     ),
     (
@@ -339,7 +339,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0",
         [
-            "optimizer.nesterov=true: needs momentum above 0; set optimizer.momentum=0.9 or leave it",
+            "optimizer.nesterov=true: needs momentum above 0; set optimizer.momentum=0.9 or remove this setting",
         ],
     ),
     (
@@ -367,9 +367,9 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "checkpoint.keep=0",
+        "checkpoint.keep_last=0",
         [
-            "checkpoint.keep=0: must be at least 1",
+            "checkpoint.keep_last=0: must be at least 1",
         ],
     ),
     (
@@ -399,19 +399,19 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "launch.nproc=3 train.global_batch_size=32",
         [
-            "train.global_batch_size=32: 3 ranks can't share it evenly; use 33, or 1, 2, 4, 8, 16 or 32 ranks",
+            "train.global_batch_size=32: must be divisible by 3 ranks; try 33, or 1, 2, 4, 8, 16 or 32 ranks",
         ],
     ),
     (
         "launch.nproc=64 train.global_batch_size=32",
         [
-            "train.global_batch_size=32: 64 ranks can't share it evenly; use 64, or 1, 2, 4, 8, 16 or 32 ranks",
+            "train.global_batch_size=32: must be divisible by 64 ranks; try 64, or 1, 2, 4, 8, 16 or 32 ranks",
         ],
     ),
     (
         "strategy=hybrid launch.nproc=8 train.global_batch_size=7",
         [
-            "train.global_batch_size=7: 2 data-parallel ranks can't share it evenly; use 8, or 1 or 7 data-parallel ranks",
+            "train.global_batch_size=7: must be divisible by 2 data-parallel ranks; try 8, or 1 or 7 data-parallel ranks",
         ],
     ),
     (
@@ -525,31 +525,31 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "strategy=single launch.nproc=2",
         [
-            "launch.nproc=2: 2 ranks would train the same model apart; use strategy.data_parallel=ddp or 1 rank",
+            "launch.nproc=2: 2 ranks would train independent copies; use strategy.data_parallel=ddp or 1 rank",
         ],
     ),
     (
         "strategy=ddp strategy.fsdp.cpu_offload=params",
         [
-            "strategy.fsdp.cpu_offload=params: data_parallel is ddp; use strategy.data_parallel=fsdp or leave it out",
+            "strategy.fsdp.cpu_offload=params: data_parallel is ddp; use strategy.data_parallel=fsdp or remove this setting",
         ],
     ),
     (
         "strategy=fsdp strategy.ddp.sync=no_sync",
         [
-            "strategy.ddp.sync=no_sync: data_parallel is fsdp; use strategy.data_parallel=ddp or leave it out",
+            "strategy.ddp.sync=no_sync: data_parallel is fsdp; use strategy.data_parallel=ddp or remove this setting",
         ],
     ),
     (
         "strategy.fsdp.sharding=hybrid_shard",
         [
-            "strategy.fsdp.sharding=hybrid_shard: data_parallel is ddp; use strategy.data_parallel=fsdp or leave it out",
+            "strategy.fsdp.sharding=hybrid_shard: data_parallel is ddp; use strategy.data_parallel=fsdp or remove this setting",
         ],
     ),
     (
         "strategy=fsdp strategy.fsdp.replicate=2",
         [
-            "strategy.fsdp.replicate=2: sharding is full_shard; use hybrid_shard, or leave this out",
+            "strategy.fsdp.replicate=2: sharding is full_shard; use hybrid_shard, or remove this setting",
         ],
     ),
     (
@@ -772,7 +772,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "hydra.run.dir=x",
         [
-            "hydra.run.dir=x: Hydra's own settings play no part here; leave it out",
+            "hydra.run.dir=x: Hydra's own settings are not supported; remove it",
         ],
     ),
     (
@@ -792,8 +792,8 @@ WRONG: list[tuple[str, list[str]]] = [
         [
             "optimizer.lr=x: expected a number",
             "train.stepz=4: there is no such key; did you mean train.steps?",
-            "strategy.ddp.sync=no_sync: data_parallel is fsdp; use strategy.data_parallel=ddp or leave it out",
-            "train.global_batch_size=32: 3 ranks can't share it evenly; use 33, or 1, 2, 4, 8, 16 or 32 ranks",
+            "strategy.ddp.sync=no_sync: data_parallel is fsdp; use strategy.data_parallel=ddp or remove this setting",
+            "train.global_batch_size=32: must be divisible by 3 ranks; try 33, or 1, 2, 4, 8, 16 or 32 ranks",
         ],
     ),
     (
@@ -805,7 +805,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "strategy.tensor.sequence_parallel=true",
         [
-            "strategy.tensor.sequence_parallel=true: strategy.tensor.degree is 1; use 2 or more, or leave this out",
+            "strategy.tensor.sequence_parallel=true: strategy.tensor.degree is 1; use 2 or more, or remove this setting",
         ],
     ),
     (
@@ -841,7 +841,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "strategy=single strategy.tensor.degree=2 launch.nproc=4",
         [
-            "launch.nproc=4: 4 ranks would train the same model apart; use strategy.data_parallel=ddp or 2 ranks",
+            "launch.nproc=4: 4 ranks would train independent copies; use strategy.data_parallel=ddp or 2 ranks",
         ],
     ),
     (
@@ -853,7 +853,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "strategy.pipeline.schedule=gpipe",
         [
-            "strategy.pipeline.schedule=gpipe: strategy.pipeline.degree is 1; use 2 or more, or leave this out",
+            "strategy.pipeline.schedule=gpipe: strategy.pipeline.degree is 1; use 2 or more, or remove this setting",
         ],
     ),
     (
@@ -895,7 +895,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "strategy=pipeline launch.nproc=2 strategy.pipeline.microbatches=3",
         [
-            "strategy.pipeline.microbatches=3: a rank has 4 a step; use 2 or 4",
+            "strategy.pipeline.microbatches=3: a rank has 4 per step; use 2 or 4",
         ],
     ),
     (
@@ -965,9 +965,9 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "train.prompt=",
+        "sample.prompt=",
         [
-            "train.prompt=: is empty; give at least one character, or train.sample_tokens=0",
+            "sample.prompt=: is empty; give at least one character, or sample.max_new_tokens=0",
         ],
     ),
     (

@@ -252,7 +252,7 @@ def test_token_files_that_can_not_be_are_told(token_file, tmp_path, monkeypatch)
     )
     (tmp_path / "odd.bin").write_bytes(b"abc")
     assert error_of(TokensConfig(path="odd.bin")) == (
-        "data.path=odd.bin: its 3 bytes are no whole number of uint16 tokens of 2 bytes; "
+        "data.path=odd.bin: its 3 bytes are not a whole number of uint16 tokens of 2 bytes; "
         "check the file, or set data.dtype to what it was written as"
     )
     token_file(np.arange(100))

@@ -170,7 +170,7 @@ def test_uncounted_rows_keep_inputs_that_a_model_can_take():
 
 
 def test_what_can_not_be_shared_is_refused():
-    with pytest.raises(ValueError, match="global_batch_size=12: 5 shards can't share it evenly"):
+    with pytest.raises(ValueError, match="global_batch_size=12: must be divisible by 5 shards"):
         loader(Numbers(), num_shards=5)
     with pytest.raises(ValueError, match="shard=2: there are 2, counted from 0"):
         loader(Numbers(), num_shards=2, shard=2)

@@ -153,7 +153,7 @@ Current thread 0x00007f0b (most recent call first):
   File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2806 in all_reduce
   File "/v/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "/w/axonlaunch/training/trainer.py", line 90 in fit
-  File "/w/axonlaunch/launch/rank.py", line 55 in main
+  File "/w/axonlaunch/launch/local/rank_process.py", line 55 in main
 """
 
 
@@ -162,7 +162,7 @@ def test_who_sleeps_in_a_collective_waits_in_it() -> None:
     assert [frame.name for frame in frames] == ["all_reduce", "wrapper", "fit", "main"]
     where = locate(frames, is_asleep=True)
     assert where.is_waiting
-    assert where.words == "waiting in all_reduce, called by fit (axonlaunch/training/trainer.py:90)"
+    assert where.words == "waiting in all_reduce, called by fit (training/trainer.py:90)"
 
 
 def test_who_is_in_code_of_its_own_does_not_wait() -> None:

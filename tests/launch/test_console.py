@@ -46,7 +46,7 @@ def test_a_step_says_what_is_counted_and_whose_memory_it_is(
             step=0,
             steps=9,
             resumed_from=None,
-            damaged=(),
+            corrupt=(),
             notes=(),
         )
     )

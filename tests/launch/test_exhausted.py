@@ -72,7 +72,7 @@ def test_a_disk_that_fills_while_a_run_logs(
     told = _failed(process, small)
     assert "rank 0 of 2 failed first: No space left on device" in told
     assert "summary.json could not be written: No space left on device" in told
-    assert "has 0.00 GiB free; make room, or use another run_dir" in told
+    assert "has 0.00 GiB free; free some space, or use another run_dir" in told
 
 
 def test_a_disk_that_fills_while_a_run_saves(
@@ -83,7 +83,7 @@ def test_a_disk_that_fills_while_a_run_saves(
     _fill(small, leave=MIB // 32)
     told = _failed(process, small)
     assert "run/checkpoints/step_20 could not be written: rank " in told
-    assert "make room, or use another run_dir" in told
+    assert "free some space, or use another run_dir" in told
     assert not list((small / "run/checkpoints").iterdir())
 
 
@@ -113,7 +113,7 @@ def test_too_few_open_files(axonlaunch: Command, faulty: list[str], files: int) 
 def test_the_limit_of_the_shell_is_raised_to_what_is_allowed() -> None:
     needs("prlimit", root=False)
     program = (
-        "import resource; from axonlaunch.launch import limits; limits.allow_open_files();"
+        "import resource; from axonlaunch.system import limits; limits.allow_open_files();"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     words = ["prlimit", "--nofile=100:200", sys.executable, "-c", program]

@@ -146,12 +146,12 @@ def test_a_run_that_goes_on_with_other_settings_says_which(served: Command) -> N
     assert "other settings" not in served.train(*words, "train.steps=3").stdout
     assert "other settings" not in served.train(*words, "strategy=ddp").stdout
     told = served.train(*words, "train.steps=9", "seed=4", "optimizer.lr=1e-5").stdout
-    said = "goes on with other settings than before: seed=4 (was 0), optimizer.lr=1e-05 (was 0.003)"
+    said = "resuming with changed settings: seed=4 (was 0), optimizer.lr=1e-05 (was 0.003)"
     assert said in " ".join(told.split())
 
 
-def test_a_damaged_checkpoint_is_told_rather_than_trained_over(served: Command) -> None:
-    words = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep=1"]
+def test_a_corrupt_checkpoint_is_told_rather_than_trained_over(served: Command) -> None:
+    words = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep_last=1"]
     served.train(*words)
     shard = next((served.folder / "runs/run/checkpoints/step_6").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:100])
@@ -181,7 +181,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
+def test_a_corrupt_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
     damage: str, served: Command
 ) -> None:
     change, name, reason = DAMAGE[damage]
@@ -191,19 +191,19 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
     (served.folder / "runs/run/summary.json").unlink()  # it was killed
     folder = served.folder / "runs/run/checkpoints"
     change(folder / "step_6" / name)
-    ran = served.train(*words, "checkpoint.keep=1")
+    ran = served.train(*words, "checkpoint.keep_last=1")
     told = " ".join(ran.stdout.split())
-    assert f"damaged runs/run/checkpoints/step_6 is damaged: {reason}" in told
-    assert "it is kept as step_6.damaged" in told
+    assert f"corrupt runs/run/checkpoints/step_6 is corrupt: {reason}" in told
+    assert "it is kept as step_6.corrupt" in told
     assert "resumed from runs/run/checkpoints/step_4" in told
     assert served.losses("run") == before
-    [line] = served.summary("run")["damaged_checkpoints"]
+    [line] = served.summary("run")["corrupt_checkpoints"]
     assert reason in line
-    assert sorted(path.name for path in folder.iterdir()) == ["step_6", "step_6.damaged"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step_6", "step_6.corrupt"]
     listed = json.loads(served("checkpoint", "ls", "runs/run", "--json").stdout)
     assert [one["step"] for one in listed["checkpoints"]] == [6]
     [(path, why)] = listed["aside"].items()
-    assert path == "runs/run/checkpoints/step_6.damaged"
+    assert path == "runs/run/checkpoints/step_6.corrupt"
     assert why.startswith(reason)
     assert f"put aside  {path} {reason}" in served("checkpoint", "ls", "runs/run").stdout
 
@@ -216,8 +216,8 @@ def test_with_no_good_checkpoint_left_nothing_is_trained_over(served: Command) -
     for status in (1, 2):  # it is found while they are loaded, and told when it is started again
         ran = served.train(*words, "train.steps=8", status=status)
         told = ran.stderr if status == 2 else served.summary("run")["reason"]
-        assert "step_3.damaged __1_0.distcp is not what was written" in told
-        assert "; use another name, or remove what is damaged" in told
+        assert "step_3.corrupt __1_0.distcp is not what was written" in told
+        assert "; use another name, or remove what is corrupt" in told
         assert len(served.losses("run")) == 6
 
 
@@ -226,7 +226,7 @@ def test_a_flipped_bit_is_told_and_the_checkpoint_before_offered(served: Command
     served.train(*words)
     flip(served.folder / "runs/run/checkpoints/step_6/__1_0.distcp")
     ran = served.train(*words, "train.steps=8", status=1)
-    assert "failed first: DamagedError: " in ran.stderr
+    assert "failed first: CorruptCheckpointError: " in ran.stderr
     assert "Traceback" not in ran.stderr
     reason = served.summary("run")["reason"]
     assert "step_6: __1_0.distcp is not what was written" in reason
@@ -293,7 +293,10 @@ def test_another_optimizers_states_are_told_before_a_rank_starts(served: Command
     words += ["optimizer=sgd", "strategy=single", "checkpoint.resume=runs/run", "train.steps=8"]
     ran = served("train", *words, status=2)
     assert "error: optimizer.name=sgd:" in ran.stderr
-    assert "is of another optimizer; it has states exp_avg, exp_avg_sq, step" in ran.stderr
+    assert (
+        "was saved with a different optimizer; it has states exp_avg, exp_avg_sq, step"
+        in ran.stderr
+    )
 
 
 def test_sgd_without_momentum_resumes_and_not_with_it(served: Command) -> None:
@@ -324,7 +327,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
 
 
 def test_nothing_is_saved_from_a_loss_on_that_is_no_number(served: Command) -> None:
-    words = ["strategy=single", "name=run", "checkpoint.every=1", "checkpoint.keep=1"]
+    words = ["strategy=single", "name=run", "checkpoint.every=1", "checkpoint.keep_last=1"]
     ruined = ["optimizer.lr=1e30", "train.grad_clip=null", "scheduler.warmup_steps=0"]
     served.train(*words, *ruined, "train.steps=9", "train.log_every=9", status=1)
     assert [path.name for path in (served.folder / "runs/run/checkpoints").iterdir()] == ["step_1"]
@@ -343,7 +346,7 @@ def test_a_loss_that_is_no_number_is_gone_on_from_before_it(served: Command) -> 
     served.train(*words)
     ruined = [*words, "train.steps=9", "optimizer.lr=1e30", "train.grad_clip=null"]
     told = served.train(*ruined, status=1).stderr
-    assert "with name=run it goes on from step 4" in " ".join(told.split())
+    assert "with name=run it resumes from step 4" in " ".join(told.split())
 
 
 def test_a_run_of_a_sweep_that_fails_takes_no_other_s_turn(served: Command) -> None:

@@ -29,7 +29,7 @@ PHASES = ("rendezvous", "first", "middle", "saving", "end")
 PLUGIN = """
 import os, signal
 import torch
-from axonlaunch import trainer, worker
+from axonlaunch.training import trainer, worker
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.engines.mesh_engine import MeshEngine
@@ -104,7 +104,7 @@ def reason(fault: str) -> str:
         "exception": "failed first: ValueError: the fault of a test",
         "memory": "failed first: OutOfMemoryError: the fault of a test",
         "exit": "failed first: exited with status 0 before the end of training",
-        "SIGSTOP": "hangs: no progress for 3 s: it is stopped by a signal",
+        "SIGSTOP": "hung: no progress for 3 s: it is stopped by a signal",
     }.get(fault, f"failed first: killed by {fault}")
 
 
@@ -155,7 +155,7 @@ def test_who_waits_in_what_and_who_never_came_are_on_the_hang_card(
 ) -> None:
     arguments = "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"  # all of them sleep
     ran = served("train", *faulty, "launch.timeout_s=3", arguments, status=1)
-    assert "rank 0 of 2 hangs: no progress for 3 s: it is in forward (" in ran.stderr
+    assert "rank 0 of 2 hung: no progress for 3 s: it is in forward (" in ran.stderr
     assert "faulty_plugin.py:" in ran.stderr
 
 
@@ -175,7 +175,7 @@ def test_the_collective_that_a_rank_never_came_to_is_on_the_hang_card(served: Co
     words = ["plugins=[late]", "strategy=ddp", "launch.nproc=2", "name=run", "launch.timeout_s=3"]
     ran = served.train(*words, status=1)
     told = " ".join(ran.stderr.replace("│", " ").split())
-    assert "rank 1 of 2 hangs: no progress for 3 s: it is in late (" in told
+    assert "rank 1 of 2 hung: no progress for 3 s: it is in late (" in told
     assert re.search(
         r"rank 0: waiting in all_reduce, called by late \S+: all_reduce \d+ of world \(24 bytes\), "
         "to which rank 1 never came",
@@ -202,7 +202,10 @@ def test_memory_that_ran_out_is_told_beside_the_estimate_and_what_needs_less(
 @pytest.mark.parametrize(
     ("raised", "hint"),
     [
-        ("OSError(28, 'No space left on device')", "GiB free; make room, or use another run_dir"),
+        (
+            "OSError(28, 'No space left on device')",
+            "GiB free; free some space, or use another run_dir",
+        ),
         ("ModuleNotFoundError('no tokenizers', name='tokenizers')", "tokenizers is not installed"),
     ],
 )

@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 from command import wait_for
 
-from axonlaunch.launch.external import launcher_process, rank
+from axonlaunch.launch.external import launcher_process
 from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.external.watch import Watch
 
 TOLD = (
     "from axonlaunch.launch.external.launcher_process import LauncherProcess as L; print(L(%r).pid)"
@@ -72,7 +73,7 @@ def test_a_watch_that_fails_ends_its_process(
     def failure() -> bool:
         raise RuntimeError("the fault of a test")
 
-    watch = rank._Watch(
+    watch = Watch(
         cast("Any", None),
         cast("Any", SimpleNamespace(rank=1)),
         cast("Any", SimpleNamespace(failure=failure)),

@@ -183,14 +183,17 @@ def test_launch_local_starts_ranks_whatever_the_environment_says(served: Command
 
 
 def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
-    words = ["launch=slurm", "launch.nnodes=4", "launch.nproc=8", "launch.partition=gpu"]
+    words = ["launch=slurm", "launch.nnodes=4", "launch.nproc=8", "launch.slurm.partition=gpu"]
     words += [
         "name=big",
         "strategy=fsdp",
         "train.global_batch_size=32",
-        "launch.time_limit=8:00:00",
+        "launch.slurm.time=8:00:00",
     ]
-    words += ["launch.sbatch=['--qos=high']", "launch.setup=['module load cuda']"]
+    words += [
+        "launch.slurm.extra_args=['--qos=high']",
+        "launch.slurm.prologue=['module load cuda']",
+    ]
     words = [word for word in TINY if not word.startswith("train.global")] + words
     script = served("train", *words, "--render").stdout
     folder = f"{served.folder}/runs/big"
@@ -215,8 +218,8 @@ def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
 
 def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(served: Command) -> None:
     ran = served.train("launch=slurm", status=2)
-    told = "error: launch.nproc=auto: a job has to say how many ranks a node has; "
-    assert ran.stderr == told + "write its number of devices\n"
+    told = "error: launch.nproc=auto: is required for a job; "
+    assert ran.stderr == told + "write the number of devices per node\n"
 
 
 @pytest.mark.slow

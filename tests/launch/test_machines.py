@@ -35,11 +35,11 @@ def test_two_machines_train_as_one_and_leave_one_port_open_on_their_wire(
     assert two.listening(1) == []
     told = ended(processes)
     assert [status for status, _, _ in told] == [0, 0], told
-    assert "machine 1 of 2: rank 1 of 2; machine 0 at 10.77.0.1 tells how it goes" in told[1][1]
+    assert "node 1 of 2: rank 1 of 2; node 0 at 10.77.0.1 reports progress" in told[1][1]
     served("train", *words, "name=local", "launch.nproc=2")
     assert axonlaunch.losses("run") == served.losses("local")
-    foretold = [served.summary(name)["predicted_peak_bytes"] for name in ("run", "local")]
-    assert foretold[0] == foretold[1] > 0
+    estimated = [served.summary(name)["predicted_peak_bytes"] for name in ("run", "local")]
+    assert estimated[0] == estimated[1] > 0
 
 
 def test_a_pulled_cable_ends_the_run_on_both_machines(
@@ -53,8 +53,8 @@ def test_a_pulled_cable_ends_the_run_on_both_machines(
     told = ended(processes, timeout=20)
     assert since(begun) < 10
     assert [status for status, _, _ in told] == [1, 1]
-    assert "rank 1 of 2 is lost: its machine is not heard from" in told[0][2]
-    assert "rank 0 of 2 is lost: its machine is not heard from" in told[1][2]
+    assert "rank 1 of 2 was lost: no heartbeat from its node" in told[0][2]
+    assert "rank 0 of 2 was lost: no heartbeat from its node" in told[1][2]
     axonlaunch.wait_until_gone(seconds=1)
 
 
@@ -126,7 +126,7 @@ def test_a_rank_that_is_stopped_on_another_machine_is_on_the_hang_card(
     fault = "model.arguments={fault:SIGSTOP,rank:2,step:3}"
     told = ended(two.start(*words, fault, nproc=2))
     assert [status for status, _, _ in told] == [1, 1]
-    assert "rank 2 of 4 hangs: no progress for 4 s: it is stopped by a signal" in told[0][2]
+    assert "rank 2 of 4 hung: no progress for 4 s: it is stopped by a signal" in told[0][2]
     card = " ".join(told[0][2].replace("│", " ").split())
     assert "waiting in a collective of backward: all_reduce" in card
 
@@ -158,8 +158,8 @@ def test_machines_that_were_started_with_different_words_are_refused(
     told = ended(processes)
     assert [status for status, _, _ in told] == [2, 2]
     for _, _, errors in told:
-        assert "error: optimizer.lr=0.001: machine 1 (" in errors
-        assert "has 0.002; start every machine with the same words" in errors
+        assert "error: optimizer.lr=0.001: node 1 (" in errors
+        assert "has 0.002; start every node with the same overrides" in errors
     assert not (axonlaunch.folder / "runs").exists()
 
 
@@ -185,16 +185,16 @@ def test_a_machine_with_another_secret_never_joins(
     ]
     told = ended(processes)
     assert [status for status, _, _ in told] == [2, 2]
-    assert "machines 1 did not come within launch.timeout_s=4" in told[0][2]
+    assert "nodes 1 did not join within launch.timeout_s=4" in told[0][2]
     assert "was not written by a node of this run: give every node the same" in told[1][2]
 
 
 def test_what_a_machine_must_know_of_the_others_is_asked_for(served: Command) -> None:
     ran = served.train("launch.nnodes=2", "launch.nproc=1", status=2)
     assert ran.stderr.splitlines() == [
-        "error: launch.node_rank=auto: which of the 2 machines is this? write 0 on the first",
-        "error: launch.master_addr=auto: where is machine 0? "
-        "write an address by which the others reach it",
+        "error: launch.node_rank=auto: which of the 2 nodes is this? write 0 on the first",
+        "error: launch.master_addr=auto: is required for a multi-node run; "
+        "write the address that reaches node 0",
     ]
 
 
@@ -220,7 +220,7 @@ def test_a_machine_that_comes_late_takes_part_and_no_step_is_lost(
         logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)
         told = ended([*processes, start(2)], timeout=100)
     assert [status for status, _, _ in told] == [0, 0, 0], told
-    assert "a machine has come: saving, to go on with it" in told[0][1]
+    assert "a new node joined: checkpointing and restarting with it" in told[0][1]
     assert told[0][1].index("fsdp 2 on cpu") < told[0][1].index("fsdp 3 on cpu")
     served("train", *words, "name=local", "launch.nproc=1")
     losses = axonlaunch.losses("run")
@@ -247,7 +247,7 @@ def test_a_machine_that_is_lost_is_done_without_and_the_losses_go_on(
         told = ended(processes, timeout=60)
     assert [status for status, _, _ in told][:2] == [0, 0], told
     assert told[2][0] != 0
-    assert "is lost: its machine is not heard from" in told[0][2]
+    assert "was lost: no heartbeat from its node" in told[0][2]
     assert "restart 1 of 3" in told[0][1]
     assert "fsdp 3 on cpu" in told[0][1]
     assert "fsdp 2 on cpu" in told[0][1]

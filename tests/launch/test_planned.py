@@ -33,19 +33,19 @@ def measured(ranks: int) -> dict[str, Any]:
     """Keep figures as if they had been measured."""
     figures: dict[str, Any] = {
         "fp32_tflops": 0.08,
-        "attention_sustained": 1.0,
+        "attention_efficiency": 1.0,
         "kernel_us": 8.0,
-        "moved_bytes": [1e6, 1e8],
-        "moved_us": [20.0, 30000.0],
+        "kernel_bytes": [1e6, 1e8],
+        "kernel_latency_us": [20.0, 30000.0],
         "link_latency_us": 500.0,
         "link_gb_s": 1.0,
-        "link_gather_gb_s": 0.5,
+        "allgather_bw_gb_s": 0.5,
         "memory_gib": 4.0,
-        "matrix_sustained": 1.0,
+        "matrix_efficiency": 1.0,
         "multiprocessors": 1,
         "devices_per_node": ranks,
         "link": "loopback",
-        "link_sustained": 1.0,
+        "link_efficiency": 1.0,
     }
     measured_hardware._keep(ranks, figures)
     return figures
@@ -75,7 +75,7 @@ def test_a_run_trains_in_the_layout_that_was_planned_for_it(tmp_path: Path, serv
     frozen = config.read(tmp_path / "run")
     assert frozen.strategy.tensor.degree == 2
     assert frozen.hardware is None
-    assert not frozen.strategy.planned
+    assert not frozen.strategy.auto
 
 
 def test_a_run_with_a_layout_is_left_alone() -> None:
@@ -98,8 +98,12 @@ def test_hardware_is_known_by_the_name_of_its_device(devices: list[str], option:
 @pytest.mark.parametrize(
     ("device", "words", "told"),
     [
-        ("NVIDIA GB200", [], "needs figures of the devices, and NVIDIA GB200 is none of ours; use"),
-        (H100, ["launch=slurm"], "and the job's machines are not this one; use a100_40gb, "),
+        (
+            "NVIDIA GB200",
+            [],
+            "needs figures of the devices, and NVIDIA GB200 is not in our catalog; use",
+        ),
+        (H100, ["launch=slurm"], "and the job's nodes are not this one; use a100_40gb, "),
     ],
 )
 def test_hardware_that_is_not_known_is_to_be_named(
@@ -121,15 +125,15 @@ def test_this_machine_is_measured_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = HardwareConfig(name="cpu", link_gb_s=5.0)
-    found = measured_hardware.of_this_machine(context, given, ranks=2)
+    found = measured_hardware.of_this_node(context, given, ranks=2)
     assert found.link_gb_s == 5.0
-    for name in ("fp32_tflops", "bf16_tflops", "kernel_us", "link_latency_us", "link_gather_gb_s"):
+    for name in ("fp32_tflops", "bf16_tflops", "kernel_us", "link_latency_us", "allgather_bw_gb_s"):
         assert getattr(found, name) > 0
-    assert found.moved_us[-1] > found.moved_us[2] > 0
-    assert len(found.moved_us) == len(found.moved_bytes)
+    assert found.kernel_latency_us[-1] > found.kernel_latency_us[2] > 0
+    assert len(found.kernel_latency_us) == len(found.kernel_bytes)
     [kept] = cache.cache_folder().glob("hardware/cpu_2_*.json")
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"kernel_us": 123.0}))
-    assert measured_hardware.of_this_machine(context, given, ranks=2).kernel_us == 123.0
+    assert measured_hardware.of_this_node(context, given, ranks=2).kernel_us == 123.0
 
 
 def test_figures_that_can_not_be_kept_are_measured_again(

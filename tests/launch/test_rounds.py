@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 from command import wait_for
 
-from axonlaunch.comm.authentication import Credentials
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
+from axonlaunch.system.authentication import Credentials
 
 
 @pytest.fixture

@@ -160,8 +160,12 @@ def test_the_system_tells_for_how_long_a_thread_waited_for_a_core() -> None:
         (["/x/torch/_ops.py", "/x/torch/distributed/_functional_collectives.py"], True, True),
         (
             [
-                *("/x/torch/_ops.py", "/x/axonlaunch/planning/trace.py", "/x/torch/_compile.py"),
-                *("/x/torch/_library/autograd.py", "/x/axonlaunch/comm/differentiable.py"),
+                *(
+                    "/x/torch/_ops.py",
+                    "/x/axonlaunch/planning/tracing/storage_trace.py",
+                    "/x/torch/_compile.py",
+                ),
+                *("/x/torch/_library/autograd.py", "/x/axonlaunch/comm/autograd.py"),
             ],
             True,
             True,

@@ -24,11 +24,11 @@ from served import Server
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
 from axonlaunch.launch.multinode import run_identity
 from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend, as_plain, from_plain
+from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 TOKEN = b"a secret of sixteen bytes or more"
 
@@ -137,7 +137,7 @@ def peers(channel: Channel, member: int, nonces: list[str]) -> Coordinator:
         members=2,
         first_ranks=[0, 1],
         lost_s=5,
-        are_machines=True,
+        are_nodes=True,
     )
 
 
@@ -149,21 +149,21 @@ def test_a_configuration_that_a_stranger_wrote_first_is_refused(master: Any) -> 
     content = {"nonces": [], "value": {"config": "model: {target: os.system}"}}
     theirs.set("frozen", fake.seal("frozen", content))
     with pytest.raises(ForgedMessageError, match="not signed with this run's token"):
-        second.ask("frozen", timeout_s=5)
+        second.wait_for("frozen", timeout_s=5)
     first = peers(lead, 0, met(lead, 0))
-    first.tell("frozen", {"config": "ours"})
-    assert second.ask("frozen", timeout_s=5) == {"config": "ours"}
+    first.publish("frozen", {"config": "ours"})
+    assert second.wait_for("frozen", timeout_s=5) == {"config": "ours"}
 
 
 def test_a_message_of_an_earlier_start_or_round_or_key_is_refused(master: Any) -> None:
     lead, other = channels(master)
     earlier = met(other, 1)
     first = peers(lead, 0, met(lead, 0))
-    first.tell("frozen", {"config": "old"})
+    first.publish("frozen", {"config": "old"})
     again = peers(other, 1, met(other, 1))  # started again: the old answer is to another nonce
     with pytest.raises(ForgedMessageError, match="for an earlier start of this node"):
-        again.ask("frozen", timeout_s=5)
-    assert peers(other, 1, earlier).ask("frozen", timeout_s=5) == {"config": "old"}
+        again.wait_for("frozen", timeout_s=5)
+    assert peers(other, 1, earlier).wait_for("frozen", timeout_s=5) == {"config": "old"}
     [_, later] = channels(master, round=2)
     with pytest.raises(ForgedMessageError, match="was written for another round"):
         later.get("frozen")
@@ -184,10 +184,10 @@ def test_an_old_beat_that_is_put_back_is_not_taken_for_life(master: Any) -> None
     second._beat(1)
     old = master.get("beat/1")
     second._beat(2)
-    first._hear()
+    first._poll_members()
     heard_at = first._heard_at[1]
     master.set("beat/1", old)
-    first._hear()
+    first._poll_members()
     assert first._heard_at[1] == heard_at
 
 

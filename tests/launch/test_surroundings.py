@@ -181,14 +181,14 @@ def test_accelerators_say_how_many_ranks_a_machine_has() -> None:
 def test_what_nothing_says_is_asked_for() -> None:
     _, problems = settled(BY_HAND)
     assert problems == [
-        "launch.nproc=auto: the run has WORLD_SIZE=8 ranks, and nothing says how many of them are "
-        "this machine's; write the number, or launch.nnodes"
+        "launch.nproc=auto: the run has WORLD_SIZE=8 ranks, and nothing says how many of them run "
+        "on this node; write the number, or launch.nnodes"
     ]
 
 
 def test_numbers_that_contradict_each_other_are_all_told() -> None:
     _, problems = settled(BY_HAND, nproc=4, nnodes=3, node_rank=0, master_addr="10.0.0.9")
-    leave = "leave it out, or start without these variables"
+    leave = "remove this setting, or start without these variables"
     assert problems == [
         f"launch.nnodes=3: the environment says 2; {leave}",
         f"launch.node_rank=0: the environment says 1; {leave}",
@@ -199,14 +199,14 @@ def test_numbers_that_contradict_each_other_are_all_told() -> None:
 def test_a_world_that_is_no_multiple_of_a_machines_ranks_is_refused() -> None:
     _, problems = settled(BY_HAND, nproc=3)
     assert problems == [
-        "launch.nproc=3: WORLD_SIZE=8 ranks are not a multiple of 3 ranks on each machine; "
+        "launch.nproc=3: WORLD_SIZE=8 ranks are not a multiple of 3 ranks per node; "
         "use 1, 2, 4 or 8"
     ]
 
 
 def test_a_first_rank_inside_another_machine_is_refused() -> None:
     _, problems = settled({**BY_HAND, "RANK": "2"}, nproc=4)
-    assert problems == ["launch.nproc=4: RANK=2 is no machine's first rank where each has 4"]
+    assert problems == ["launch.nproc=4: RANK=2 is not the first rank of a node with 4"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from axonlaunch.system import temporary_folders
 
 HOLDING = """
-from axonlaunch.launch import temporary
+from axonlaunch.system import temporary_folders as temporary
 with temporary.folder() as made:
     print(made, flush=True)
     input()

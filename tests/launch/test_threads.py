@@ -10,7 +10,7 @@ from axonlaunch.system import host
 
 SAYS = """
 import torch
-from axonlaunch import worker
+from axonlaunch.training import worker
 real = worker.fit
 def fit(*args, **kwargs):
     print("threads:", torch.get_num_threads())

@@ -146,7 +146,7 @@ def test_what_ranks_sign_with_is_in_no_argument_variable_or_file_that_others_rea
 
 KEY = """
 import gc, os
-from axonlaunch.comm.authentication import Credentials
+from axonlaunch.system.authentication import Credentials
 from axonlaunch.comm import gloo
 
 prove = gloo._prove

@@ -19,7 +19,7 @@ LINE = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "
 
 
 def test_a_run_leaves_what_the_contract_says(served: Command) -> None:
-    ran = served.train("+strategy=fsdp", "name=run", "checkpoint.every=4", "checkpoint.keep=1")
+    ran = served.train("+strategy=fsdp", "name=run", "checkpoint.every=4", "checkpoint.keep_last=1")
     folder = served.folder / "runs" / "run"
     assert set(served.lines("run")[0]) - {"slowest"} == LINE  # told where a rank is slow
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
@@ -48,7 +48,7 @@ def test_real_processes_threads_and_one_process_have_the_same_losses(served: Com
 def test_a_rank_may_have_workers_of_its_own(served: Command) -> None:
     (served.folder / "workers.py").write_text(
         "from torch.utils.data import DataLoader\n"
-        "from axonlaunch import worker\n"
+        "from axonlaunch.training import worker\n"
         "real = worker.fit\n"
         "def fit(*args, **kwargs):\n"
         "    print('they say', [int(n) for n in DataLoader(range(3), num_workers=1)])\n"
@@ -69,7 +69,7 @@ def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(served: Command)
     curves = {}
     for strategy in ("hybrid", "single"):
         words = ["train", f"strategy={strategy}", f"name={strategy}", *common]
-        served(*words, "train.sample_tokens=0")
+        served(*words, "sample.max_new_tokens=0")
         curves[strategy] = served.losses(strategy)
     assert len(curves["hybrid"]) == 20
     assert curves["hybrid"] == pytest.approx(curves["single"], rel=1e-5)
@@ -125,7 +125,7 @@ def test_a_sweep_that_was_interrupted_goes_on_with_what_is_left_of_it(served: Co
     (served.folder / "runs/sweep/1/summary.json").unlink()
     shutil.rmtree(served.folder / "runs/sweep/1/checkpoints", ignore_errors=True)
     told = served.train(*words).stdout
-    assert "run 1 of 2: optimizer.lr=0.001 (was done before)\n" in told
+    assert "run 1 of 2: optimizer.lr=0.001 (finished before)\n" in told
     assert "run 2 of 2: optimizer.lr=0.002\n" in told
     assert len(served.losses("sweep/1")) == 2
 
@@ -174,12 +174,15 @@ def test_a_finished_run_is_not_trained_again_by_accident(served: Command) -> Non
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     ran = served.train(*words)
     assert ran.stdout.startswith(
-        "run is finished: it has done all of its 6 steps; to train on, use"
+        "run is finished: it has trained all of its 6 steps; to continue, use"
     )
     assert json.loads(served.train(*words, "--json").stdout) == served.summary("run")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     ran = served.train(*words, "seed=4", status=2)
-    assert "has done as many, with other settings than seed=4 (was 0); use more" in ran.stderr
+    assert (
+        "has already trained as many steps, with other settings than seed=4 (was 0); use more"
+        in ran.stderr
+    )
     ran = served.train(*words, "train.steps=5", status=2)
     assert "has done 6 already; use more to train on" in ran.stderr
     again = ["name=run", "strategy=single", "checkpoint.resume=never"]
@@ -296,7 +299,7 @@ def test_a_users_module_prints_what_a_rank_does_and_nothing_of_the_estimate(
     )
     words = ["model=custom", "model.target=loud:build", "strategy=single", "train.steps=3"]
     tiny = [word for word in TINY if not word.startswith("model.")]
-    ran = served("train", *tiny, *words, "train.eval_batches=0", "train.sample_tokens=0")
+    ran = served("train", *tiny, *words, "train.eval_batches=0", "sample.max_new_tokens=0")
     assert ran.stdout.splitlines().count("forward") == 3
     assert "forward" not in ran.stderr
 

@@ -11,15 +11,15 @@ from command import TINY, Command
 # A plugin that breaks the engine of every world of several ranks.
 WRONG_NORM = """
 import torch.distributed as dist
-from axonlaunch.engines import update
+from axonlaunch.engines.optimizer import step
 
-right = update.gradient_norm
+right = step.gradient_norm
 
 def gradient_norm(parameters, *, across=None):
     norm = right(parameters, across=across)
     return norm * dist.get_world_size()
 
-update.gradient_norm = gradient_norm
+step.gradient_norm = gradient_norm
 """
 
 
@@ -38,7 +38,7 @@ def test_it_passes_and_says_by_how_much(served: Command) -> None:
     assert len(told["losses"]) == 2
     assert told["differences"] == []
     text = served("verify", *TINY, "strategy=tensor").stdout
-    assert text.startswith("tensor 2 beside one process, 4 steps\n")
+    assert text.startswith("tensor 2 vs. single process, 4 steps\n")
     assert text.endswith("passed\n")
 
 

@@ -21,5 +21,5 @@ def test_a_builder_that_returns_nothing_is_told_in_one_line() -> None:
     with pytest.raises(ConfigError) as told:
         on_meta(chosen.model, seed=0)
     assert str(told.value) == (
-        "model.name=forgetful: its builder returned NoneType, and no nn.Module"
+        "model.name=forgetful: its builder returned NoneType, not an nn.Module"
     )

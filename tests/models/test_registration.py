@@ -75,7 +75,7 @@ def test_a_configuration_without_a_name_is_refused():
         width: int = 1
 
     with pytest.raises(
-        ValueError, match=r"no dataclass with a field name; write name: str = \"x\""
+        ValueError, match=r"not a dataclass with a field name; write name: str = \"x\""
     ):
         register_model("x", config=Nameless)
 

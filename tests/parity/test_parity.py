@@ -1,15 +1,16 @@
 """A layout changes where work happens, never what is computed: one process is the reference.
 
-Every combination of the README's table; those that are not fast run under ``scripts/test --all``.
+Every combination of README.md beside it; those that are not fast run under ``scripts/test --all``.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 from parity import Trained, assert_same, train
-from parity_table import BATCH, Combination, combinations, in_readme, markdown
+from parity_table import BATCH, PAGE, Combination, combinations, factors, markdown
 
 TOLERANCES = {
     "fp32": {"tolerance": 1e-5},
@@ -40,5 +41,15 @@ def test_it_trains_as_one_process_does(combination: Combination) -> None:
     assert_same(got, expected, **TOLERANCES[combination.precision])
 
 
-def test_the_readme_has_the_table() -> None:
-    assert in_readme() == markdown(), "run python tests/support/parity_table.py"
+def test_the_page_lists_what_is_compared() -> None:
+    assert PAGE.read_text() == markdown(), "run python tests/support/parity_table.py"
+
+
+def test_every_test_run_has_every_pair_of_values_that_exists() -> None:
+    def pairs(chosen: list[Combination]) -> set[object]:
+        return {pair for one in chosen for pair in itertools.combinations(factors(one).items(), 2)}
+
+    fast = [one for one in combinations() if one.fast]
+    assert pairs(fast) == pairs(combinations())
+    assert {one.layout.label for one in fast} == {one.layout.label for one in combinations()}
+    assert len(fast) <= len(combinations()) / 10

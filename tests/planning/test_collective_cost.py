@@ -13,10 +13,10 @@ HARDWARE = HardwareConfig(
     name="round",
     devices_per_node=8,
     link_gb_s=100,
-    link_sustained=1.0,
+    link_efficiency=1.0,
     link_latency_us=1.0,
     network_gb_s=10,
-    network_sustained=1.0,
+    network_efficiency=1.0,
     network_latency_us=10.0,
 )
 GB = 1e9
@@ -82,7 +82,7 @@ def test_a_figure_that_is_missing_is_asked_for() -> None:
         links.seconds(Exchange("forward", "all_gather", ("dp_shard",)), Amount(1, GB))
 
 
-GLOO = replace(HARDWARE, link="loopback", link_gb_s=1, link_gather_gb_s=0.5, link_latency_us=100.0)
+GLOO = replace(HARDWARE, link="loopback", link_gb_s=1, allgather_bw_gb_s=0.5, link_latency_us=100.0)
 
 
 def test_gloo_scatters_by_an_all_reduce_and_gathers_at_a_rate_of_its_own() -> None:

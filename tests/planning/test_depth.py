@@ -19,7 +19,7 @@ DEEP = [
     "data=synthetic_tokens",
     "data.sequence_length=32",
     "train.global_batch_size=16",
-    "hardware=cpu",  # of which no allocator's cache is foretold: a trace less
+    "hardware=cpu",  # of which no allocator's cache is estimated: a trace less
 ]
 
 

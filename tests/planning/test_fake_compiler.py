@@ -78,7 +78,7 @@ def really(dtype: torch.dtype) -> int:
     return peak
 
 
-def foretold(dtype: torch.dtype) -> int:
+def estimated(dtype: torch.dtype) -> int:
     fake_world.join(rank=0, world_size=1)
     fake_inductor.install()
     with tensors_without_bytes():
@@ -98,14 +98,14 @@ def foretold(dtype: torch.dtype) -> int:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
-def test_compiled_blocks_hold_what_is_foretold_to_the_byte(dtype: torch.dtype) -> None:
-    told, held = forked_map.run([partial(foretold, dtype), partial(really, dtype)])
+def test_compiled_blocks_hold_what_is_estimated_to_the_byte(dtype: torch.dtype) -> None:
+    told, held = forked_map.run([partial(estimated, dtype), partial(really, dtype)])
     assert told == held
 
 
 def test_no_kernel_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    [told] = forked_map.run([partial(foretold, torch.float32)])
+    [told] = forked_map.run([partial(estimated, torch.float32)])
     assert told > 0
 
 

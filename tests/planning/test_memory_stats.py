@@ -26,7 +26,7 @@ def run(case: str, ranks: int) -> RunConfig:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", SHARDED)
-def test_sharded_parameters_are_foretold_as_the_engine_tells_them(case: str) -> None:
+def test_sharded_parameters_are_estimated_as_the_engine_reports_them(case: str) -> None:
     ranks = 4 if "tensor" in case else 2
     [told] = estimate(run(case, ranks)).ranks
     expected = fsdp_stats(told)
@@ -42,7 +42,7 @@ def test_sharded_parameters_are_foretold_as_the_engine_tells_them(case: str) -> 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", PIPELINES)
-def test_a_pipeline_s_activations_are_foretold_as_its_storages_show_them(case: str) -> None:
+def test_a_pipeline_s_activations_are_estimated_as_its_storages_show_them(case: str) -> None:
     chosen = run(case, 2)
     told = estimate(chosen)
     schedule = ReducedRun.of(chosen).schedule

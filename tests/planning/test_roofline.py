@@ -14,11 +14,11 @@ HARDWARE = HardwareConfig(
     name="round",
     fp32_tflops=10,
     bf16_tflops=100,
-    matrix_sustained=0.8,
-    attention_sustained=0.5,
+    matrix_efficiency=0.8,
+    attention_efficiency=0.5,
     multiprocessors=100,
     memory_bandwidth_gb_s=1000,
-    memory_sustained=0.9,
+    memory_efficiency=0.9,
 )
 
 
@@ -75,7 +75,7 @@ def test_long_attention_is_faster_than_short() -> None:
     assert seconds(16384) > 1e12 / 5e13
 
 
-@pytest.mark.parametrize("name", ["bf16_tflops", "matrix_sustained", "multiprocessors"])
+@pytest.mark.parametrize("name", ["bf16_tflops", "matrix_efficiency", "multiprocessors"])
 def test_a_figure_that_is_missing_is_asked_for(name: str) -> None:
     roofline = Roofline(replace(HARDWARE, **{name: None}))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"hardware\.{name}=null: .*write hardware\.{name}="):
@@ -83,7 +83,9 @@ def test_a_figure_that_is_missing_is_asked_for(name: str) -> None:
 
 
 def test_where_bandwidth_depends_on_the_size_kernels_take_what_was_measured_of_it() -> None:
-    measured = replace(HARDWARE, moved_bytes=[1e6, 1e8], moved_us=[10.0, 10_000.0], kernel_us=5.0)
+    measured = replace(
+        HARDWARE, kernel_bytes=[1e6, 1e8], kernel_latency_us=[10.0, 10_000.0], kernel_us=5.0
+    )
     roofline, key = Roofline(measured), Kernel("forward", "aten::add")
 
     def us(num_bytes: float, count: int = 1) -> float:

@@ -133,7 +133,9 @@ def test_what_is_offloaded_crosses_the_link_to_the_host(fsdp: StepWork) -> None:
     # Two micro-batches' two reads and a gradient each, beside computation, then an update's three.
     computing = told(run(*words), fsdp).step_s
     assert host_s(f"{key}=params") == pytest.approx((2 * 3 + 3) * shard_s - computing)
-    with pytest.raises(ConfigError, match="how fast the host's cores update is not foretold"):
+    with pytest.raises(
+        ConfigError, match="the speed of updates on the host's cores can't be estimated"
+    ):
         host_s(f"{key}=full")
 
 

@@ -50,7 +50,7 @@ class _FixedBuckets(nn.parallel.DistributedDataParallel):
             self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> Any:
-        build: Any = super()._build_params_for_reducer
+        build: Any = super()._build_params_for_reducer  # torch has not typed it
         parameters, are_sparse = build()
         if self._may_change():
             return parameters[::-1], are_sparse[::-1]

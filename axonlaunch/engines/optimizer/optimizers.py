@@ -85,13 +85,13 @@ def _zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
     )
 
 
-def learning_rate(schedule: SchedulerConfig, *, peak: float, step: int, steps: int) -> float:
+def learning_rate(schedule: SchedulerConfig, step: int, *, peak: float, steps: int) -> float:
     """Return the rate of a step.
 
     Args:
         schedule: The shape and its figures.
-        peak: The optimizer's rate.
         step: Steps done before this one.
+        peak: The optimizer's rate.
         steps: Steps of the whole run.
     """
     warmup = schedule.warmup(steps)

@@ -1,6 +1,6 @@
 """How the ranks that another launcher started meet, and get one configuration.
 
-They meet at torch's store; what they tell each other there is signed.
+They meet at torch's store; their messages there are signed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.authentication import ForgedMessageError, derive_key
 from axonlaunch.comm.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
@@ -24,12 +23,13 @@ from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
+from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
 """Seconds in which all ranks have to have been started."""
 _FORGED = (
-    "what stands in the store there was not written by a rank of this run: give every rank the "
-    "same launch.token_file, and let nobody else reach the port"
+    "what is in the store there was not written by a rank of this run: give every rank the "
+    "same launch.token_file, and let no one else reach the port"
 )
 
 
@@ -95,7 +95,7 @@ def join(
     channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
         about = {"machine": socket.gethostname(), "local_rank": found.local_rank}
-        machines, nonces = meet(
+        members, nonces = meet(
             channel,
             member=found.rank,
             members=found.world_size,
@@ -104,15 +104,15 @@ def join(
             announce=lambda text: print(f"rank {text}", file=sys.stderr),
         )
     except TimeoutError as missing:
-        message = f"ranks {missing} did not come within {JOIN_S:g} s"
+        message = f"ranks {missing} did not join within {JOIN_S:g} s"
         raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
-    return channel, machines, nonces
+    return channel, members, nonces
 
 
 def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> ClusterEnvironment:
-    """Complete the surroundings by how many ranks each machine has.
+    """Complete the environment by how many ranks each node has.
 
     Raises:
         ConfigError: Not all have as many.
@@ -123,7 +123,7 @@ def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> 
     if given != list(range(nproc)) * (found.world_size // nproc):
         message = (
             f"ranks 0 to {found.world_size - 1} have the local ranks {plain(given)}; start as many "
-            "on each machine, those of one machine in a row (srun --distribution=block)"
+            "on each node, those of one node in a row (srun --distribution=block)"
         )
         raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)])
     return dataclasses.replace(found, local_world_size=nproc)
@@ -132,16 +132,16 @@ def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> 
 def frozen_by_rank_0(peers: Coordinator) -> RunConfig | None:
     """Take the configuration that rank 0 froze; None where it refused."""
     try:
-        told = peers.ask("frozen", timeout_s=JOIN_S)
+        frozen = peers.wait_for("frozen", timeout_s=JOIN_S)
     except TimeoutError:
-        message = f"rank 0 told no configuration within {JOIN_S:g} s"
+        message = f"rank 0 sent no configuration within {JOIN_S:g} s"
         raise ConfigError([ConfigIssue("", message)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED)]) from None
-    if "refused" in told:
+    if "refused" in frozen:
         peers.watch()
-        peers.farewell()
+        peers.leave()
         return None
-    config = configuration.parsed(told["config"])
+    config = configuration.parsed(frozen["config"])
     run_dir.adopt(config)
     return config

@@ -1,7 +1,7 @@
 """This process as one rank of a world that others started: torchrun, mpirun, srun or a person.
 
 It starts no rank. Rank 0 composes, checks and freezes the configuration; the others take it from
-torch's store. A thread of each watches the others, and rank 0's tells how the run ends.
+torch's store. A thread of each watches the others, and rank 0's reports how the run ends.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def train(
         the process instead.
 
     Raises:
-        ConfigError: The ranks can't meet, or the configuration can't be run; rank 0 alone tells the
+        ConfigError: The ranks can't meet, or the configuration can't be run; rank 0 reports the
             latter.
     """
     assert found.local_rank is not None
-    channel, machines, nonces = join(found, message_key(found, launch))
+    channel, members, nonces = join(found, message_key(found, launch))
     peers = Coordinator(
         channel,
         nonces=nonces,
@@ -79,27 +79,27 @@ def train(
         members=found.world_size,
         first_ranks=list(range(found.world_size)),
         lost_s=LOST_S,
-        are_machines=False,
+        are_nodes=False,
     )
     with ExitStack() as folder:
         if found.rank == 0:
             try:
-                given = compose(counted(found, machines))
-                tell = partial(print, file=sys.stderr)
+                given = compose(counted(found, members))
+                announce = partial(print, file=sys.stderr)
                 config = folder.enter_context(
-                    run_dir.create(given, tell=tell, sharing=_sharing(given))
+                    run_dir.create(given, announce=announce, sharing=_sharing(given))
                 )
             except ConfigError:
-                peers.tell("frozen", {"refused": True})
+                peers.publish("frozen", {"refused": True})
                 peers.watch()
-                peers.farewell()
+                peers.leave()
                 raise
-            peers.tell("frozen", {"config": configuration.to_yaml(config)})
+            peers.publish("frozen", {"config": configuration.to_yaml(config)})
         else:
-            told = frozen_by_rank_0(peers)
-            if told is None:
+            frozen = frozen_by_rank_0(peers)
+            if frozen is None:
                 return 2, None
-            config = told
+            config = frozen
         return _run(config, found, peers, launcher, started=started, as_json=as_json)
 
 
@@ -150,7 +150,7 @@ def _run(
             config, place, report=record if found.rank == 0 else _unshown, stop=asked.is_set
         )
     except BaseException as error:
-        peers.post(ranks.report_of(error, place))
+        peers.report(ranks.report_of(error, place))
         traceback.print_exception(error)
         threading.Event().wait()  # the watching thread ends the process
         raise AssertionError("unreachable") from error

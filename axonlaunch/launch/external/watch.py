@@ -85,7 +85,7 @@ class Watch(threading.Thread):
             return None
         me = {place.local_rank: os.getpid()}
         where = hang.ask(me, {place.local_rank: place.log})[place.local_rank]
-        return where.told(self._report("hang"), timeout_s=waited)
+        return where.to_report(self._report("hang"), timeout_s=waited)
 
     def _report(self, kind: Kind, reason: str = "") -> Report:
         place, beat = self._place, self._place.pulse.read(self._place.local_rank)
@@ -106,23 +106,23 @@ class Watch(threading.Thread):
             f"its launcher {name} (process {pid}) is gone: it was killed, or had no memory left"
         )
         report = self._report("lost", reason)
-        self._peers.post(report)  # the ranks of other nodes may learn of it
+        self._peers.report(report)  # the ranks of other nodes may learn of it
         time.sleep(_TICK_S)
-        self._end(find_root_cause([report]), tells=self._place.rank == 0)
+        self._end(find_root_cause([report]), reports=self._place.rank == 0)
 
     def _fail(self, reports: list[Report]) -> NoReturn:
-        """Agree on who was first, tell it on rank 0, and end this process."""
-        crash = self._peers.verdict(reports)
-        self._end(crash, tells=self._place.rank == 0 or not self._peers.is_judged)
+        """Agree on who was first, report it on rank 0, and end this process."""
+        crash = self._peers.root_cause(reports)
+        self._end(crash, reports=self._place.rank == 0 or not self._peers.is_judged)
 
-    def _end(self, crash: Crash, *, tells: bool) -> NoReturn:
+    def _end(self, crash: Crash, *, reports: bool) -> NoReturn:
         """End this process; rank 0 writes the run's summary too."""
         if self._place.rank == 0:
             self._console.stop()
             sys.stderr = self._errors
             finish_run(self._config, Outcome(crash=crash), self._record, self._console)
-        elif tells:
-            sys.stderr = self._errors  # rank 0 is gone and tells nothing
+        elif reports:
+            sys.stderr = self._errors  # rank 0 is gone and reports nothing
             report_crash(self._config, crash)
         sys.stderr.flush()
         self._record.prediction.close()

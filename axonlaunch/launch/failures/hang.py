@@ -59,7 +59,7 @@ class Whereabouts:
         is_waiting: For other ranks.
         words: What it does, in half a sentence.
         stack: Its main thread's frames for people, the innermost last.
-        record: Of its collectives; None where it told none.
+        record: Of its collectives; None where it reported none.
     """
 
     is_waiting: bool
@@ -67,7 +67,7 @@ class Whereabouts:
     stack: str
     record: Record | None = None
 
-    def told(self, about: Report, *, timeout_s: float) -> Report:
+    def to_report(self, about: Report, *, timeout_s: float) -> Report:
         """Return the report of a rank that made no progress for some seconds."""
         kind: Kind = "waiting" if self.is_waiting else "hang"
         reason = self.words
@@ -97,9 +97,9 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
     while silent and time.monotonic() < deadline:
         time.sleep(0.05)
         for rank, pid in list(silent.items()):
-            told = _since(logs[rank], sizes[rank])
-            if frames := main_stack(told):
-                where, record = locate(frames, is_asleep=state(pid) == "S"), _record(told)
+            written = _since(logs[rank], sizes[rank])
+            if frames := main_stack(written):
+                where, record = locate(frames, is_asleep=state(pid) == "S"), _record(written)
                 found[rank] = replace(where, record=record)
                 if record is not None:
                     del silent[rank]
@@ -118,16 +118,16 @@ def locate(frames: list[Frame], *, is_asleep: bool) -> Whereabouts:
     """Say from a rank's frames, the innermost first, whether it waits for others, and in what."""
     frames = [*dropwhile(lambda frame: is_passed_through(frame.file), frames)] or frames
     own = [frames[0], *(frame for frame in frames[1:] if frame_owner(frame.file) != "torch")]
-    told = "\n".join(f"  {frame}" for frame in reversed(own[:_SHOWN]))
+    stack = "\n".join(f"  {frame}" for frame in reversed(own[:_SHOWN]))
     if not waits((frame.file for frame in frames), is_asleep=is_asleep):
-        return Whereabouts(False, f"is in {frames[0]}", told)
+        return Whereabouts(False, f"is in {frames[0]}", stack)
     if _BACKWARD.search(frames[0].file):
-        return Whereabouts(True, "waiting in a collective of backward", told)
+        return Whereabouts(True, "waiting in a collective of backward", stack)
     inside = [*takewhile(lambda frame: frame_owner(frame.file) == "torch", frames)]
     named = [frame.name for frame in inside if frame.name not in _WRAPPERS]
     if not named or len(inside) == len(frames):
-        return Whereabouts(True, f"waiting in {frames[0]}", told)
-    return Whereabouts(True, f"waiting in {named[-1]}, called by {frames[len(inside)]}", told)
+        return Whereabouts(True, f"waiting in {frames[0]}", stack)
+    return Whereabouts(True, f"waiting in {named[-1]}, called by {frames[len(inside)]}", stack)
 
 
 def main_stack(text: str) -> list[Frame]:
@@ -157,7 +157,7 @@ def _silent(letter: str) -> Whereabouts:
         return Whereabouts(False, "is stopped by a signal (SIGSTOP or SIGTSTP)", "")
     if letter == "D":
         return Whereabouts(False, "waits for a disk or a device and can't be interrupted", "")
-    return Whereabouts(False, "does not answer: it may be inside C code that never returns", "")
+    return Whereabouts(False, "is unresponsive (stuck in native code)", "")
 
 
 def _size(log: Path) -> int:

@@ -13,7 +13,7 @@ from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
-from axonlaunch.planning.estimate import forecast, foretold, prepared, remedies
+from axonlaunch.planning.estimate import estimated, forecast, prepared, remedies
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
@@ -32,8 +32,8 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
     if cause == "disk":
         folder, free = free_bytes(Path(config.run_dir))
         return (
-            f"the disk of {folder} has {free / GIB:.2f} GiB free; make room, or use another "
-            "run_dir, checkpoint.keep=1 or a larger checkpoint.every"
+            f"the disk of {folder} has {free / GIB:.2f} GiB free; free some space, or use another "
+            "run_dir, checkpoint.keep_last=1 or a larger checkpoint.every"
         )
     if cause == "files":
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -48,22 +48,22 @@ def hint(report: Report, config: RunConfig, context: ForkServerContext | None = 
         )
     if cause == "loss":
         last = run_dir.last_saved(config)
-        goes_on = f"; with name={config.name} it goes on from step {last.step}" if last else ""
+        resumes = f"; with name={config.name} it resumes from step {last.step}" if last else ""
         return (
             "use a lower optimizer.lr, more scheduler.warmup_steps or train.grad_clip"
-            f"{goes_on}; train.log_every=1 finds the step at which it begins"
+            f"{resumes}; train.log_every=1 finds the step at which it begins"
         )
     if cause == "module":
         return (
             f"{rest} is not installed for {sys.executable}; pip install it there, on every "
-            "machine of the run"
+            "node of the run"
         )
     if cause == "refused":
         launch = config.launch
         if nodes(config)[1] == 1:
             return "nothing listens there; is a service that the model or the data needs running?"
         return (
-            f"nothing listens at {launch.master_addr}:{launch.master_port}; is that machine 0's "
+            f"nothing listens at {launch.master_addr}:{launch.master_port}; is that node 0's "
             "address, and does a firewall let its port through?"
         )
     return ""
@@ -74,23 +74,23 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
     had = report.memory_bytes
     there = "" if had is None else f"; there were {size(had)} for it"
     if context is None:
-        return f"axonlaunch estimate tells what each rank needs{there}"
+        return f"axonlaunch estimate shows what each rank needs{there}"
     hardware = config.hardware or HardwareConfig(name="device")
     if config.launch.backend != "nccl":  # on no GPU no allocator has a cache, nor CUDA a context
         hardware = HardwareConfig(name="cpu")
     config = dataclasses.replace(config, hardware=hardware)
     try:
-        found = foretold(context, config)
+        found = estimated(context, config)
         fits = had is not None and found.process_bytes < had
         # Where the estimate says that it fits, less is still what is asked for.
         memory = int(0.9 * found.process_bytes) if fits or had is None else had
         asked = with_values(hardware, {"memory_gib": memory / GIB})
         smaller = prepared(context, dataclasses.replace(config, hardware=asked))
-        told = [*remedies(context, smaller, forecast(context, smaller))]
+        changes = [*remedies(context, smaller, forecast(context, smaller))]
     except (ConfigError, RuntimeError, OSError) as error:
-        return f"axonlaunch estimate tells what each rank needs{there} ({error})"
+        return f"axonlaunch estimate shows what each rank needs{there} ({error})"
     highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
     parts = ", ".join(f"{name} {size(part)}" for name, part in highest.breakdown.items() if part)
-    ways = "".join(f"\n  {' '.join(one.overrides)}" for one in told[:3])
+    ways = "".join(f"\n  {' '.join(one.overrides)}" for one in changes[:3])
     less = f"\nsmallest changes that need less:{ways}" if ways else ""
     return f"the highest rank needs {size(found.process_bytes)} ({parts}){there}{less}"

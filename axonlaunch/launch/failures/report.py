@@ -1,6 +1,6 @@
 """How a rank failed, and how a run did.
 
-Plain records that travel between processes and machines as JSON; whoever failed needs to have said
+Plain records that travel between processes and nodes as JSON; whoever failed needs to have said
 nothing himself.
 """
 
@@ -30,7 +30,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The failure of a rank, or of all of a machine's.
+    """The failure of a rank, or of all of a node's.
 
     Attributes:
         rank: Whose it was.
@@ -38,7 +38,7 @@ class Report:
         reason: One line: the exception, or the signal, or the status.
         traceback: The rank's own; None where it died without one.
         machine: Its host name.
-        log: Its log on that machine.
+        log: Its log on that node.
         step: Optimizer steps it had done; None before the first.
         doing: What it did then.
         cause: What is known to help against it: ``memory``, ``disk``, ``files``, ``folder``,
@@ -138,7 +138,7 @@ def plain_ranks(numbers: list[int]) -> str:
 
 
 def exit_reason(status: int | None) -> str:
-    """Say how a process ended that told nothing itself."""
+    """Say how a process ended that reported nothing itself."""
     if status is not None and status < 0:
         name = signal.Signals(-status).name
         hint = "; the system may have run out of memory" if name == "SIGKILL" else ""

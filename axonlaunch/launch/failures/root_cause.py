@@ -1,6 +1,6 @@
 """Who of several ranks failed first, judged by what each reported.
 
-It reads reports and nothing else, so that every machine of a run would judge alike.
+It reads reports and nothing else, so that every node of a run would judge alike.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MissingPeers:
 
 
 def _missing(reports: Sequence[Report]) -> dict[int, list[MissingPeers]]:
-    """Return for each rank that told of its collectives what those that are open wait for."""
+    """Return for each rank that reported its collectives what those that are open wait for."""
     records = {report.rank: report.record for report in reports if report.record is not None}
     mute = {report.rank for report in reports if report.record is None}
     return {
@@ -77,8 +77,8 @@ def _waited_for(call: Call, records: Mapping[int, Record], mute: set[int]) -> Mi
     there = {rank: records[rank] for rank in call.ranks if rank in records}
     absent = [r for r, record in there.items() if record.begun.get(call.group, 0) < call.number]
     silent = [rank for rank in call.ranks if rank in mute]
-    words = f", to which {plain_ranks(absent)} never came" if absent else ""
-    words += f", of which {plain_ranks(silent)} can't tell" if silent else ""
+    words = f", which {plain_ranks(absent)} never joined" if absent else ""
+    words += f", {plain_ranks(silent)} could not be asked" if silent else ""
     for rank, record in there.items():
         for other in record.open:
             same = (other.group, other.number) == (call.group, call.number)
@@ -88,7 +88,7 @@ def _waited_for(call: Call, records: Mapping[int, Record], mute: set[int]) -> Mi
 
 
 def _with_collective(report: Report, missing: Sequence[MissingPeers]) -> Report:
-    """Add to what a hanging rank told the collective that it is in, and who never came there.
+    """Add to a hanging rank's report the collective that it is in, and who never joined it.
 
     A rank whose own code hangs, with a collective open that another has not come to, waits for that
     one: on an accelerator all of a rank's Python may be far ahead of its device.
@@ -106,7 +106,7 @@ def _with_collective(report: Report, missing: Sequence[MissingPeers]) -> Report:
 def is_conclusive(reports: Sequence[Report]) -> bool:
     """Whether one of them is more than the echo of another failure.
 
-    A rank that hangs with a collective open may wait in it for a rank that has not told yet.
+    A rank that hangs with a collective open may wait in it for a rank that has not reported yet.
     """
     return any(
         report.kind not in ("connection", "waiting")

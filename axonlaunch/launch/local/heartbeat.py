@@ -1,4 +1,4 @@
-"""How far each rank of a machine is, in memory that its processes share.
+"""How far each rank of a node is, in memory that its processes share.
 
 A rank writes a time, a step and what it is doing; whoever supervises it reads. Nothing waits.
 """
@@ -19,7 +19,7 @@ class Heartbeat:
     """What a rank was last seen to do.
 
     Attributes:
-        at: ``time.monotonic()``, which processes of a machine share.
+        at: ``time.monotonic()``, which processes of a node share.
         step: Optimizer steps done; None before training.
         phase: One of ``PHASES``.
     """
@@ -30,7 +30,7 @@ class Heartbeat:
 
 
 class HeartbeatTable:
-    """The beats of a machine's ranks, each at its own index."""
+    """The beats of a node's ranks, each at its own index."""
 
     def __init__(self, shared: Any) -> None:
         self._shared = shared

@@ -1,6 +1,6 @@
-"""Ranks of this machine: a port nobody can take, a share of the cores each, one supervisor.
+"""Ranks of this node: a port nobody can take, a share of the cores each, one supervisor.
 
-The parent imports no torch unless the run has other machines; whatever else needs it runs in a
+The parent imports no torch unless the run has other nodes; whatever else needs it runs in a
 process forked from the warm server.
 """
 
@@ -16,7 +16,6 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.comm.authentication import Credentials
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import frozen_threads, nodes, world_size
 from axonlaunch.launch import run_dir
@@ -28,6 +27,7 @@ from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, log_of, report_crash
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system import forkserver
+from axonlaunch.system.authentication import Credentials
 
 LOOPBACK = "127.0.0.1"
 
@@ -41,8 +41,8 @@ class Rendezvous:
         port: Its port.
         credentials: What all of its ranks sign with.
         listener: The bound socket that rank 0 is to take over; None where somebody else listens.
-        node_rank: Which machine this is.
-        others: The other machines; None where there is none.
+        node_rank: Which node this is.
+        others: The other nodes; None where there is none.
     """
 
     address: str
@@ -61,7 +61,7 @@ def train(
     as_json: bool = False,
     again: str | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Run a configuration's ranks, all on this machine, and tell how it went.
+    """Run a configuration's ranks, all on this node, and report how it went.
 
     Args:
         config: Checked and resolved by ``preflight``.
@@ -79,7 +79,7 @@ def train(
     console = RunConsole(stream=sys.stderr if as_json else sys.stdout)
     with ExitStack() as stack:
         meeting = stack.enter_context(_meeting(config))
-        config = stack.enter_context(run_dir.create(config, tell=console.line))
+        config = stack.enter_context(run_dir.create(config, announce=console.line))
         record = RunRecorder(started, console)
         record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))
         restarts = 0
@@ -90,8 +90,10 @@ def train(
                 console.stop()
                 report_crash(config, outcome.crash, context)
                 console.line(f"restart {restarts} of {config.launch.max_restarts}")
-                with _meeting(config) as anew:
-                    outcome = attempt(config, context, anew, record, console, restarted=True)
+                with _meeting(config) as restarted_at:
+                    outcome = attempt(
+                        config, context, restarted_at, record, console, restarted=True
+                    )
         finally:
             console.stop()
         return finish_run(config, outcome, record, console, context=context, again=again)
@@ -106,7 +108,7 @@ def attempt(
     *,
     restarted: bool = False,
 ) -> Outcome:
-    """Start this machine's ranks and follow them to their end."""
+    """Start this node's ranks and follow them to their end."""
     count = world_size(config)
     console.wait("starting 1 rank" if count == 1 else f"starting {count} ranks")
     pulse = HeartbeatTable.of(_processes(config), context)

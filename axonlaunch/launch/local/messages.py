@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.comm.authentication import Credentials
 from axonlaunch.events import Finished
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
+from axonlaunch.system.authentication import Credentials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class RankSpec:
         rank: Among ``world_size``.
         world_size: Ranks of the run.
         local_rank: Among ``local_world_size``.
-        local_world_size: Ranks on this machine.
-        nnodes: Machines that take part, of as many as the configuration allows.
+        local_world_size: Ranks on this node.
+        nnodes: Nodes that take part, of as many as the configuration allows.
         master_addr: Where the ranks meet.
         port: Of the rendezvous there.
         credentials: What this rank signs with. They come here by inheritance alone.
@@ -32,7 +32,7 @@ class RankSpec:
         log: File that takes what this process prints.
         pulse: Where it says how far it is, at ``local_rank``.
         threads: For the CPU's parallel loops.
-        cores: This rank's share of the machine; None leaves the choice to the system.
+        cores: This rank's share of the node; None leaves the choice to the system.
         restarted: Whether this is a later attempt at the run, from its own last checkpoint on.
     """
 

@@ -1,4 +1,4 @@
-"""The process of a rank, from its first line to its last: surroundings, work, verdict.
+"""The process of a rank, from its first line to its last: environment, work, verdict.
 
 It sends the parent events, then how it ended. What a rank computes is ``worker``'s.
 """
@@ -28,7 +28,6 @@ from axonlaunch.checkpoint import storage
 from axonlaunch.checkpoint.saver import SaveError
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
-from axonlaunch.comm.authentication import ForgedMessageError
 from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.comm.rendezvous import environment_of
 from axonlaunch.config import ConfigError, RunConfig
@@ -39,6 +38,7 @@ from axonlaunch.launch.failures.report import Report, cause_of, plain_error
 from axonlaunch.launch.local.messages import Done, RankSpec
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.system import files, forkserver, streams
+from axonlaunch.system.authentication import ForgedMessageError
 from axonlaunch.training import worker
 from axonlaunch.training.nonfinite import NotFiniteError
 from axonlaunch.training.peak_memory import available_bytes
@@ -61,7 +61,7 @@ _PLAIN = (
 
 def main(run_dir: Path, place: RankSpec, connection: Connection) -> None:
     """Be a rank, or under the mock backend all of them; never returns."""
-    forkserver.lead_group()  # Ctrl-C reaches the parent alone, which tells us to stop
+    forkserver.lead_group()  # Ctrl-C reaches the parent alone, which asks us to stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     asked = threading.Event()
@@ -164,7 +164,7 @@ def redirect(log: Path) -> None:
 
 
 def _answer(log: Path) -> None:
-    """Tell stacks, and what torch recorded of collectives, whenever ``stacks.SIGNAL`` comes.
+    """Write stacks, and what torch recorded of collectives, whenever ``stacks.SIGNAL`` comes.
 
     The main thread may wait in C code for ever, where no handler of Python's runs: stacks are
     written by the signal's own, and a thread learns of it by the file that wakes event loops.
@@ -175,16 +175,16 @@ def _answer(log: Path) -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
-    def tell() -> None:
+    def record() -> None:
         while numbers := os.read(come, 64):
             if hang.SIGNAL in numbers:
                 hang.write(log)
 
-    threading.Thread(target=tell, name="flight record", daemon=True).start()
+    threading.Thread(target=record, name="flight record", daemon=True).start()
 
 
 def claim_cores(place: RankSpec) -> None:
-    """Take this rank's share of the machine's cores."""
+    """Take this rank's share of the node's cores."""
     if place.cores is not None:
         os.sched_setaffinity(0, place.cores)
     torch.set_num_threads(place.threads)
@@ -221,12 +221,12 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
 
 
 def _is_memory(error: BaseException) -> bool:
-    told = "can't allocate memory" in str(error).lower()
-    return told or isinstance(error, torch.OutOfMemoryError | MemoryError)
+    is_memory = "can't allocate memory" in str(error).lower()
+    return is_memory or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def _cause(error: BaseException) -> str:
-    """Name what is known to be done about an error, for whoever tells the user."""
+    """Name what is known to be done about an error, for whoever reports it to the user."""
     text = str(error).lower()
     if _is_memory(error):
         return "memory"

@@ -1,4 +1,4 @@
-"""Watches a machine's ranks from outside: passes their events on, ends them all, says who failed.
+"""Watches a node's ranks from outside: passes their events on, ends them all, says who failed.
 
 It needs no word from a rank to judge it: a signal, an exit status, or no progress is enough.
 """
@@ -34,7 +34,7 @@ class Rank:
 
     Attributes:
         number: The rank, or the first of those that are its threads.
-        index: Which of this machine's processes it is.
+        index: Which of this node's processes it is.
     """
 
     number: int
@@ -64,29 +64,29 @@ def was_interrupted(outcome: Outcome) -> bool:
 
 
 class RemoteNodes(Protocol):
-    """The other machines of a run."""
+    """The other nodes of a run."""
 
     def failure(self) -> bool:
         """Return whether one of them has failed, or is lost."""
 
-    def verdict(self, reports: list[Report]) -> Crash:
-        """Agree with them on who failed first; ``reports`` are this machine's failures."""
+    def root_cause(self, reports: list[Report]) -> Crash:
+        """Agree with them on who failed first; ``reports`` are this node's failures."""
 
     def is_awaited(self) -> bool:
-        """Return whether a machine waits that could take part from a new start on."""
+        """Return whether a node waits that could take part from a new start on."""
 
     def finish(self, finished: list[Finished], *, again: bool) -> list[Finished] | Crash:
-        """Wait until they have ended too; return what all ranks told, in their order.
+        """Wait until they have ended too; return what all ranks reported, in their order.
 
         Args:
-            finished: What this machine's ranks told.
+            finished: What this node's ranks reported.
             again: Whether a new start is to follow.
         """
 
 
 @dataclass
 class Supervisor:
-    """Follows the ranks of a machine until none is left.
+    """Follows the ranks of a node until none is left.
 
     Attributes:
         ranks: Its processes.
@@ -95,7 +95,7 @@ class Supervisor:
         report: Takes their events.
         tick: Is called ten times a second.
         announce: Takes a line for the user.
-        others: The run's other machines; None where there is none.
+        others: The run's other nodes; None where there is none.
     """
 
     ranks: list[Rank]
@@ -124,7 +124,9 @@ class Supervisor:
     def failed(self, report: Report) -> Outcome:
         """End those ranks that there are, for another one could not be started."""
         self.kill()
-        crash = find_root_cause([report]) if self.others is None else self.others.verdict([report])
+        crash = (
+            find_root_cause([report]) if self.others is None else self.others.root_cause([report])
+        )
         return Outcome(crash=crash)
 
     def kill(self) -> None:
@@ -138,21 +140,21 @@ class Supervisor:
                 rank.open = False
 
     def _follow(self) -> Outcome:
-        told = 0
+        handled = 0
         while True:
             self._listen(timeout=0.1)
             if (crash := self._failure()) is not None:
                 return Outcome(crash=crash)
             self.tick()
-            if len(self._signals) > told:
-                told += 1
-                if told > 1:
+            if len(self._signals) > handled:
+                handled += 1
+                if handled > 1:
                     return self._ended_at_once()
-                self.announce("stopping after this step; once more to stop at once")
+                self.announce("stopping after this step; press Ctrl-C again to stop immediately")
                 self._stop()
             elif not self._makes_room and self.others is not None and self.others.is_awaited():
                 self._makes_room = True
-                self.announce("a machine has come: saving, to go on with it")
+                self.announce("a new node joined: checkpointing and restarting with it")
                 self._stop()
             if all(rank.finished is not None and not rank.open for rank in self.ranks):
                 self.tick()
@@ -168,28 +170,28 @@ class Supervisor:
             reports = []
         else:
             return None
-        return find_root_cause(reports) if self.others is None else self.others.verdict(reports)
+        return find_root_cause(reports) if self.others is None else self.others.root_cause(reports)
 
     def _stop(self) -> None:
-        """Ask the ranks to stop after this step, all machines' alike."""
+        """Ask the ranks to stop after this step, all nodes' alike."""
         for rank in self.ranks:
             rank.process.signal(signal.SIGTERM)
 
     def _ended(self) -> Outcome:
-        told = [rank.finished for rank in self.ranks if rank.finished is not None]
+        finished = [rank.finished for rank in self.ranks if rank.finished is not None]
         if self.others is not None:
-            stopped = any(one.interrupted for one in told)
+            stopped = any(one.interrupted for one in finished)
             again = self._makes_room and stopped and not self._signals
-            everyone = self.others.finish(told, again=again)
+            everyone = self.others.finish(finished, again=again)
             if isinstance(everyone, Crash):
                 return Outcome(crash=everyone)
-            told = everyone
-        return Outcome(finished=merge_finished(told))
+            finished = everyone
+        return Outcome(finished=merge_finished(finished))
 
     def _ended_at_once(self) -> Outcome:
         if self.others is not None:
             reason = f"interrupted twice on {socket.gethostname()}"
-            self.others.verdict([self._report(self.ranks[0], "interrupted", reason)])
+            self.others.root_cause([self._report(self.ranks[0], "interrupted", reason)])
         return Outcome(killed=True)
 
     def _listen(self, *, timeout: float) -> None:
@@ -245,7 +247,7 @@ class Supervisor:
             {index: rank.log for index, rank in processes.items()},
         )
         reports = [
-            places[index].told(self._report(rank, "hang"), timeout_s=self.timeout_s)
+            places[index].to_report(self._report(rank, "hang"), timeout_s=self.timeout_s)
             for index, rank in processes.items()
         ]
         return sorted(reports, key=lambda report: report.step or 0)

@@ -1,4 +1,4 @@
-"""What the processes of a run on several machines tell each other, over torch's store.
+"""What the processes of a run on several nodes exchange, over torch's store.
 
 Each beats, so that silence is noticed; failures are gathered by member 0, which alone judges who
 was first. All of it is signed JSON; what another than the named member wrote is ignored.
@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.authentication import ForgedMessageError
 from axonlaunch.events import Finished
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
+from axonlaunch.system.authentication import ForgedMessageError
 
 _BEAT_S = 0.3
 _FAREWELL_S = 2.0
 _AGAIN = "again"
 _SETTLE_S = 1.5
-"""How long member 0 waits for other machines' words after the first failure."""
+"""How long member 0 waits for other nodes' words after the first failure."""
 
 
 class Coordinator:
@@ -33,7 +33,7 @@ class Coordinator:
         channel: Where they meet, under what is the run's alone.
         member: Which one this is; 0 leads.
         members: How many there are.
-        goes_on: Once all have ended: whether they meet again, with newcomers.
+        will_restart: Once all have ended: whether they meet again, with newcomers.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Coordinator:
         members: int,
         first_ranks: list[int],
         lost_s: float,
-        are_machines: bool,
+        are_nodes: bool,
         newcomers: Callable[[], bool] = lambda: False,
     ) -> None:
         """Join; nothing is watched before ``watch``.
@@ -57,7 +57,7 @@ class Coordinator:
             members: How many there are.
             first_ranks: The first rank of each.
             lost_s: Seconds of silence after which a member is lost.
-            are_machines: Whether each supervises a machine's ranks and does nothing else, so that
+            are_nodes: Whether each supervises a node's ranks and does nothing else, so that
                 its silence fails the run. One that is a rank may be silent while it works; its
                 silence only explains another's failure.
             newcomers: Whether somebody waits to join who could; member 0 alone asks, in the
@@ -69,7 +69,7 @@ class Coordinator:
         self.members = members
         self._first_ranks = first_ranks
         self._lost_s = lost_s
-        self._are_machines = are_machines
+        self._are_nodes = are_nodes
         self._newcomers = newcomers
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -83,7 +83,7 @@ class Coordinator:
         self._finished: list[list[dict[str, Any]]] = []
         self._contact = time.monotonic()
         self._is_done = self._is_over = self._all_left = self._gone = False
-        self._is_awaited = self.goes_on = False
+        self._is_awaited = self.will_restart = False
 
     @property
     def is_lead(self) -> bool:
@@ -100,15 +100,15 @@ class Coordinator:
         """Whether member 0, and with it the store, is lost."""
         return not self.is_lead and self._lead_is_lost()
 
-    def tell(self, key: str, value: Any) -> None:
+    def publish(self, key: str, value: Any) -> None:
         """Write a value that others wait for; member 0 does."""
         self.channel.put(key, {"nonces": self._nonces, "value": value})
 
-    def ask(self, key: str, *, timeout_s: float) -> Any:
+    def wait_for(self, key: str, *, timeout_s: float) -> Any:
         """Wait for a value of member 0.
 
         Raises:
-            TimeoutError: It did not tell it in time.
+            TimeoutError: It did not publish it in time.
             ForgedMessageError: It did not write what stands there, or not for this member now: a
                 message of an old run has another nonce.
         """
@@ -133,44 +133,44 @@ class Coordinator:
         if not self.is_lead:
             return self._verdict is not None or self._lead_is_lost()
         with self._lock:
-            return bool(self._reports) or (self._are_machines and bool(self._lost()))
+            return bool(self._reports) or (self._are_nodes and bool(self._lost()))
 
     def is_awaited(self) -> bool:
         """Return whether somebody waits to join; only member 0 knows."""
         return self._is_awaited
 
-    def post(self, report: Report) -> None:
-        """Tell of a failure without waiting for a judgement."""
+    def report(self, report: Report) -> None:
+        """Report a failure without waiting for the root cause."""
         with self._lock:
             self._reports.append(report)
         self._wake.set()
 
-    def verdict(self, reports: list[Report]) -> Crash:
+    def root_cause(self, reports: list[Report]) -> Crash:
         """Agree with the others on who failed first; ``reports`` are this member's failures."""
         for report in reports:
-            self.post(report)
+            self.report(report)
         return self._judged() if self.is_lead else self._told(reports)
 
     def finish(self, finished: list[Finished], *, again: bool = False) -> list[Finished] | Crash:
-        """Wait until all members have ended; return what all ranks told, in their order.
+        """Wait until all members have ended; return what all ranks reported, in their order.
 
         Args:
-            finished: What this member's ranks told.
+            finished: What this member's ranks reported.
             again: Whether all are to meet again, with newcomers; member 0 decides.
         """
-        self.goes_on = again
-        told = [dataclasses.asdict(one) for one in finished]
-        self._send(f"done/{self.member}", told)
+        self.will_restart = again
+        records = [dataclasses.asdict(one) for one in finished]
+        self._send(f"done/{self.member}", records)
         self._is_done = True
         while not self._is_over:
             if self.failure():
                 return self._judged() if self.is_lead else self._told([])
             time.sleep(0.02)
-        self.farewell()
+        self.leave()
         return [Finished(**one) for found in self._finished for one in found] or finished
 
     def _judged(self) -> Crash:
-        """Wait for what explains a failure, judge, and tell the others."""
+        """Wait for what explains a failure, find the root cause, and publish it."""
         begun = time.monotonic()
         while True:
             with self._lock:
@@ -182,7 +182,7 @@ class Coordinator:
             time.sleep(0.02)
         crash = find_root_cause([*found, *(self._silence(member) for member in lost)])
         self._send("verdict", crash.to_json())
-        self.farewell()
+        self.leave()
         return crash
 
     def _told(self, reports: list[Report]) -> Crash:
@@ -192,10 +192,10 @@ class Coordinator:
             time.sleep(0.02)
         if self._verdict is None:
             return find_root_cause([*reports, self._silence(0)])
-        self.farewell()
+        self.leave()
         return self._verdict
 
-    def farewell(self) -> None:
+    def leave(self) -> None:
         """Leave, and on member 0 wait until the others have read the end: the store ends with it.
 
         Not long: one that is lost never reads it.
@@ -213,8 +213,8 @@ class Coordinator:
 
     def _silence(self, member: int) -> Report:
         rank = self._first_ranks[member]
-        which = "machine" if self._are_machines else "process"
-        reason = f"its {which} is not heard from: killed, switched off, or off the network"
+        which = "node" if self._are_nodes else "process"
+        reason = f"no heartbeat from its {which}: killed, switched off, or off the network"
         return Report(rank=rank, kind="lost", reason=reason)
 
     def _lead_is_lost(self) -> bool:
@@ -234,9 +234,9 @@ class Coordinator:
                 self._beat(count)
                 self._flush()
                 if self.is_lead:
-                    self._hear()
+                    self._poll_members()
                 else:
-                    self._obey()
+                    self._poll_leader()
                 self._contact = time.monotonic()
                 self._wake.wait(_BEAT_S)
         except Exception:
@@ -261,12 +261,12 @@ class Coordinator:
             if key == f"left/{self.member}" and not self.is_lead:
                 self._all_left = True
 
-    def _obey(self) -> None:
+    def _poll_leader(self) -> None:
         """Take what member 0 says."""
         if (verdict := self._said("verdict")) is not None:
             self._verdict = Crash.from_json(verdict)
         elif self._is_done and (over := self._said("over")) is not None:
-            self.goes_on = over == _AGAIN
+            self.will_restart = over == _AGAIN
             self._is_over = True
 
     def _said(self, name: str) -> Any | None:
@@ -275,7 +275,7 @@ class Coordinator:
             return None
         return self.channel.get_each({name: member_name(0)})[0]
 
-    def _hear(self) -> None:
+    def _poll_members(self) -> None:
         """Take the others' beats and reports, and their ends."""
         others = range(1, self.members)
         beats = self.channel.get_each(self._names("beat", others))
@@ -297,7 +297,7 @@ class Coordinator:
             finished = self._all_of("done", everyone)
             if finished is not None:
                 self._finished = finished
-                self.channel.put("over", _AGAIN if self.goes_on else "ended")
+                self.channel.put("over", _AGAIN if self.will_restart else "ended")
                 self._is_over = True
         if not self._is_done and not self._is_awaited:
             self._is_awaited = self._newcomers()
@@ -346,14 +346,14 @@ def meet(
     if member:
         return None, [nonce]
     names = {f"joined/{other}": member_name(other) for other in range(members)}
-    deadline, told = time.monotonic() + timeout_s, time.monotonic() + 2.0
+    deadline, announce_at = time.monotonic() + timeout_s, time.monotonic() + 2.0
     while not channel.check([*names]):
         missing = [other for other, name in enumerate(names) if not channel.check([name])]
         if time.monotonic() > deadline:
             raise TimeoutError(", ".join(map(str, missing)))
-        if time.monotonic() > told and missing:
+        if time.monotonic() > announce_at and missing:
             announce(f"waiting for {len(missing)} of {members}: {', '.join(map(str, missing))}")
-            told = deadline
+            announce_at = deadline
         time.sleep(0.05)
     joined = [channel.get(name, sender=sender) for name, sender in names.items()]
     return [one["about"] for one in joined], [one["nonce"] for one in joined]

@@ -1,6 +1,6 @@
-"""One of several machines of a run, which starts its own ranks beside the others'.
+"""One of several nodes of a run, which starts its own ranks beside the others'.
 
-What fails is started again where that may help, with the machines that are left.
+What fails is started again where that may help, with the nodes that are left.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def train(
     started: float,
     as_json: bool = False,
 ) -> tuple[int, dict[str, Any] | None]:
-    """Run this machine's ranks beside those of the others, again where that may help.
+    """Run this node's ranks beside those of the others, again where that may help.
 
     Args:
         config: With ``launch`` settled; checked, and resolved unless there are problems.
-        problems: What this machine can't run it for; the others are told.
+        problems: What this node can't run it for; reported to the others.
         context: Of the warm fork server.
         started: ``time.time()`` when the user's command began.
         as_json: Keep standard output free.
 
     Returns:
-        The exit status and, on machine 0, what was written to ``summary.json``.
+        The exit status and, on node 0, what was written to ``summary.json``.
 
     Raises:
-        ConfigError: The machines can't meet, or differ; no rank was started.
+        ConfigError: The nodes can't meet, or differ; no rank was started.
     """
     if missing := unsaid(config):
         raise ConfigError([*problems, *missing])
@@ -50,22 +50,22 @@ def train(
         record = RunRecorder(started, console)
         try:
             while True:
-                config, meeting = me.agree(folder)
+                config, meeting = me.rendezvous(folder)
                 prediction = BackgroundEstimate(context, config)
                 record.prediction = folder.enter_context(closing(prediction))
                 outcome = attempt(
                     config, context, meeting, record, console, restarted=me.attempts > 0
                 )
-                if not me.goes_on(outcome):
+                if not me.should_restart(outcome):
                     break
                 console.stop()
                 if outcome.crash is None:
-                    console.line("waiting for machines")
+                    console.line("waiting for nodes")
                     continue
                 if meeting.node_rank == 0:
                     report_crash(config, outcome.crash)
                 console.line(
-                    f"restart {me.restarts} of {config.launch.max_restarts}: waiting for machines"
+                    f"restart {me.restarts} of {config.launch.max_restarts}: waiting for nodes"
                 )
         finally:
             console.stop()

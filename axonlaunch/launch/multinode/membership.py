@@ -1,6 +1,6 @@
-"""The machines of a run: how one meets the others, and agrees with them on what is to be run.
+"""The nodes of a run: how one meets the others, and agrees with them on what is to be run.
 
-They meet at machine 0. Torch's store carries what they tell each other; every machine composes and
+They meet at node 0. Torch's store carries their messages; every node composes and
 checks the same words itself, and a difference is told before a rank starts.
 """
 
@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.authentication import Credentials, ForgedMessageError, derive_key
 from axonlaunch.comm.rendezvous import is_own, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
@@ -29,24 +28,25 @@ from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 LOST_S = 5.0
-"""Seconds of silence after which a machine is lost: its processes have to be gone in ten."""
+"""Seconds of silence after which a node is lost: its processes have to be gone in ten."""
 _OWN = ("launch.node_rank", "launch.token_file", "name", "run_dir")
-"""What may differ between machines: each says the first two itself, machine 0 decides the others.
+"""What may differ between nodes: each says the first two itself, node 0 decides the others.
 """
 _FORGED = (
-    "what stands in the store there was not written by a node of this run: give every node the "
-    "same launch.token_file, and let nobody else reach the port"
+    "what is in the store there was not written by a node of this run: give every node the "
+    "same launch.token_file, and let no one else reach the port"
 )
 
 
 class NodeMembership:
-    """This machine, over all attempts at a run.
+    """This node, over all attempts at a run.
 
     Attributes:
         attempts: How many there were before this one.
-        restarts: Those of them that failed; the others made room for a machine.
+        restarts: Those of them that failed; the others made room for a node.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class NodeMembership:
         problems: list[ConfigIssue],
         console: RunConsole,
     ) -> None:
-        """Listen on machine 0, or reach it.
+        """Listen on node 0, or reach it.
 
         Args:
-            config: As given to this machine.
+            config: As given to this node.
             problems: What it can't run it for.
             console: Takes lines for the user.
 
         Raises:
-            ConfigError: The address is not machine 0's, its port is taken, nobody answers, or the
+            ConfigError: The address is not node 0's, its port is taken, nobody answers, or the
                 token can't be read.
         """
         self._given = config
@@ -80,7 +80,7 @@ class NodeMembership:
         if not self._hosts:
             which = "" if config.launch.node_rank == "auto" else f" {config.launch.node_rank}"
             where = f"{config.launch.master_addr}:{_port(config)}"
-            console.line(f"machine{which}: joining {where}")
+            console.line(f"node{which}: joining {where}")
         self._held = self._open(listens=self._hosts)
         self._credentials = self._named(derive_key(secret or b""))
         self._rounds: ElasticRendezvous | None = None
@@ -89,7 +89,7 @@ class NodeMembership:
         self.attempts = self.restarts = 0
 
     def _open(self, *, listens: bool) -> dist.Store:
-        """Connect to where the machines meet."""
+        """Connect to where the nodes meet."""
         launch, port = self._given.launch, _port(self._given)
         timeout = timedelta(seconds=launch.timeout_s)
         try:
@@ -99,15 +99,15 @@ class NodeMembership:
             raise ConfigError([problem]) from None
         except (dist.DistNetworkError, dist.DistStoreError):
             message = (
-                f"nobody listens at port {port} there for {launch.timeout_s:g} s; start machine 0, "
-                "and see that no firewall is between"
+                f"nothing listened at port {port} there for {launch.timeout_s:g} s; start node 0, "
+                "and check that no firewall blocks the port"
             )
             raise ConfigError(
                 [ConfigIssue("launch.master_addr", message, launch.master_addr)]
             ) from None
 
     def _named(self, key: bytes) -> Credentials:
-        """Name the run on machine 0, learn its name elsewhere.
+        """Name the run on node 0, learn its name elsewhere.
 
         Raises:
             ConfigError: Who answers there is not of this run.
@@ -118,16 +118,16 @@ class NodeMembership:
         try:
             return run_identity.learn(self._held, key, timeout_s=launch.timeout_s)
         except TimeoutError:
-            message = f"who listens at port {_port(self._given)} there began no run of axonlaunch"
+            message = f"what listens at port {_port(self._given)} there is not an axonlaunch run"
         except ForgedMessageError:
             message = _FORGED
         raise ConfigError([ConfigIssue("launch.master_addr", message, launch.master_addr)])
 
-    def agree(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous]:
+    def rendezvous(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous]:
         """Meet the others for an attempt; return what all run, and where the ranks meet.
 
         Raises:
-            ConfigError: The machines can't meet, or differ.
+            ConfigError: The nodes can't meet, or differ.
         """
         launch = self._given.launch
         now, store = self._round(), self._open(listens=False)
@@ -142,12 +142,10 @@ class NodeMembership:
                 members=now.members,
                 about=self._about(),
                 timeout_s=launch.timeout_s,
-                announce=lambda text: self._console.line(f"machine {now.member}: {text}"),
+                announce=lambda text: self._console.line(f"node {now.member}: {text}"),
             )
         except TimeoutError as missing:
-            message = (
-                f"machines {missing} did not come within launch.timeout_s={launch.timeout_s:g}"
-            )
+            message = f"nodes {missing} did not join within launch.timeout_s={launch.timeout_s:g}"
             raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)]) from None
         except ForgedMessageError:
             problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
@@ -157,9 +155,9 @@ class NodeMembership:
             nonces=nonces,
             member=now.member,
             members=now.members,
-            first_ranks=[machine * _count(self._given) for machine in range(now.members)],
+            first_ranks=[node * _count(self._given) for node in range(now.members)],
             lost_s=LOST_S,
-            are_machines=True,
+            are_nodes=True,
             newcomers=partial(self._newcomers, now),
         )
         if met is not None:
@@ -179,11 +177,11 @@ class NodeMembership:
         )
         return config, meeting
 
-    def goes_on(self, outcome: Outcome) -> bool:
+    def should_restart(self, outcome: Outcome) -> bool:
         """Whether an attempt that ended so is followed by another, which then counts."""
         assert self._peers is not None
         if outcome.crash is None:
-            again = self._peers.goes_on and not outcome.killed
+            again = self._peers.will_restart and not outcome.killed
         elif was_interrupted(outcome) or self._peers.is_headless:
             again = False
         elif again := self.restarts < self._given.launch.max_restarts:
@@ -192,12 +190,12 @@ class NodeMembership:
         return again
 
     def leave(self) -> None:
-        """Tell machines that come later that the run has ended."""
+        """Tell nodes that come later that the run has ended."""
         if self._rounds is not None and self._hosts:
             self._rounds.leave()
 
     def _round(self) -> Attempt:
-        """Return the machines of the next attempt.
+        """Return the nodes of the next attempt.
 
         Raises:
             ConfigError: Too few came.
@@ -221,12 +219,12 @@ class NodeMembership:
         try:
             return self._rounds.next()
         except TimeoutError:
-            message = f"fewer than {least} machines came within launch.timeout_s="
+            message = f"fewer than {least} nodes joined within launch.timeout_s="
             problem = ConfigIssue("launch.nnodes", f"{message}{launch.timeout_s:g}", launch.nnodes)
             raise ConfigError([problem]) from None
 
     def _newcomers(self, now: Attempt) -> bool:
-        """Whether a machine waits that could take part, and nothing is lost by a new start."""
+        """Whether a node waits that could take part, and nothing is lost by a new start."""
         if self._rounds is None or now.members == nodes(self._given)[1]:
             return False
         return self._given.checkpoint.every > 0 and self._rounds.newcomers() > 0
@@ -239,47 +237,49 @@ class NodeMembership:
         }
 
     def _freeze(self, peers: Coordinator, met: list[dict[str, Any]], folder: ExitStack) -> None:
-        """Fix the configuration for all machines; this one leads."""
+        """Fix the configuration for all nodes; this one leads."""
         try:
             _agreed(met)
             if self._frozen is None:
                 given = configuration.with_values(self._given, {"launch.node_rank": "auto"})
-                self._frozen = folder.enter_context(run_dir.create(given, tell=self._console.line))
+                self._frozen = folder.enter_context(
+                    run_dir.create(given, announce=self._console.line)
+                )
         except ConfigError as error:
-            peers.tell("frozen", {"problems": [str(one) for one in error.problems]})
+            peers.publish("frozen", {"problems": [str(one) for one in error.problems]})
             peers.watch()
-            peers.farewell()
+            peers.leave()
             raise
-        told = {
+        frozen = {
             "config": configuration.to_yaml(self._frozen),
             "attempts": self.attempts,
             "restarts": self.restarts,
         }
-        peers.tell("frozen", told)
+        peers.publish("frozen", frozen)
 
     def _take(self, peers: Coordinator) -> None:
-        """Take the configuration that machine 0 froze, and keep it here too.
+        """Take the configuration that node 0 froze, and keep it here too.
 
         Raises:
-            ConfigError: There is none, for the reasons that machine 0 tells.
+            ConfigError: There is none, for the reasons that node 0 reports.
         """
         launch = self._given.launch
         try:
-            told = peers.ask("frozen", timeout_s=launch.timeout_s)
+            frozen = peers.wait_for("frozen", timeout_s=launch.timeout_s)
         except TimeoutError:
-            message = "machine 0 answers, but never began this run"
+            message = "node 0 is reachable but not in this run"
             raise ConfigError(
                 [ConfigIssue("launch.master_addr", message, launch.master_addr)]
             ) from None
         except ForgedMessageError:
             problem = ConfigIssue("launch.master_addr", _FORGED, launch.master_addr)
             raise ConfigError([problem]) from None
-        if "problems" in told:
+        if "problems" in frozen:
             peers.watch()
-            peers.farewell()
-            raise ConfigError([ConfigIssue("", problem) for problem in told["problems"]])
-        self.attempts, self.restarts = told["attempts"], told["restarts"]
-        self._frozen = configuration.parsed(told["config"])
+            peers.leave()
+            raise ConfigError([ConfigIssue("", problem) for problem in frozen["problems"]])
+        self.attempts, self.restarts = frozen["attempts"], frozen["restarts"]
+        self._frozen = configuration.parsed(frozen["config"])
         run_dir.adopt(self._frozen)
 
     def _say(self, config: RunConfig, member: int) -> None:
@@ -288,23 +288,23 @@ class NodeMembership:
         count, first = _count(config), member * _count(config)
         which = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
         self._console.line(
-            f"machine {member} of {nodes(config)[1]}: {which} of {world_size(config)}; "
-            f"machine 0 at {config.launch.master_addr} tells how it goes"
+            f"node {member} of {nodes(config)[1]}: {which} of {world_size(config)}; "
+            f"node 0 at {config.launch.master_addr} reports progress"
         )
 
 
 def unsaid(config: RunConfig) -> list[ConfigIssue]:
-    """Return what a machine must know of the others, and nobody said."""
+    """Return what a node must know of the others, and nobody said."""
     launch, found = config.launch, []
     least, most = nodes(config)
     if launch.node_rank == "auto" and least == most:
-        message = f"which of the {launch.nnodes} machines is this? write 0 on the first"
+        message = f"which of the {launch.nnodes} nodes is this? write 0 on the first"
         found.append(ConfigIssue("launch.node_rank", message, "auto"))
     elif launch.node_rank != "auto" and launch.node_rank >= most:
-        message = f"the machines are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
+        message = f"the nodes are 0 to {most - 1} with launch.nnodes={launch.nnodes}"
         found.append(ConfigIssue("launch.node_rank", message, launch.node_rank))
     if launch.master_addr == "auto":
-        message = "where is machine 0? write an address by which the others reach it"
+        message = "is required for a multi-node run; write the address that reaches node 0"
         found.append(ConfigIssue("launch.master_addr", message, "auto"))
     if launch.backend == "mock":
         message = "its ranks are threads of one process; use auto, or launch.nnodes=1"
@@ -326,21 +326,21 @@ def _is_first(config: RunConfig) -> bool:
 
 
 def _agreed(met: list[dict[str, Any]]) -> None:
-    """Hold that every machine can run, and that all run the same.
+    """Hold that every node can run, and that all run the same.
 
     Raises:
-        ConfigError: Every problem of every machine.
+        ConfigError: Every problem of every node.
     """
     first, problems = met[0]["config"], []
-    for machine, about in enumerate(met):
-        where = f"machine {machine} ({about['machine']})"
+    for node, about in enumerate(met):
+        where = f"node {node} ({about['machine']})"
         problems += [ConfigIssue("", f"{where}: {problem}") for problem in about["problems"]]
         if about["problems"] or met[0]["problems"]:
             continue
         for key in sorted({*first, *about["config"]} - {*_OWN}):
             here, there = first.get(key), about["config"].get(key)
             if here != there:
-                message = f"{where} has {plain(there)}; start every machine with the same words"
+                message = f"{where} has {plain(there)}; start every node with the same overrides"
                 problems.append(ConfigIssue(key, message, here))
     if problems:
         raise ConfigError(problems)

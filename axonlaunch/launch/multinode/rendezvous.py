@@ -1,6 +1,6 @@
-"""Which machines take part in an attempt at a run, and in which order: torch's rendezvous decides.
+"""Which nodes take part in an attempt at a run, and in which order: torch's rendezvous decides.
 
-A run whose machines are all known begins without it. The parts of torch that stand behind
+A run whose nodes are all known begins without it. The parts of torch that stand behind
 ``torchrun`` are used here alone; ``tests/launch/test_rounds.py`` says what to do when they move.
 """
 
@@ -20,13 +20,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
-from axonlaunch.comm.authentication import Credentials
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend
+from axonlaunch.system.authentication import Credentials
 
 _KEEP_ALIVE_S, _MISSED = 1, 4
-"""A machine that says nothing for their product is not waited for any more."""
+"""A node that says nothing for their product is not waited for any more."""
 _LAST_CALL_S = 5
-"""Seconds in which more machines may join once the fewest have come."""
+"""Seconds in which more nodes may join once the fewest have come."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Attempt:
 
     Attributes:
         number: Of the rendezvous.
-        member: Which of its machines this one is.
+        member: Which of its nodes this one is.
         members: How many there are.
     """
 
@@ -50,7 +50,7 @@ class Attempt:
 
 
 class ElasticRendezvous:
-    """The attempts at one run, for one machine."""
+    """The attempts at one run, for one node."""
 
     def __init__(
         self,
@@ -66,18 +66,18 @@ class ElasticRendezvous:
         """Prepare to take part; nothing is said to the others yet.
 
         Args:
-            store: Where the machines meet, under what is the run's alone; used here alone.
+            store: Where the nodes meet, under what is the run's alone; used here alone.
             credentials: Of the run.
-            first: Whether this is the machine of the store, which leads every attempt.
-            least: The fewest machines.
+            first: Whether this is the node of the store, which leads every attempt.
+            least: The fewest nodes.
             most: The most.
-            order: Which machine this is, where that is known.
+            order: Which node this is, where that is known.
             timeout_s: Seconds to wait for the fewest.
         """
         # Each attempt has keys of its own here; the store that torch would share has not.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        # It counts machines in the order of what it takes for their addresses.
+        # It counts nodes in the order of what it takes for their addresses.
         name = f"{0 if first else 1}-{order:06}-{socket.gethostname()}"
         credentials = credentials.of(name)
         self._handler = DynamicRendezvousHandler.from_backend(
@@ -98,7 +98,7 @@ class ElasticRendezvous:
         self._number = 0
 
     def next(self) -> Attempt:
-        """Wait for enough machines, and begin an attempt.
+        """Wait for enough nodes, and begin an attempt.
 
         Raises:
             TimeoutError: Too few came.
@@ -111,9 +111,9 @@ class ElasticRendezvous:
         return Attempt(number, info.rank, info.world_size)
 
     def newcomers(self) -> int:
-        """Return how many machines came since the attempt began, and wait for the next."""
+        """Return how many nodes came since the attempt began, and wait for the next."""
         return int(self._handler.num_nodes_waiting())
 
     def leave(self) -> None:
-        """Let a machine that comes now know that there is nothing more to come to."""
+        """Let a node that comes now know that there is nothing more to come to."""
         self._handler.shutdown()

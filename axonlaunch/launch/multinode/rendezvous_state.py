@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from axonlaunch.comm.authentication import Credentials, ForgedMessageError
+from axonlaunch.system.authentication import Credentials, ForgedMessageError
 
 _NAME = "rendezvous"
 _EMPTY = b"-"

@@ -12,7 +12,7 @@ import secrets
 import torch.distributed as dist
 
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.comm.authentication import Credentials
+from axonlaunch.system.authentication import Credentials
 
 _NAME = "run"
 

@@ -140,8 +140,8 @@ class RunConsole:
             f"steps {event.step} to {event.steps}"
         )
         self.line(f"[dim]run folder {escape(shortened(event.run_dir))}[/dim]")
-        for text in event.damaged:
-            self.line(f"[bold red]damaged[/bold red] {escape(text.replace(f'{Path.cwd()}/', ''))}")
+        for text in event.corrupt:
+            self.line(f"[bold red]corrupt[/bold red] {escape(text.replace(f'{Path.cwd()}/', ''))}")
         if event.resumed_from:
             self.line(f"resumed from {escape(shortened(event.resumed_from))}")
         for note in event.notes:
@@ -207,7 +207,7 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
     """Print who failed first and why, on standard error; return what prints there."""
     console = Console(stderr=True, highlight=False)
     first = crash.first
-    verb = {"hang": "hangs", "waiting": "hangs", "lost": "is lost"}.get(first.kind, "failed first")
+    verb = {"hang": "hung", "waiting": "hung", "lost": "was lost"}.get(first.kind, "failed first")
     body = Text(f"rank {first.rank} of {world_size} {verb}: ", style="bold")
     body.append(first.reason, style="bold red")
     body.append("\n" + _whereabouts(first, coords), style="dim")
@@ -224,7 +224,7 @@ def show_crash(crash: Crash, *, coords: dict[str, int], world_size: int) -> Cons
 
 
 def _whereabouts(report: Report, coords: dict[str, int]) -> str:
-    """Say where in the mesh, on which machine and in which step a rank was."""
+    """Say where in the mesh, on which node and in which step a rank was."""
     parts = [" ".join(f"{axis}={index}" for axis, index in coords.items())] if coords else []
     if report.machine:
         parts.append(f"on {report.machine}")

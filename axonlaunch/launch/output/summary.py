@@ -1,6 +1,6 @@
-"""What is left of a run when it has ended: ``summary.json``, ``crash.json``, figures, a card.
+"""What is left of a run when it has ended: ``summary.json``, ``crash.json``, figures.
 
-It tells how the run went; nothing here ends it.
+It reports how the run went; nothing here ends it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RunRecorder:
         first_step_s: Seconds from the command to the first logged step.
         last: The last logged step.
         counted: What ``tokens_per_s`` counts.
-        damaged: A line for each checkpoint that was damaged, and put aside.
+        corrupt: A line for each checkpoint that was corrupt, and put aside.
     """
 
     prediction: BackgroundEstimate
@@ -51,13 +51,13 @@ class RunRecorder:
         self.first_step_s: float | None = None
         self.last: StepLogged | None = None
         self.counted = "tokens"
-        self.damaged: tuple[str, ...] = ()
+        self.corrupt: tuple[str, ...] = ()
 
     def __call__(self, event: Event) -> None:
         """Take an event."""
         if isinstance(event, Started):
             self.counted = event.counted
-            self.damaged += event.damaged
+            self.corrupt += event.corrupt
         if isinstance(event, StepLogged):
             self.last = event
             if self.first_step_s is None:
@@ -106,21 +106,21 @@ def finish_run(
     """Write ``summary.json``, print the run's figures, and return the exit status.
 
     With a context of the fork server, what a run that ran out of memory needs is estimated.
-    ``again`` is what is to be added to the command to go on; None: the run's name.
+    ``again`` is what is to be added to the command to resume; None: the run's name.
     """
     finished = outcome.finished
-    told = finished or record.last  # a run that failed is told by its last logged step
+    last = finished or record.last  # a run that failed is reported by its last logged step
     interrupted = outcome.killed or (finished is not None and finished.interrupted)
     status = "interrupted" if interrupted else "failed" if outcome.crash else "done"
     summary: dict[str, Any] = {
         "status": status,
-        "steps": told.step if told else 0,
-        "loss": told.loss if told else None,
+        "steps": last.step if last else 0,
+        "loss": last.loss if last else None,
         "eval_loss": finished.eval_loss if finished else None,
-        "tokens_per_s": told.tokens_per_s if told else None,
+        "tokens_per_s": last.tokens_per_s if last else None,
         "first_step_s": record.first_step_s,
         "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
-        "damaged_checkpoints": list(record.damaged),
+        "corrupt_checkpoints": list(record.corrupt),
         "run_dir": config.run_dir,
     }
     if outcome.crash is not None:
@@ -134,13 +134,13 @@ def finish_run(
             _say_refused("what an interrupted save has left could not be deleted", error)
     summary = finite(summary)
     is_written = _write(config, run_dir.SUMMARY, summary)
-    summary |= _foretold(config, record.prediction, console, is_done=status == "done")
+    summary |= _estimated(config, record.prediction, console, is_done=status == "done")
     is_written = is_written and _write(config, run_dir.SUMMARY, summary)
     if finished is not None or outcome.killed:
         rows = _rows(config, summary, counted=record.counted)
         if interrupted:
             words = f" with name={config.name}" if again is None else again
-            rows.append(("to go on", _to_go_on(config, words)))
+            rows.append(("to resume", _how_to_resume(config, words)))
         console.summary(rows)
     if interrupted:
         return 130, summary
@@ -159,17 +159,17 @@ def _write(config: RunConfig, name: str, content: dict[str, Any]) -> bool:
 
 
 def _say_refused(what: str, error: OSError) -> None:
-    """Say what a full disk, or a folder that is gone, prevents; a run's end is told anyway."""
+    """Say what a full disk, or a folder that is gone, prevents; a run's end is reported anyway."""
     print(f"{what}: {plain_error(error)}", file=sys.stderr)
 
 
-def _foretold(
+def _estimated(
     config: RunConfig, prediction: BackgroundEstimate, console: RunConsole, *, is_done: bool
 ) -> dict[str, Any]:
     """Return what the summary says of the estimate, which a run that was done waits for."""
     if is_done:
         prediction.begin()
-        console.wait("estimating what it was to hold (Ctrl-C: leave it)")
+        console.wait("estimating peak memory (Ctrl-C to skip)")
         prediction.wait()
         console.stop()
     else:
@@ -185,7 +185,7 @@ def _foretold(
 
 
 def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | None = None) -> None:
-    """Print the card of a run that failed, and write ``crash.json``."""
+    """Print the failure summary of a run, and write ``crash.json``."""
     from axonlaunch.launch.failures import hints
 
     ranks = world_size(config)
@@ -199,7 +199,7 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
         "followers": [{"rank": rank, "reason": reason} for rank, reason in crash.followers],
     }
     is_written = _write(config, run_dir.CRASH, content)
-    # An estimate takes seconds, for which nobody is to wait for the card.
+    # An estimate takes seconds, for which the failure summary does not wait.
     hint = hints.hint(crash.first, config, context)
     if hint:
         show_hint(console, hint)
@@ -222,20 +222,20 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
     if summary["tokens_per_s"]:
         rows.append((f"{counted}/s", quantity(summary["tokens_per_s"])))
     if summary["first_step_s"]:
-        rows.append(("first step after", f"{summary['first_step_s']:.1f} s"))
-    peak, foretold = summary["measured_peak_bytes"], summary.get("predicted_peak_bytes")
+        rows.append(("time to first step", f"{summary['first_step_s']:.1f} s"))
+    peak, estimated = summary["measured_peak_bytes"], summary.get("predicted_peak_bytes")
     if peak is not None:
-        words = "" if foretold is None else f", {size(foretold)} foretold"
+        beside = "" if estimated is None else f", {size(estimated)} estimated"
         # Beside it the console shows what the process holds; on a GPU both are the allocator's.
         tensors = "" if config.launch.backend == "nccl" else " of tensors"
-        rows.append(("peak memory", f"{size(peak)}{tensors} a rank{words}"))
-    elif foretold is not None:
-        rows.append(("peak memory", f"{size(foretold)} a rank foretold"))
+        rows.append(("peak memory", f"{size(peak)}{tensors} per rank{beside}"))
+    elif estimated is not None:
+        rows.append(("peak memory", f"{size(estimated)} per rank estimated"))
     rows.append(("run folder", shortened(config.run_dir)))
     return rows
 
 
-def _to_go_on(config: RunConfig, words: str) -> str:
+def _how_to_resume(config: RunConfig, words: str) -> str:
     if is_url(config.checkpoint.path or ""):
         return f"the same command{words}"
     try:
@@ -243,5 +243,5 @@ def _to_go_on(config: RunConfig, words: str) -> str:
     except OSError as error:
         return f"the same command{words}; its checkpoints can't be read now: {error}"
     if last is None:
-        return "there is no checkpoint of it; the same command begins anew"
+        return "no checkpoint was saved; the same command starts from step 0"
     return f"the same command{words}, from step {last.step}"

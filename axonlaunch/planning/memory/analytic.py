@@ -127,10 +127,10 @@ def activations(config: RunConfig) -> dict[str, Held]:
         for layers in depths:
             short = shortened(changed, world_size=2, layers=layers, micro_batches=1)
             runs.append(partial(_activations, short))
-    told = iter(forked_map.run(runs, memory=fake_tensor_cache.recipes))
+    traced = iter(forked_map.run(runs, memory=fake_tensor_cache.recipes))
     found = {}
     for mode in _MODES:
-        few, more = (next(told) / SAMPLES for _ in depths)
+        few, more = (next(traced) / SAMPLES for _ in depths)
         found[mode] = Held(more - few, _WITH_GRADIENT * (2 * few - more))
     return found
 
@@ -157,8 +157,8 @@ def peak_bytes(
     a_layer = one.first.step_layer.gradient_bytes
     cut = 1.0 if layers else 1 / shares.pipeline
     ends = cut * one.first.step_ends.gradient_bytes
-    told = states(config, shares, whole=layers * a_layer + ends, layer=a_layer, ends=ends)
-    held_of_states = sum(told.values())
+    state_bytes = states(config, shares, whole=layers * a_layer + ends, layer=a_layer, ends=ends)
+    held_of_states = sum(state_bytes.values())
     mode = config.train.activation_checkpointing
     saved = held[mode]
     divided = 1 / shares.tensor

@@ -20,11 +20,11 @@ def fsdp_stats(rank: RankEstimate) -> FSDPMemoryStats:
     Raises:
         ValueError: Nothing is sharded there.
     """
-    told = rank.sharded_parameters
-    if told is None:
+    stats = rank.sharded_parameters
+    if stats is None:
         raise ValueError("no parameters are sharded; use strategy=fsdp")
     return FSDPMemoryStats.of(
-        told["current_bytes"], told["peak_bytes"], told["total_bytes"], rank.peak_bytes
+        stats["current_bytes"], stats["peak_bytes"], stats["total_bytes"], rank.peak_bytes
     )
 
 

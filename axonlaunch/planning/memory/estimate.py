@@ -131,8 +131,8 @@ class _Run:
             self._steps[place.kind] = place.short_step(self.done)
         if place.place not in self._ranks:
             first = place.place * self.blueprint.world_size // self.blueprint.shares.pipeline
-            told = _of_rank(place, first, self._steps[place.kind], self.done)
-            self._ranks[place.place] = told
+            estimated = _of_rank(place, first, self._steps[place.kind], self.done)
+            self._ranks[place.place] = estimated
         return self._ranks[place.place]
 
     def estimate(self) -> Estimate:

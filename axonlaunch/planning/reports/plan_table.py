@@ -9,7 +9,7 @@ from axonlaunch.planning.records import Plan, Planned
 from axonlaunch.system.formatting import size
 
 _TELLING = 0.01
-"""Share of a step below which a difference is not told."""
+"""Share of a step below which a difference is not reported."""
 
 
 def table(found: Plan) -> Table:
@@ -41,12 +41,12 @@ def _unfit(planned: Planned) -> str:
 def spent(planned: Planned) -> str:
     """Say where a step's time goes, most first."""
     shares = sorted(planned.breakdown.items(), key=lambda item: -item[1])
-    told = [
+    parts = [
         f"{name} {seconds / planned.step_s:.0%}"
         for name, seconds in shares
         if seconds > _TELLING * planned.step_s
     ]
-    return ", ".join(told)
+    return ", ".join(parts)
 
 
 def why_slower(first: Planned, second: Planned) -> str:

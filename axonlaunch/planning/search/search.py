@@ -52,7 +52,7 @@ def plan(
         config: A run; its layout is what is looked for.
         devices: Ranks.
         kept: Settings of ``candidates.SEARCHED`` that stay as they are.
-        check: Resolves a run, or raises ``ConfigError`` where no machine can do it.
+        check: Resolves a run, or raises ``ConfigError`` where no node can do it.
         wanted: Layouts that fit.
 
     Raises:
@@ -78,8 +78,8 @@ def plan(
     formulas = Formulas.of(config)
     likely = _likely(listed, formulas=formulas, hardware=hardware, memory=memory)
     first = _fastest(_legal(likely, check), hardware=hardware)
-    machines = devices // in_node if devices % in_node == 0 else 1
-    found = _estimated(first, config=config, ranks=(machines, devices // machines), wanted=wanted)
+    num_nodes = devices // in_node if devices % in_node == 0 else 1
+    found = _estimated(first, config=config, ranks=(num_nodes, devices // num_nodes), wanted=wanted)
     if not any(planned.fits for planned in found):
         raise ConfigError([_too_large(config, devices, found)])
     known = workload(config, searched=True)
@@ -90,11 +90,11 @@ def _needed(config: RunConfig, devices: int) -> list[str]:
     """Return the figures of hardware without which no layout can be timed."""
     assert config.hardware is not None
     found = ["memory_gib", "devices_per_node", f"{config.train.precision}_tflops"]
-    found += ["matrix_sustained", "multiprocessors"]
+    found += ["matrix_efficiency", "multiprocessors"]
     if hasattr(config.model, "num_attention_heads"):
-        found.append("attention_sustained")
-    if not config.hardware.moved_bytes:
-        found += ["memory_bandwidth_gb_s", "memory_sustained"]
+        found.append("attention_efficiency")
+    if not config.hardware.kernel_bytes:
+        found += ["memory_bandwidth_gb_s", "memory_efficiency"]
     crossed = ["link"] if devices > 1 else []
     in_node = config.hardware.devices_per_node
     if in_node is not None and devices > in_node:
@@ -180,15 +180,15 @@ def _fastest(
         ConfigError: Why the first can't be traced, if none can.
     """
     runs = [partial(_timed, candidate.config, hardware) for candidate in first]
-    told = forked_map.run(runs, memory=fake_tensor_cache.recipes)
+    works = forked_map.run(runs, memory=fake_tensor_cache.recipes)
     found = [
         (candidate, one)
-        for candidate, one in zip(first, told, strict=True)
+        for candidate, one in zip(first, works, strict=True)
         if isinstance(one, Throughput)
     ]
     if not found:
-        assert isinstance(told[0], ConfigError)
-        raise told[0]
+        assert isinstance(works[0], ConfigError)
+        raise works[0]
     return sorted(found, key=lambda pair: pair[1].step_s)
 
 
@@ -212,26 +212,26 @@ def _estimated(
     Args:
         first: Layouts, the fastest first.
         config: The run as it was given.
-        ranks: Machines, and ranks of each.
+        ranks: Nodes, and ranks of each.
         wanted: Layouts that fit.
     """
     found: list[Planned] = []
     for candidate, speed in first[:TRIED]:
-        told = estimate(candidate.config, ends=True)
+        result = estimate(candidate.config, ends=True)
         found.append(
             Planned(
                 overrides=_overrides(config, candidate, ranks),
                 layout=_named(candidate),
                 mesh=candidate.shares.axes,
-                peak_bytes=told.peak_bytes,
-                host_bytes=told.host_bytes,
-                process_bytes=told.process_bytes,
-                verdict=_verdict(told, config),
+                peak_bytes=result.peak_bytes,
+                host_bytes=result.host_bytes,
+                process_bytes=result.process_bytes,
+                verdict=_verdict(result, config),
                 tokens_per_s_per_device=speed.tokens_per_s_per_device,
                 step_s=speed.step_s,
                 mfu=speed.mfu,
                 breakdown=speed.breakdown,
-                host_memory=host_memory(candidate.config, told.host_bytes),
+                host_memory=host_memory(candidate.config, result.host_bytes),
             )
         )
         if sum(planned.fits for planned in found) == wanted:
@@ -265,9 +265,9 @@ def _overrides(config: RunConfig, candidate: Candidate, ranks: tuple[int, int]) 
     found = [
         f"{key}={plain(value)}" for key, value in candidate.settings.items() if value != given[key]
     ]
-    machines, of_each = ranks
-    if machines > 1:
-        found.append(f"launch.nnodes={machines}")
+    num_nodes, of_each = ranks
+    if num_nodes > 1:
+        found.append(f"launch.nnodes={num_nodes}")
     return [*found, f"launch.nproc={of_each}"]
 
 

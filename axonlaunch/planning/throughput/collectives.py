@@ -46,7 +46,7 @@ class Links:
         in_node = min(size, self._in_node(stride))
         nodes = -(-size // in_node)
         bandwidth = self._bandwidth(in_node, nodes)
-        gathers = self._hardware.link_gather_gb_s
+        gathers = self._hardware.allgather_bw_gb_s
         if gathers is not None and exchange.kind == "all_gather":
             bandwidth = min(bandwidth, gathers * 1e9)
         share = 1.0 if exchange.kind == "broadcast" else (size - 1) / size
@@ -67,7 +67,7 @@ class Links:
         size, stride = self._extent((axis,))
         inside = size == 1 or self._in_node(stride) > 1
         kind = "link" if inside else "network"
-        rate = figure(self._hardware, f"{kind}_gb_s") * figure(self._hardware, f"{kind}_sustained")
+        rate = figure(self._hardware, f"{kind}_gb_s") * figure(self._hardware, f"{kind}_efficiency")
         latency = figure(self._hardware, f"{kind}_latency_us") * 1e-6
         return float(_BEGIN_S + latency + num_bytes / (rate * 1e9))
 
@@ -91,11 +91,11 @@ class Links:
         """
         link = math.inf
         if in_node > 1:
-            link = figure(self._hardware, "link_gb_s") * figure(self._hardware, "link_sustained")
+            link = figure(self._hardware, "link_gb_s") * figure(self._hardware, "link_efficiency")
         if nodes == 1:
             return float(link * 1e9)
         network = figure(self._hardware, "network_gb_s")
-        network *= figure(self._hardware, "network_sustained")
+        network *= figure(self._hardware, "network_efficiency")
         return float(min(link, in_node * network) * 1e9)
 
     def _ring_latency(self, size: int, nodes: int) -> float:

@@ -79,13 +79,13 @@ class Roofline:
         tiles = batch * -(-m // _TILE[0]) * -(-n // _TILE[1])
         waves = tiles / self.figure("multiprocessors")
         share = waves / (waves + _HALF_WAVE) * k / (k + _HALF_DEPTH)
-        rate = self.rate(product.dtype) * self.figure("matrix_sustained") * share * _IN_A_STEP
+        rate = self.rate(product.dtype) * self.figure("matrix_efficiency") * share * _IN_A_STEP
         moved = batch * (m * k + k * n + m * n) * product.dtype.itemsize
         return float(max(2.0 * batch * m * n * k / rate, self._moving(moved)) + self._launch_s)
 
     def _attention(self, attention: Attention, amount: Amount) -> float:
         share = attention.keys / (attention.keys + _HALF_LENGTH)
-        rate = self.rate(attention.dtype) * self.figure("attention_sustained") * share
+        rate = self.rate(attention.dtype) * self.figure("attention_efficiency") * share
         moving = self._moving_all(amount)
         return float(max(amount.flops / rate, moving) + amount.count * self._launch_s)
 
@@ -100,7 +100,7 @@ class Roofline:
 
     def _moving(self, num_bytes: float) -> float:
         """Return the time of one kernel's traffic: at a bandwidth, or as measured by size."""
-        sizes, times = self._hardware.moved_bytes, self._hardware.moved_us
+        sizes, times = self._hardware.kernel_bytes, self._hardware.kernel_latency_us
         if sizes:
             if num_bytes >= sizes[-1]:
                 return times[-1] * 1e-6 * num_bytes / sizes[-1]
@@ -109,7 +109,7 @@ class Roofline:
                 if num_bytes < high:
                     part = (num_bytes - low) / (high - low)
                     return (before + part * (after - before)) * 1e-6
-        bandwidth = self.figure("memory_bandwidth_gb_s") * 1e9 * self.figure("memory_sustained")
+        bandwidth = self.figure("memory_bandwidth_gb_s") * 1e9 * self.figure("memory_efficiency")
         return float(num_bytes / bandwidth)
 
 
@@ -136,7 +136,7 @@ def refuse_missing(hardware: HardwareConfig, names: Iterable[str]) -> None:
 
 def _missing(hardware: HardwareConfig, name: str) -> ConfigIssue:
     message = (
-        f"is not published for {hardware.name}, and speed can't be told without it; "
+        f"is not published for {hardware.name}, and speed can't be estimated without it; "
         f"write hardware.{name}=NUMBER, measured or from a datasheet"
     )
     return ConfigIssue(f"hardware.{name}", message, None)

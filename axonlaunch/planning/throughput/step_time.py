@@ -112,11 +112,11 @@ class StepTime:
         if shares.data_parallel != "fsdp" or offload == "none" or self._links.takes_cores:
             return 0.0
         if offload == "full":
-            message = "how fast the host's cores update is not foretold; use params"
+            message = "the speed of updates on the host's cores can't be estimated; use params"
             raise ConfigError([ConfigIssue("strategy.fsdp.cpu_offload", message, offload)])
         shards = shares.tensor * shares.pipeline * shares.dp_shard * shares.context
         held = FP32 * work.parameters / shards
-        rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_sustained") * 1e9
+        rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
         if offload == "optimizer_states":
             moments = states_per_element(self._config.optimizer)
             return float(2 * moments * held / rate)

@@ -131,11 +131,11 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     ]
     if shares.pipeline > 1:
         functions.append(partial(_split, config))
-    told = forked_map.run(functions, memory=fake_tensor_cache.recipes)
-    layers = tuple(told[-1]) if shares.pipeline > 1 else (depth or 0,)
+    results = forked_map.run(functions, memory=fake_tensor_cache.recipes)
+    layers = tuple(results[-1]) if shares.pipeline > 1 else (depth or 0,)
     traced = {
         (rank, *key): one
-        for (rank, keys), ones in zip(jobs, told, strict=False)
+        for (rank, keys), ones in zip(jobs, results, strict=False)
         for key, one in zip(keys, ones, strict=True)
     }
     first, last = (

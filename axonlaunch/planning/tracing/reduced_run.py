@@ -190,13 +190,13 @@ def _are_divided_alike(
     tensor = config.strategy.tensor
     if tensor.degree == 1 or not tensor.plan:
         return True
-    told: dict[str, set[Any]] = {name: set() for name in blocks}
+    styles: dict[str, set[Any]] = {name: set() for name in blocks}
     for one in styled(model, tensor.plan):
         for block in blocks:
             if one.name == block or one.name.startswith(f"{block}."):
                 inside = one.name.removeprefix(block)
-                told[block].add((inside, one.style, one.in_region, one.in_sequence))
-    first, *others = told.values()
+                styles[block].add((inside, one.style, one.in_region, one.in_sequence))
+    first, *others = styles.values()
     return all(other == first for other in others)
 
 
@@ -211,7 +211,7 @@ def _split(config: RunConfig, shares: Layout, model: nn.Module, sample: Tensor) 
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         message = (
-            f"where {type(model).__name__} is to be cut can't be told without running it ({reason})"
+            f"where to cut {type(model).__name__} can't be determined without running it ({reason})"
             "; write the blocks of each stage"
         )
         raise ConfigError([ConfigIssue("strategy.pipeline.split", message, "auto")]) from error

@@ -99,18 +99,20 @@ class StageTrace:
 
     def short_step(self, done: Mapping[Key, Traced]) -> list[Event]:
         """Return the step of the short run, as deep as the place is."""
-        told = [done[key].events for key in self._keys()]
-        return extrapolate_depth.extrapolate(*told, blocks=self.spare) if self.spare else told[0]
+        traces = [done[key].events for key in self._keys()]
+        return (
+            extrapolate_depth.extrapolate(*traces, blocks=self.spare) if self.spare else traces[0]
+        )
 
     def events(self, short_step: list[Event], done: Mapping[Key, Traced]) -> list[Event]:
         """Return the place's step."""
-        told = done[next(iter(self._keys()))]
+        trace = done[next(iter(self._keys()))]
         short, whole = self.short.shares, self.whole.shares
         micro_batches = whole.micro_batches - short.micro_batches
         in_a_round = whole.round_microbatches - short.round_microbatches
         more = dict.fromkeys(CATEGORIES, 0)
-        more["activations"] = micro_batches * told.fed
-        for category, num_bytes in told.received.items():
+        more["activations"] = micro_batches * trace.fed
+        for category, num_bytes in trace.received.items():
             more[category] += in_a_round * num_bytes
         events = [extrapolate_schedule.shifted(event, (*more.values(), 0)) for event in short_step]
         if whole.pipeline == 1 or short == whole:

@@ -51,8 +51,8 @@ def _untraceable(config: RunConfig, error: BaseException) -> ConfigIssue:
     where = "" if module is None else f" in {module}"
     message = (
         f"{_operation(error)}{where} depends on values or has no fake kernel, so memory "
-        "can't be told without running it; axonlaunch estimate --formula tells what parameters, "
-        "gradients and optimizer states take, and no more"
+        "can't be estimated without running it; axonlaunch estimate --analytic estimates "
+        "parameters, gradients and optimizer states only"
     )
     return ConfigIssue("model.name", message, config.model.name)
 

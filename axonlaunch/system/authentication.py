@@ -102,7 +102,7 @@ class Credentials:
             ForgedMessageError: It was not, or not under this key in this round of this run.
         """
         if len(sealed) > MOST_BYTES:
-            raise ForgedMessageError(f"{name}: {len(sealed)} bytes are no message of this run")
+            raise ForgedMessageError(f"{name}: {len(sealed)} bytes are not a message of this run")
         body = sealed[_HEX:]
         if not hmac.compare_digest(sealed[:_HEX], self._digest(body)):
             raise ForgedMessageError(f"{name}: not signed with this run's token")

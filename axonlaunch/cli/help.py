@@ -1,0 +1,86 @@
+"""``axonlaunch help``: the documentation that the package ships, in the terminal.
+
+It reads the pages of ``axonlaunch/docs`` and nothing else; what a command takes is in its --help.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from axonlaunch.cli.options import Json, print_json
+
+HELP = "Show the documentation: all pages, or one of them."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch help
+  axonlaunch help strategies
+  axonlaunch help architecture --json
+"""
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def command(
+    context: typer.Context,
+    topic: Annotated[str | None, typer.Argument(help="A page; without it all are listed.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the documentation: all pages, or one of them."""
+    pages = {path.stem: path for path in sorted(DOCS.glob("*.md"))}
+    if topic is None:
+        _list_pages({name: summary(path.read_text()) for name, path in pages.items()}, as_json)
+        return
+    name = topic.lower().removesuffix(".md").replace("_", "-")
+    if name not in pages:
+        raise _unknown_page(topic, list(pages), is_command=_is_command(context, topic))
+    text = pages[name].read_text()
+    if as_json:
+        print_json({"topic": name, "text": text})
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text))
+
+
+def summary(text: str) -> str:
+    """Return the first sentence of a page's first paragraph."""
+    _, _, body = text.partition("\n\n")
+    paragraph = " ".join(body.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.:])\s", paragraph, maxsplit=1)[0].rstrip(".:")
+
+
+def _list_pages(summaries: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        print_json({"pages": summaries})
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, line in summaries.items():
+        table.add_row(name, line)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("\naxonlaunch help TOPIC shows a page, axonlaunch COMMAND --help a command")
+
+
+def _is_command(context: typer.Context, topic: str) -> bool:
+    commands = getattr(context.find_root().command, "commands", {})
+    return topic in commands
+
+
+def _unknown_page(topic: str, pages: list[str], *, is_command: bool) -> Exception:
+    from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.registry import unknown
+
+    message = unknown("page", topic, pages)
+    if is_command:
+        message = f"{topic} is a command; use axonlaunch {topic} --help"
+    return ConfigError([ConfigIssue("", message)])

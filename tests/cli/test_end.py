@@ -1,0 +1,51 @@
+"""A command whose work is done ends with its status, whatever libraries do in their teardown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+COMMAND = """
+import atexit, ctypes, sys, threading, time
+{before}
+sys.argv = ["axonlaunch", *{words}]
+from axonlaunch.cli import main
+main()
+"""
+ABORTS = "libc = ctypes.CDLL(None); libc.__cxa_atexit(libc.abort, None, None)"
+
+
+def _run(before: str, *words: str) -> subprocess.CompletedProcess[str]:
+    program = COMMAND.format(before=before, words=words)
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--version"], 0), (["ls", "nothing"], 2)])
+def test_a_library_that_aborts_in_its_teardown_changes_no_status(
+    words: list[str], status: int
+) -> None:
+    # As gloo's threads did once in nine runs: std::terminate, status 134.
+    ran = _run(ABORTS, *words)
+    assert ran.returncode == status, ran.stderr
+    assert ran.stdout or ran.stderr  # what was written before was flushed
+
+
+def test_threads_are_joined_and_what_is_registered_for_the_end_runs() -> None:
+    before = (
+        "late = lambda: (time.sleep(0.5), print('a thread'), atexit.register(print, 'the end'));"
+        "threading.Thread(target=late).start()"
+    )
+    ran = _run(before, "--version")
+    assert ran.stdout.splitlines()[1:] == ["a thread", "the end"]
+    assert ran.returncode == 0
+
+
+def test_an_error_of_our_own_is_shown_and_is_status_1() -> None:
+    before = "import axonlaunch.cli.app as app; app.run = lambda: 1 / 0"
+    ran = _run(before)
+    assert ran.returncode == 1
+    assert "ZeroDivisionError" in ran.stderr

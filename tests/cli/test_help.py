@@ -1,0 +1,67 @@
+"""``axonlaunch help``: the pages that the package ships, listed, rendered and as text."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from command import Served
+from served import Server
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "axonlaunch" / "docs"
+PAGES = [path.stem for path in sorted(DOCS.glob("*.md"))]
+
+
+@pytest.fixture
+def axonlaunch(tmp_path: Path, server: Server) -> Served:
+    return Served(tmp_path, server)
+
+
+def test_every_page_is_listed_with_its_first_sentence(axonlaunch: Served) -> None:
+    listed = json.loads(axonlaunch("help", "--json").stdout)["pages"]
+    assert list(listed) == PAGES
+    text = axonlaunch("help").stdout
+    for name, line in listed.items():
+        assert 20 < len(line) <= 120
+        assert name in text
+        assert line[:40] in text
+
+
+def test_a_page_is_rendered_for_the_terminal(axonlaunch: Served) -> None:
+    shown = axonlaunch("help", "checkpoints").stdout
+    assert "Corrupt checkpoints" in shown
+    assert "## Corrupt" not in shown
+    assert "```" not in shown
+
+
+def test_json_has_the_text_of_a_page(axonlaunch: Served) -> None:
+    found = json.loads(axonlaunch("help", "estimate-and-plan", "--json").stdout)
+    text = (DOCS / "estimate-and-plan.md").read_text()
+    assert found == {"topic": "estimate-and-plan", "text": text}
+
+
+@pytest.mark.parametrize("topic", ["Strategies", "python_api", "security.md"])
+def test_a_page_is_found_however_its_name_is_written(topic: str, axonlaunch: Served) -> None:
+    assert axonlaunch("help", topic).stdout
+
+
+def test_an_unknown_page_is_an_error_that_names_similar_ones(axonlaunch: Served) -> None:
+    errors = axonlaunch("help", "strategie", status=2).stderr
+    assert errors.startswith("error: there is no page 'strategie'; did you mean strategies? known:")
+    assert errors.count("\n") == 1
+
+
+def test_a_command_that_is_no_page_is_sent_to_its_help(axonlaunch: Served) -> None:
+    errors = axonlaunch("help", "train", status=2).stderr
+    assert errors == "error: train is a command; use axonlaunch train --help\n"
+
+
+def test_the_wheel_has_the_pages() -> None:
+    """hatchling takes every file of the package that git does not ignore, and leaves none out."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["packages"] == ["axonlaunch"]
+    assert not {"exclude", "only-include", "include"} & wheel.keys()

@@ -1,0 +1,226 @@
+"""The README and every page of the documentation: what they show runs, what they link exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import served
+import yaml
+from command import Served
+from served import Server
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "axonlaunch" / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+ALL_PAGES = [*PAGES, ROOT / "scripts/benches/README.md", ROOT / "tests/parity/README.md"]
+BIN = Path(sys.executable).parent
+MAIN_JOB = "axonlaunch train +strategy=fsdp"
+# Run by continuous integration, and by whoever installs.
+NOT_RUN_HERE = ("scripts/quickstart ", "scripts/test ", "pip install axonlaunch")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def lines(page: Path) -> list[str]:
+    return [line for block in blocks(page, "bash") for line in block.splitlines() if line]
+
+
+def pages_with(language: str) -> list[object]:
+    return [pytest.param(page, id=page.stem) for page in PAGES if blocks(page, language)]
+
+
+def shortened(command: str) -> list[str]:
+    """The arguments of a command, with as much less to do as shows the same.
+
+    A run does a fifth of the steps that the page asks for, so that one resumes another.
+    """
+    words = shlex.split(command)
+    small = ["model.num_hidden_layers=2", "data.sequence_length=64"]
+    narrow = ["model.hidden_size=32", "model.num_attention_heads=2", "data.sequence_length=64"]
+    is_default = not any(word.startswith("model=") for word in words)
+    if words[1] == "verify":
+        return [*words, *(narrow if is_default else []), "--steps=1"]
+    if words[1] == "estimate":
+        return [*words, *small]
+    if words[1] == "plan":
+        one = ["data_parallel=ddp", "tensor.degree=8", "pipeline.degree=1"]
+        rest = ["train.micro_batch_size=1", "train.activation_checkpointing=full"]
+        return [*words, *small, *(f"strategy.{key}" for key in one), *rest]
+    if words[1] != "train" or "--render" in words:
+        return words
+    if "strategy=auto" in words:  # a few layouts to search
+        words += ["strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
+        words += ["strategy.tensor.degree=1", "train.activation_checkpointing=none"]
+    given = dict(word.split("=", 1) for word in words if word.startswith("train.steps="))
+    steps = int(given.get("train.steps", 20)) // 5
+    words = [word for word in words if not word.startswith("train.steps=")]
+    if is_default:
+        words += narrow
+    elif "model=llama_debug" in words:
+        words += small
+    return [*words, f"train.steps={steps}", "train.eval_batches=1", "sample.max_new_tokens=4"]
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"},
+    )
+
+
+def write_files(page: Path, folder: Path) -> list[str]:
+    """Write the blocks that name their file; return the Python that names none."""
+    (folder / "README.md").write_text((ROOT / "README.md").read_text())  # text to train on
+    scripts = []
+    for block in [*blocks(page, "python"), *blocks(page, "yaml")]:
+        named = re.match(r"# ([\w/]+\.(?:py|yaml))\n", block)
+        if named is None:
+            scripts.append(block)
+            continue
+        (folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
+        (folder / named[1]).write_text(block.partition("\n")[2])
+    return [script for script in scripts if script not in blocks(page, "yaml")]
+
+
+def run_python(path: Path, folder: Path) -> None:
+    ran = served.Forked(served.script, path.name, folder=folder, environment=dict(os.environ))
+    _, errors = ran.communicate(timeout=60)
+    assert ran.returncode == 0, errors
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("page", pages_with("bash"))
+def test_every_command_of_a_page_runs_in_the_order_of_the_page(
+    page: Path, tmp_path: Path, server: Server
+) -> None:
+    axonlaunch = Served(tmp_path, server)
+    write_files(page, tmp_path)
+    before = [] if page.stem == "README" else lines(ROOT / "README.md")  # not twice
+    for command in [line for line in lines(page) if line not in before]:
+        if command == MAIN_JOB:  # as a user starts it
+            ran = run(shortened(command), tmp_path)
+            assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+        elif command.startswith("python "):
+            run_python(tmp_path / command.removeprefix("python "), tmp_path)
+        elif command.startswith("axonlaunch "):
+            differs = command.startswith("axonlaunch checkpoint diff ")  # two other runs
+            axonlaunch(*shortened(command)[1:], status=int(differs))
+        else:
+            assert f"{command} ".startswith(NOT_RUN_HERE), f"{command} is not run by any test"
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, server: Server) -> None:
+    for number, script in enumerate(write_files(page, tmp_path)):
+        path = tmp_path / f"script_{number}.py"
+        path.write_text(script)
+        run_python(path, tmp_path)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.glob("*.md")], ids=lambda p: p.stem)
+def test_the_yaml_and_toml_of_a_page_are_well_formed(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        assert isinstance(yaml.safe_load(block), dict)
+    for block in blocks(page, "toml"):
+        assert tomllib.loads(block)
+
+
+def test_the_errors_of_the_pages_are_what_one_sees(tmp_path: Path, server: Server) -> None:
+    axonlaunch = Served(tmp_path, server)
+    shown = [
+        block
+        for page in PAGES
+        for block in blocks(page, "text")
+        if block.startswith("$ ") and "error:" in block
+    ]
+    assert shown
+    for block in shown:
+        command, _, expected = block.removeprefix("$ ").partition("\n")
+        assert axonlaunch(*shlex.split(command)[1:], status=2).stderr == expected
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", DOCS / "strategies.md"], ids=["README", "doc"]
+)
+def test_every_strategy_is_in_the_tables(page: Path) -> None:
+    from axonlaunch.config import Composer
+
+    table = page.read_text().partition("| `strategy=` |")[2].partition("\n\n")[0]
+    listed = set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE))
+    assert listed == set(Composer().options("strategy"))
+
+
+def test_the_readme_fits_in_ten_kilobytes() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 10_000
+
+
+def links(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"\[[^\]]+\]\(([^)\s]+)\)", " ".join(text.split()))
+
+
+def anchor(heading: str) -> str:
+    """Return what a heading is linked by, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in links(page):
+        if link.startswith("https://"):
+            continue
+        path, _, part = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), f"{link}: there is no such file"
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE)
+        assert not part or part in map(anchor, headings), f"{link}: there is no such heading"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            left += [(page.parent / x.partition("#")[0]).resolve() for x in links(page)]
+    assert {page for page in PAGES if page not in reached} == set()
+
+
+def test_the_page_about_architecture_has_the_layers_that_the_linter_keeps() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    [contract] = project["tool"]["importlinter"]["contracts"]
+    picture = blocks(DOCS / "architecture.md", "text")[0].splitlines()
+    assert [re.split(r"\s{2,}", line)[0] for line in picture] == contract["layers"]
+
+
+def test_the_trunk_of_the_page_about_architecture_is_that_of_the_code() -> None:
+    trunk = blocks(DOCS / "architecture.md", "text")[1]
+    calls = re.findall(r"^(\S+\.py): (\w+) ", trunk, flags=re.MULTILINE)
+    assert len(calls) >= 8
+    for path, function in calls:
+        source = (ROOT / "axonlaunch" / path).read_text()
+        assert re.search(rf"^ *def {function}\(", source, flags=re.MULTILINE), (path, function)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    own = {"my_models.py", "my_configs/experiment/mine.yaml"}
+    known = [*ROOT.glob("axonlaunch/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    names = {str(path.relative_to(ROOT)) for path in known}
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for name in set(re.findall(r"`([\w/]+\.py)(?:\b|`)", text)) - own:
+        assert any(f"/{one}".endswith(f"/{name}") for one in names), f"{name} is not there"
