@@ -110,7 +110,7 @@ def _refuse_special_files(folder: Path) -> None:
     except FileNotFoundError:
         return
     except NotRegularError:
-        message = f"{folder / METRICS} is no regular file; remove it, or use another run folder"
+        message = f"{folder / METRICS} is not a regular file; remove it, or use another run folder"
         raise ConfigError([ConfigIssue("run_dir", message)]) from None
 
 

@@ -108,8 +108,13 @@ def run(lab: Lab, seed: int, log: Log) -> None:
         _check_refusal_is_allowed(name, done.errors)
         return
     if name in OF_CHECKPOINTS and is_harmed:
-        assert "damaged" in done.text, f"damage was passed over silently: {done.text[-1500:]}"
-    if name == "config.yaml" and change not in (truncate, flip, link, delete):  # which may leave it readable
+        assert "corrupt" in done.text, f"damage was passed over silently: {done.text[-1500:]}"
+    if name == "config.yaml" and change not in (
+        truncate,
+        flip,
+        link,
+        delete,
+    ):  # which may leave it readable
         assert "config.yaml: can't be read" in done.text, f"silent: {done.text[-1500:]}"
     # Of steps that were logged before nobody but the changed file knew.
     check_complete(command, expected, from_step=newest + 1 if name == "metrics.jsonl" else 1)

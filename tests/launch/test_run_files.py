@@ -24,7 +24,7 @@ def cut(file: Path) -> None:
     file.write_text("seed: [")
 
 
-CHANGES = {"a FIFO": (fifo, "is no regular file"), "cut": (cut, "not YAML: ")}
+CHANGES = {"a FIFO": (fifo, "is not a regular file"), "cut": (cut, "not YAML: ")}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -52,4 +52,4 @@ def test_steps_are_not_logged_through_what_is_no_regular_file(
     change(served.folder / "runs/run/metrics.jsonl")
     errors = served.train(*WORDS, "train.steps=4", status=2).stderr
     assert errors.startswith("error: run_dir: ")
-    assert "run/metrics.jsonl is no regular file; remove it, or use another run folder" in errors
+    assert "run/metrics.jsonl is not a regular file; remove it, or use another run folder" in errors
