@@ -226,7 +226,7 @@ def test_pictures_name_what_they_show(name: str, schedule: Schedule, tmp_path: P
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
     status, output, _ = schedule(*words, "--plot", "b.svg")
     assert status == 0
-    assert output.splitlines()[-1].split() == ["picture", "b.svg"]
+    assert output.splitlines()[-1].split() == ["plot", "b.svg"]
     drawing = (tmp_path / "b.svg").read_text()
     assert ElementTree.fromstring(drawing).tag.endswith("svg")
     # matplotlib leaves the words of its paths as comments.

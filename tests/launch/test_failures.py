@@ -205,7 +205,7 @@ def test_a_corrupt_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
     [(path, why)] = listed["aside"].items()
     assert path == "runs/run/checkpoints/step_6.corrupt"
     assert why.startswith(reason)
-    assert f"put aside  {path} {reason}" in served("checkpoint", "ls", "runs/run").stdout
+    assert f"moved aside  {path} {reason}" in served("checkpoint", "ls", "runs/run").stdout
 
 
 def test_with_no_good_checkpoint_left_nothing_is_trained_over(served: Command) -> None:
