@@ -296,7 +296,7 @@ def test_what_is_no_regular_file_is_refused(swap: str, name: str, tmp_path: Path
 def test_what_was_swapped_since_it_was_looked_at_is_refused(swap: str, tmp_path: Path) -> None:
     found = saved(tmp_path)
     SWAPS[swap](found.path / DATA)
-    with pytest.raises(CorruptCheckpointError, match="no regular file"):
+    with pytest.raises(CorruptCheckpointError, match="not a regular file"):
         reader.read(found, {"model": {"w": torch.zeros(64)}})
 
 
@@ -352,7 +352,7 @@ def test_safetensors_that_are_no_regular_files_are_refused(
     text = json.dumps({"weight_map": {"w": "model.safetensors"}})
     (weights / "model.safetensors.index.json").write_text(text)
     SWAPS[swap](weights / name)
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         reading(weights)
 
 
@@ -368,7 +368,7 @@ def test_a_snapshot_of_the_hub_s_cache_is_read(weights: Path) -> None:
     (blobs / ("a" * 64)).rename(blobs / "secret")
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(Path("../../blobs/secret"))
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         reading(snapshot)
 
 

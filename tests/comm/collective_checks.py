@@ -153,7 +153,9 @@ def all_reduce_product_multiplies(world: World, dtype: torch.dtype) -> None:
 @by_dtype(*INTEGERS, torch.bool)
 def a_mean_of_integers_is_refused(world: World, dtype: torch.dtype) -> None:
     for call in (comm.all_reduce_mean, comm.reduce_scatter_mean):
-        with pytest.raises(TypeError, match=r"mean: a (mean|sum) of .* is (no|not a) .*\.to\(torch\."):
+        with pytest.raises(
+            TypeError, match=r"mean: a (mean|sum) of .* is (no|not a) .*\.to\(torch\."
+        ):
             call(values(world.rank, (WORLD_SIZE,), dtype))
 
 

@@ -159,8 +159,12 @@ def weights_depend_on_the_rank(patch: Patch) -> None:
 
 
 def the_learning_rate_grows_with_the_world(patch: Patch) -> None:
-    right = build._rate
-    patch.setattr(build, "_rate", lambda c, step: right(c, step) * dist.get_world_size())
+    right = build.learning_rate
+
+    def grown(schedule: Any, step: int, **figures: Any) -> float:
+        return right(schedule, step, **figures) * dist.get_world_size()
+
+    patch.setattr(build, "learning_rate", grown)
 
 
 def a_region_s_gradient_is_not_summed(patch: Patch) -> None:
