@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -90,6 +91,7 @@ class Failure:
 def main() -> int:
     """Run cases; return the exit status."""
     options = _options()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and clean up
     Path(options.keep or tempfile.gettempdir()).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.keep)).resolve()
     tallies = {name: Tally() for name in options.only}

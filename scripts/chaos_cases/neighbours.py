@@ -30,7 +30,8 @@ from lab import (
 from launchers import Machines, machines
 
 STRATEGY = "fsdp"
-WORDS = [*COMMON, *STRATEGIES[STRATEGY]]
+# A node whose messages are overwritten is waited for so long, and named meanwhile.
+WORDS = [*COMMON, *STRATEGIES[STRATEGY], "launch.timeout_s=60"]
 KINDS = [(deed, nodes) for deed in ("noise", "rob", "deface") for nodes in (1, 2)]
 """What the stranger does x over how many nodes the run is."""
 
