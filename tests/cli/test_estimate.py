@@ -227,7 +227,10 @@ def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
         (["--plot", "nowhere/a.png"], "--plot=nowhere/a.png: there is no folder nowhere"),
         (["launch.nproc=7", "strategy=tensor"], "strategy.tensor.degree=2: 7 ranks are not"),
         (["launch.nproc=7"], "train.global_batch_size=8: must be divisible by 7 ranks"),
-        (["+hardware.name=mine"], "hardware.memory_gib=null: the memory of mine is not told"),
+        (
+            ["+hardware.name=mine"],
+            "hardware.memory_gib=null: is not set for mine, so whether a run fits",
+        ),
         (["strategy=tensor", "strategy.tensor.degree=3"], "strategy.tensor.degree=3: "),
     ],
 )
