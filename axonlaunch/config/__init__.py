@@ -32,6 +32,7 @@ __all__ = [
     "RunConfig",
     "compose",
     "flatten",
+    "import_code",
     "load",
     "meant_below_runs",
     "parsed",
@@ -141,6 +142,17 @@ def _import_models(tree: dict[str, Any]) -> list[ConfigIssue]:
         if model.get("name") == "custom":
             search_here()  # for model.target
     return problems
+
+
+def import_code(config: RunConfig) -> None:
+    """Import what a configuration names, in a process that received it as a value.
+
+    Raises:
+        ConfigError: A module can't be imported.
+    """
+    named = {"plugins": config.plugins, "model": {"name": config.model.name}}
+    if problems := _import_models(named):
+        raise ConfigError(problems)
 
 
 def _with_registered_model(composed: Composed) -> Composed:
