@@ -144,16 +144,20 @@ def test_ranks_get_the_configuration_of_their_attempt(
 
 
 def test_a_rank_neither_composes_nor_validates_nor_reads_the_frozen_file(served: Command) -> None:
-    """The plugin is imported by the command too, which does all that, and by each rank."""
+    """The plugin is imported by the command too, which does all that, and by its children."""
     (served.folder / "refusing.py").write_text(
         "import multiprocessing\n"
         "from axonlaunch import config\n"
         "def refuse(*args, **kwargs):\n"
         "    raise AssertionError('a rank read its configuration again')\n"
         "if multiprocessing.parent_process().name != 'MainProcess':\n"
-        "    config.compose = config.read = config.parsed = config.typed = refuse\n"
+        "    config.compose = config.typed = config.validate = refuse\n"
+        "else:\n"
+        "    from axonlaunch.launch import run_dir\n"
+        "    run_dir.to_yaml = lambda config: 'nothing: here'\n"
     )
     served.train("strategy=ddp", "launch.nproc=2", "plugins=[refusing]", "name=run")
+    assert (served.folder / "runs/run/config.yaml").read_text() == "nothing: here"
 
 
 def test_what_a_users_configuration_class_prints_when_it_is_imported_is_in_the_log(
