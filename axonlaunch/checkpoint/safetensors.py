@@ -91,7 +91,7 @@ class Reader(StorageReader):
         return found | {name: self._shapes[name][0] for name in sorted(left)}
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Begin anew: there is nothing to forget."""
+        """Begin again: there is nothing to forget."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Describe every parameter as one whole chunk."""
@@ -226,7 +226,7 @@ def _joined(
 
 
 def _named(folder: Path, written: Sequence[Path]) -> list[str]:
-    """Give files the names that Hugging Face looks for, which tell how many there are."""
+    """Give files the names that Hugging Face looks for, which say how many there are."""
     count = len(written)
     found = ["model.safetensors"]
     if count > 1:

@@ -1,7 +1,7 @@
 """Which collectives a rank has begun and not ended, from torch's flight recorder.
 
-It tells what torch records of gloo and NCCL; gloo's sends and receives are not among that. Nothing
-here imports torch before it is asked, for those who read a record train nothing.
+It reports what torch records of gloo and NCCL; gloo's sends and receives are not among that.
+Nothing here imports torch before it is asked, for those who read a record train nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 _OPEN = 4
-"""Open collectives of a group that are told of."""
+"""Open collectives of a group that are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a rank told of its collectives.
+    """What a rank reported of its collectives.
 
     Attributes:
         begun: Group -> how many it has begun there.
@@ -109,7 +109,7 @@ def dump() -> bytes:
     """
     what = {"includeCollectives": True, "includeStackTraces": False, "onlyActive": False}
     dumps = (recorder(**what) for recorder in _recorders("_dump_fr_trace", "_dump_nccl_trace"))
-    return max(dumps, key=len, default=b"")  # one that took no part has nothing to tell
+    return max(dumps, key=len, default=b"")  # one that took no part has nothing to report
 
 
 def _entries() -> Iterator[dict[str, Any]]:
@@ -133,7 +133,7 @@ def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
 
 
 def _num_bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
-    """Return the bytes of a call's inputs, of which torch tells types as C++ calls them."""
+    """Return the bytes of a call's inputs, whose types torch reports as C++ names them."""
     return sum(
         _BYTES.get(dtype, 1) * math.prod(size) for size, dtype in zip(sizes, dtypes, strict=True)
     )

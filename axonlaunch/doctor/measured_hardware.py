@@ -91,7 +91,7 @@ def _file(ranks: int) -> Path:
 
 
 def _processor() -> str:
-    """Return the processor's name, as Linux tells it."""
+    """Return the processor's name, as Linux reports it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

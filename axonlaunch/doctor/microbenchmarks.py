@@ -1,7 +1,7 @@
 """How fast the ranks of this node compute and talk, while all of them do.
 
-Figures are those of ``HardwareConfig``. What one rank alone would reach is not told: ranks share
-cores, caches and the memory's bandwidth.
+Figures are those of ``HardwareConfig``. What one rank alone would reach is not measured: ranks
+share cores, caches and the memory's bandwidth.
 """
 
 from __future__ import annotations

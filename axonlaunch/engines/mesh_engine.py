@@ -105,7 +105,7 @@ class MeshEngine:
         for module in self.modules:
             if not module.training:  # as pretrained models come; parts that a model froze stay so
                 module.train()
-        # Ranks of a tensor axis compute the same loss: one of them tells it.
+        # Ranks of a tensor axis compute the same loss: one of them reports it.
         self._tells_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
 
     def memory_stats(self) -> FSDPMemoryStats | None:
@@ -209,7 +209,7 @@ class MeshEngine:
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, buffers, optimizer states and counters; divided ones as DTensors."""
         self._agree_on_buffers()
-        # Without fp16 there is no scale, told as 0: a run may go on in another precision.
+        # Without fp16 there is no scale, saved as 0: a run may resume in another precision.
         scale = self._scale or LossScale(value=0.0)
         counters = {
             "step": torch.tensor(self.step),

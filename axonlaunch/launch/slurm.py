@@ -142,7 +142,7 @@ def _write(config: RunConfig, folder: Path) -> Path:
 
 
 def problems(config: RunConfig) -> list[ConfigIssue]:
-    """Return what a job must know, and nothing of this node can tell."""
+    """Return what a job must know, and nothing of this node can show."""
     found = []
     if config.launch.nproc == "auto":
         message = "is required for a job; write the number of devices per node"

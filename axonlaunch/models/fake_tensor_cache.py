@@ -113,7 +113,7 @@ class _Memory:
         return made
 
     def _recipe(self, mode: FakeTensorMode, result: Any, tensors: Sequence[Any]) -> _Recipe | None:
-        """Return what makes another result like this one; None: it can't be told."""
+        """Return what makes another result like this one; None: it can't be determined."""
         if result is None:
             return _Nothing()
         if type(result) in (tuple, list):
@@ -237,7 +237,7 @@ def _describe_each(
 def _overlap(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """Return which tensors are one, and which stand in one storage; nothing where none do.
 
-    A result does not tell whose place it took of several that could have been it.
+    A result does not show whose place it took of several that could have been it.
     """
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Foretells a run's memory from the parent, which has no torch: out of the cache, or by tracing.
+"""Estimates a run's memory from the parent, which has no torch: out of the cache, or by tracing.
 
 No device, data file or rank takes part, so a world may be of any size; what can't be estimated is
 refused.

@@ -104,7 +104,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
 
 @lru_cache(maxsize=1)
 def _source() -> str:
-    """Return a hash of every file of this package, which ``version`` does not tell apart."""
+    """Return a hash of every file of this package, which ``version`` does not distinguish."""
     package = Path(__file__).resolve().parent.parent
     found = sha256()
     for file in sorted(package.rglob("*.py")):

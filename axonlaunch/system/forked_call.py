@@ -19,7 +19,7 @@ from axonlaunch.registry import load
 from axonlaunch.system.forkserver import Starter, fork
 
 _GRACE_S = 0.3
-"""Seconds in which other calls tell what the failure of one did to them."""
+"""Seconds in which other calls report what the failure of one did to them."""
 _DYING_S = 1.0
 """Seconds that killed processes get at most to be gone: one that nobody reaps never is."""
 
@@ -91,7 +91,7 @@ def call_together(
     try:
         pending = {one.connection: index for index, one in enumerate(calls)}
         while pending:
-            # After one failed the others soon tell what it did to them: which is the cause is for
+            # After one failed the others soon report what it did to them: which is the cause is for
             # the caller to find.
             ready = wait([*pending], timeout=_GRACE_S if errors else None)
             if not ready:

@@ -213,7 +213,7 @@ class FSDP(nn.Module):
         """Let torch not warn that the module returns a view: whoever is given it changes none."""
         name = type(self.module).__name__
         blocks = {type(one).__name__ for one in self._sharded()[1:]}
-        if name not in blocks:  # by which a warning of theirs can't be told from one of it
+        if name not in blocks:  # by which a warning of theirs can't be distinguished from one of it
             returned = rf"FSDP2-wrapped module \({name}\) returned a view"
             warnings.filterwarnings("ignore", message=returned)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# By Okabe and Ito, told apart by all common kinds of colour vision; of each a light one for a
+# By Okabe and Ito, distinguishable in all common kinds of colour vision; of each a light one for a
 # rank's first stage, with dark numbers, and a dark one for its later stages, with white numbers.
 COLOURS: dict[Kind, tuple[str, str]] = {
     "F": ("#8fcdf0", "#0072b2"),

@@ -12,8 +12,8 @@ from rich.text import Text
 from axonlaunch.engines.pipeline.schedule import Kind
 from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, Slot, Timeline
 
-# By Okabe and Ito, told apart by all common kinds of colour vision: a rank's first stage, and its
-# later ones. rich maps them to what the terminal has.
+# By Okabe and Ito, distinguishable in all common kinds of colour vision: a rank's first stage,
+# and its later ones. rich maps them to what the terminal has.
 STYLES: dict[Kind, tuple[str, str]] = {
     "F": ("#000000 on #56b4e9", "#ffffff on #0072b2"),
     "B": ("#000000 on #f5a623", "#ffffff on #b05000"),

@@ -52,7 +52,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Formulas:
-    """A model, traced on one device: what all of its layouts are told from.
+    """A model, traced on one device: what all of its layouts are estimated from.
 
     Attributes:
         one: The work of a step of ``SAMPLES``.
@@ -181,7 +181,7 @@ def states(
 ) -> dict[Category, float]:
     """Return what parameters, gradients and optimizer states take of a rank's device, in bytes.
 
-    Beside them it tells what is gathered or cast of the parameters while they are worked with.
+    Beside them it counts what is gathered or cast of the parameters while they are worked with.
 
     Args:
         config: The layout's run.

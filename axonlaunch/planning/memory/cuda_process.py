@@ -1,6 +1,6 @@
 """What a CUDA process is seen to hold while it runs a rank: the allocator's cache, and the rest.
 
-The rest is a few published figures of one node each, told apart from what follows from the run.
+The rest is a few published figures of one node each, kept apart from what follows from the run.
 """
 
 from __future__ import annotations

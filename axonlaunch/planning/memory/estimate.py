@@ -25,7 +25,7 @@ from axonlaunch.system import forked_map
 
 
 def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> Estimate:
-    """Foretell the memory of every rank of a run.
+    """Estimate the peak memory of every rank of a run.
 
     Bytes are those of live storages, as ``StorageTrace`` counts them: all samples of a rank's step
     are counted as on its device, and what passes through the device on the way from and to host
@@ -38,7 +38,7 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
         exact: Whether to trace every block and micro-batch; else two shallow models stand for a
             deep one, which gives the same bytes wherever blocks are equal, and a short step in a
             short pipeline for a long one, which gives them to one activation between stages.
-        ends: Whether to tell only of the first two places on the pp axis and the last: between
+        ends: Whether to estimate only the first two places on the pp axis and the last: between
             them ranks hold less and less, if blocks are dealt out evenly.
 
     Raises:
@@ -57,7 +57,7 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
 def estimate_fitting(
     config: RunConfig, *, memory: float, until: float | None = None
 ) -> Estimate | None:
-    """Foretell the memory of a run, if it may fit: it takes less to see that one does not.
+    """Estimate the memory of a run, if it may fit: it takes less to see that one does not.
 
     Args:
         config: As for ``estimate``.
@@ -88,7 +88,7 @@ class _Run:
 
     Attributes:
         blueprint: The run's.
-        places: On the pp axis: those to tell of.
+        places: On the pp axis: those to estimate.
         until: ``time.monotonic()`` at which tracing is given up; None: never.
         done: What was traced and recorded.
     """
@@ -136,7 +136,7 @@ class _Run:
         return self._ranks[place.place]
 
     def estimate(self) -> Estimate:
-        """Trace and record what is left, and return what all of it tells."""
+        """Trace and record what is left, and return the estimate that follows from all of it."""
         traced = [place for place in self.places if place.traces().keys() <= self.done.keys()]
         likely = self.highest(traced).coords["pp"] if traced else 0
         self.trace(self.places, recorded=likely if self.on_gpu else None)
@@ -166,7 +166,7 @@ class _Run:
 
 
 def _recorded(blueprint: ReducedRun, place: int) -> Callable[[], list[Change]]:
-    """Return the run that tells what a rank asks of its allocator, in a shorter step."""
+    """Return the run that shows what a rank asks of its allocator, in a shorter step."""
     found = StageTrace.of(blueprint, place, exact=False)
     return partial(
         cuda_process.record,

@@ -21,7 +21,7 @@ _FP32 = 4
 
 
 def estimate(config: RunConfig) -> Estimate:
-    """Foretell the states of every rank of a run.
+    """Estimate the states of every rank of a run.
 
     Args:
         config: Checked, with ``launch.nproc`` resolved: the ranks of the world.

@@ -17,7 +17,7 @@ from axonlaunch.system.formatting import UNITS, figures, size, unit_of
 if TYPE_CHECKING:
     from axonlaunch.planning.tracing.storage_trace import Category
 
-# By Okabe and Ito, lightened for dark letters; told apart by all common kinds of colour vision.
+# By Okabe and Ito, lightened for dark letters; distinguishable in all kinds of colour vision.
 COLOURS: dict[Category, str] = {
     "parameters": "#8fcdf0",
     "gradients": "#f7b955",

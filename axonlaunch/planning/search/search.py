@@ -246,7 +246,7 @@ def _verdict(found: Estimate, config: RunConfig) -> ParityResult:
 
 
 def _named(candidate: Candidate) -> str:
-    """Say a layout in words, with what its axes don't tell."""
+    """Describe a layout, with what its axes don't show."""
     config, shares = candidate.config, candidate.shares
     words = [str(shares)]
     if shares.data_parallel == "fsdp" and config.strategy.fsdp.sharding == "shard_grad_op":

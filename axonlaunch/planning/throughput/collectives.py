@@ -1,7 +1,7 @@
 """How long a collective takes on the links that its group crosses.
 
 The cost is alpha-beta: latency for each step and bytes over bandwidth, of a ring, or of a tree
-where that is quicker. Contention between groups is not told.
+where that is quicker. Contention between groups is not modelled.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
 MPICH", 2005; bus bandwidth as in NCCL's tests; hops of rings and trees over nodes as in NCCL's

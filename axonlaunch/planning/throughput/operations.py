@@ -226,10 +226,10 @@ class OperationTrace(TorchDispatchMode):
 
     @property
     def _phase(self) -> Phase:
-        """Say what is going on.
+        """Name the operation that runs.
 
         Recomputation is a forward inside of backward, with gradients enabled; what an autograd
-        function computes in it can't be told from backward.
+        function computes in it can't be distinguished from backward.
         """
         if self._updating:
             return "update"

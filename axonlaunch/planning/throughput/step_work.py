@@ -30,8 +30,8 @@ _DEPTH = "num_hidden_layers"
 _LAYERS = (1, 2)
 """Layers of each stage of the traces."""
 SAMPLES = 11
-"""Samples of a step on one device, from which layouts are told: several, for a BatchNorm can't take
-one, and a prime that widths are no multiples of, so that sizes which grow with them stand out."""
+"""Samples of a step on one device, from which layouts are estimated: several, for a BatchNorm can't
+take one, and a prime that widths are no multiples of, so that sizes which grow with them stand out."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _Traced:
 
 
 def step_work(config: RunConfig, *, world_size: int) -> StepWork:
-    """Count what a step does, from as few and as small traces as tell it.
+    """Count what a step does, from as few and as small traces as determine it.
 
     Args:
         config: Checked.

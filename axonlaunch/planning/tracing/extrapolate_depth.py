@@ -1,7 +1,7 @@
-"""Foretells what a deep model's step holds from two shallow ones, to the byte.
+"""Estimates what a deep model's step holds from two shallow ones, to the byte.
 
 Whatever a step holds at one of its moments is linear in the number of equal blocks, if moments
-are paired by what goes on and by their block, counted from the nearer end of the model. Blocks in
+are paired by what runs and by their block, counted from the nearer end of the model. Blocks in
 between hold what lies between their neighbours, so that the peak is at one of the paired ones.
 Models whose blocks differ are refused: they have to be traced whole.
 """

@@ -1,4 +1,4 @@
-"""Foretells a long step of a long pipeline from a short step of a short one, action by action.
+"""Estimates a long step of a long pipeline from a short step of a short one, action by action.
 
 What a rank's action changes, and what it holds beside what stood before it, depends on what it does
 and on its neighbours in the schedule, not on how many micro-batches wait. So every action of the
@@ -36,7 +36,7 @@ second may turn them into another type, and what that frees is gone one later.
 
 @dataclass(frozen=True)
 class ActionContext:
-    """What tells one action from another.
+    """What distinguishes one action from another.
 
     Attributes:
         kind: What is done.

@@ -44,7 +44,7 @@ def replace_with_synthetic(config: RunConfig) -> RunConfig:
             vocab_size=NUM_BYTES, sequence_length=data.sequence_length
         )
     elif isinstance(data, TokensConfig):
-        # Without a size that is told, any: the model's own decides what is allocated.
+        # Where the data gives no size, any will do: the model's own decides what is allocated.
         size = data.vocab_size or 2
         shape = SyntheticTokensConfig(vocab_size=max(2, size), sequence_length=data.sequence_length)
     elif isinstance(data, DigitsConfig):

@@ -1,4 +1,4 @@
-"""A place of a run on the pipeline's axis, and the shorter and shallower runs that tell of it.
+"""A place of a run on the pipeline's axis, and the shorter and shallower runs that represent it.
 
 A process that is forked for it builds a rank's real engine on nothing and traces one steady step.
 What can't be traced so is refused.
@@ -34,7 +34,7 @@ _ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
     CPUOffload.FULL: ("parameters", "gradients", "optimizer"),
 }
 Key: TypeAlias = tuple[int, tuple[int, ...]]
-"""What tells one trace of a run from another: the place, and blocks of each stage."""
+"""What distinguishes one trace of a run from another: the place, and blocks of each stage."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class StageTrace:
-    """A place on the pp axis, and the shorter and shallower runs that tell of it.
+    """A place on the pp axis, and the shorter and shallower runs that represent it.
 
     Attributes:
         whole: The run.
@@ -75,7 +75,7 @@ class StageTrace:
 
     @classmethod
     def of(cls, blueprint: ReducedRun, place: int, *, exact: bool) -> Self:
-        """Choose the runs that tell of a place; with ``exact`` it is the whole run."""
+        """Choose the runs that represent a place; with ``exact`` it is the whole run."""
         short, like = (blueprint, place) if exact else blueprint.shorter(place)
         spare = 0 if exact else short.spare_blocks(short.stages_of(like))
         return cls(blueprint, place, short, like, spare if spare > 1 else 0)
@@ -91,7 +91,7 @@ class StageTrace:
         return self.spare, *self._keys()
 
     def traces(self) -> dict[Key, Callable[[], Traced]]:
-        """Return what has to be run, by what tells one run from another."""
+        """Return what has to be run, by what distinguishes one run from another."""
         return {
             key: partial(traced, self._without(fewer), self.short_rank)
             for key, fewer in self._keys().items()

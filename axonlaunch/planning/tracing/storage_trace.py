@@ -35,7 +35,7 @@ class Event:
     """A part of a step.
 
     Attributes:
-        name: What goes on, and where in the model.
+        name: What runs, and where in the model.
         points: Bytes after each of its operations that allocated, and before the first.
     """
 
@@ -72,7 +72,7 @@ class _Held:
 
 
 class StorageTrace(TorchDispatchMode):
-    """Counts live storages while it is entered; it may be entered again and goes on counting.
+    """Counts live storages while it is entered; it may be entered again and continues counting.
 
     Attributes:
         now: Bytes of each category on the device.
@@ -85,7 +85,7 @@ class StorageTrace(TorchDispatchMode):
 
         Args:
             on_host: Categories that live in host memory; on a CPU, where host and device are one,
-                this alone tells them apart.
+                this alone distinguishes them.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
@@ -274,7 +274,7 @@ class StorageTrace(TorchDispatchMode):
     def _settle(self) -> None:
         """Write down what an event's peak is made of, before it is left.
 
-        Gradients are told from other tensors only here: nothing says when a parameter gets one.
+        Gradients are recognised only here: nothing says when a parameter gets one.
         """
         if self._top is not None:
             top, self._top = self._top, None
@@ -309,7 +309,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _resized(storage: Any, size: int) -> Any:
-    """Resize a storage and tell the trace of this thread: no operation does."""
+    """Resize a storage and report it to this thread's trace: no operation does."""
     result = _resize(storage, size)
     trace: StorageTrace | None = getattr(_running, "trace", None)
     if trace is not None:
