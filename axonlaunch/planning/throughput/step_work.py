@@ -31,7 +31,7 @@ _LAYERS = (1, 2)
 """Layers of each stage of the traces."""
 SAMPLES = 11
 """Samples of a step on one device, from which layouts are estimated: several, for a BatchNorm can't
-take one, and a prime that widths are no multiples of, so that sizes which grow with them stand out."""
+take one, and a prime that divides no width, so that sizes which grow with samples stand out."""
 
 
 @dataclass(frozen=True)
