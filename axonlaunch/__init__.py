@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from axonlaunch.config import (
         RunConfig as RunConfig,
     )
+    from axonlaunch.data.registry import register_dataset as register_dataset
     from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
     from axonlaunch.engines.data_parallel.ddp import DDP as DDP
     from axonlaunch.engines.data_parallel.fsdp import (
@@ -217,6 +218,7 @@ __all__ = [
     "recv",
     "reduce_scatter_mean",
     "reduce_scatter_sum",
+    "register_dataset",
     "register_model",
     "scatter_tensor",
     "send",
@@ -228,6 +230,7 @@ __all__ = [
 
 _ROOMS = {
     "axonlaunch.config": ("ConfigError", "RunConfig"),
+    "axonlaunch.data.registry": ("register_dataset",),
     "axonlaunch.data.sampler": ("DistributedSampler",),
     "axonlaunch.engines.data_parallel.ddp": ("DDP",),
     "axonlaunch.engines.data_parallel.fsdp": ("CPUOffload", "FSDP", "ShardingStrategy"),

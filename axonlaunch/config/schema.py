@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from axonlaunch.config.data import DATA_CONFIGS, PythonSourceConfig
+from axonlaunch.config.data import DATASETS, PythonSourceConfig
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.model import MODEL_CONFIGS, GPTConfig
+from axonlaunch.config.model import MODELS, GPTConfig
 from axonlaunch.config.optimizer import (
-    OPTIMIZER_CONFIGS,
-    SCHEDULER_CONFIGS,
+    OPTIMIZERS,
+    SCHEDULERS,
     AdamWConfig,
     CosineConfig,
     OptimizerConfig,
     SchedulerConfig,
 )
+from axonlaunch.registry import Registry
 
 
 class Named(Protocol):
@@ -296,13 +297,13 @@ class RunConfig:
     plugins: list[str] = field(default_factory=list)
     """modules to import first: they register models"""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    model: Named = field(default_factory=GPTConfig, metadata={"variants": MODEL_CONFIGS})
-    data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATA_CONFIGS})
+    model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
+    data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
     optimizer: OptimizerConfig = field(
-        default_factory=AdamWConfig, metadata={"variants": OPTIMIZER_CONFIGS}
+        default_factory=AdamWConfig, metadata={"variants": OPTIMIZERS}
     )
     scheduler: SchedulerConfig = field(
-        default_factory=CosineConfig, metadata={"variants": SCHEDULER_CONFIGS}
+        default_factory=CosineConfig, metadata={"variants": SCHEDULERS}
     )
     train: TrainConfig = field(default_factory=TrainConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -312,13 +313,14 @@ class RunConfig:
     hardware: HardwareConfig | None = None
 
 
-GROUPS: dict[str, Any] = {
+GROUPS: dict[str, Registry[Any, Any] | None] = {
     "strategy": None,
-    "model": MODEL_CONFIGS,
-    "data": DATA_CONFIGS,
-    "optimizer": OPTIMIZER_CONFIGS,
-    "scheduler": SCHEDULER_CONFIGS,
+    "model": MODELS,
+    "data": DATASETS,
+    "optimizer": OPTIMIZERS,
+    "scheduler": SCHEDULERS,
     "launch": None,
     "hardware": None,
     "experiment": None,
 }
+"""The groups of options, and the registry of those whose options are entries of one."""

@@ -7,13 +7,11 @@ until a user says whom he trusts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from typing import Any
 
 from axonlaunch.config.errors import ConfigIssue
-from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.config.plain import line_of
-from axonlaunch.config.plugins import ENTRY_POINT_GROUP
+from axonlaunch.config.schema import GROUPS
 
 
 def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[ConfigIssue]:
@@ -47,8 +45,9 @@ def _named(tree: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         if keys.get("trust_remote_code"):
             message = "run code that comes with the model"
             yield f"{group}.trust_remote_code", keys["trust_remote_code"], message
-    model = tree.get("model")
-    name = str(model.get("name")) if isinstance(model, dict) else ""
-    if name not in MODEL_CONFIGS:
-        for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-            yield "model.name", name, f"import {point.value}, of an installed package"
+    for group, registry in GROUPS.items():
+        keys = tree.get(group)
+        name = str(keys.get("name")) if isinstance(keys, dict) else ""
+        if registry is not None and not registry.is_registered(name):
+            for point in registry.offers(name):
+                yield f"{group}.name", name, f"import {point.value}, of an installed package"

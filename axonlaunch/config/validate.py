@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
 from axonlaunch.config.errors import ConfigIssue, one_of, plain
-from axonlaunch.registry import nearest, unknown
+from axonlaunch.registry import EntryPointError, Registry, nearest, unknown
 
 FOREIGN_NAMES = {
     "batch": "train.global_batch_size",
@@ -146,7 +146,7 @@ def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> 
 
 def _variant(
     tree: Any,
-    variants: dict[str, type],
+    variants: Registry[Any, Any],
     spec: Any,
     key: str,
     problems: list[ConfigIssue],
@@ -154,15 +154,20 @@ def _variant(
 ) -> Any:
     """Type a subtree by the dataclass that its ``name`` stands for."""
     if not isinstance(tree, dict):
-        message = f"is a group; choose one with {key}=NAME: {one_of(sorted(variants))}"
+        message = f"is a group; choose one with {key}=NAME: {one_of(variants.names())}"
         problems.append(ConfigIssue(key, message, tree))
         return _default(spec)
     name = tree.get("name", getattr(_default(spec), "name", None))
-    if name not in variants:
-        message = unknown(key, plain(name), sorted(variants))
+    if not isinstance(name, str) or name not in variants:
+        message = unknown(key, plain(name), variants.names())
         problems.append(ConfigIssue(f"{key}.name", message, name))
         return _default(spec)
-    return _dataclass(tree, variants[name], key, problems, root=root)
+    try:
+        schema = variants.config(name)
+    except EntryPointError as error:
+        problems.append(ConfigIssue(f"{key}.name", str(error), name))
+        return _default(spec)
+    return _dataclass(tree, schema, key, problems, root=root)
 
 
 def _default(spec: Any) -> Any:
@@ -321,8 +326,9 @@ def _paths(schema: type, prefix: str = "") -> list[str]:
         key = f"{prefix}{spec.name}"
         found.append(key)
         nested = _nested(hints[spec.name], {})
-        variants = spec.metadata.get("variants", {}).values()
-        for option in variants or ([nested] if nested else []):
+        variants = spec.metadata.get("variants")
+        options = [*variants.configs().values()] if variants else [nested] if nested else []
+        for option in options:
             found += _paths(option, f"{key}.")
     return found
 
@@ -330,8 +336,9 @@ def _paths(schema: type, prefix: str = "") -> list[str]:
 def _variants(root: type, key: str) -> list[tuple[str, set[str]]]:
     """Return ``(name, its keys)`` of each variant of a top-level group."""
     spec = {f.name: f for f in dataclasses.fields(root)}[key]
-    variants = spec.metadata.get("variants", {})
-    return [(name, {f.name for f in dataclasses.fields(v)}) for name, v in variants.items()]
+    variants = spec.metadata.get("variants")
+    known = variants.configs() if variants else {}
+    return [(name, {f.name for f in dataclasses.fields(v)}) for name, v in known.items()]
 
 
 def _first_key(schema: type) -> str:

@@ -9,16 +9,14 @@ import pytest
 
 from axonlaunch import config
 from axonlaunch.config import RunConfig
-from axonlaunch.config.data import DATA_CONFIGS
 from axonlaunch.config.key_reference import Key, reference
-from axonlaunch.config.model import MODEL_CONFIGS
-from axonlaunch.config.optimizer import OPTIMIZER_CONFIGS, SCHEDULER_CONFIGS
+from axonlaunch.config.schema import GROUPS
 
 VARIANTS = [
-    *(("model", kind) for kind in MODEL_CONFIGS.values()),
-    *(("data", kind) for kind in DATA_CONFIGS.values()),
-    *(("optimizer", kind) for kind in OPTIMIZER_CONFIGS.values()),
-    *(("scheduler", kind) for kind in SCHEDULER_CONFIGS.values()),
+    (group, kind)
+    for group, registry in GROUPS.items()
+    if registry is not None
+    for kind in registry.configs().values()
 ]
 
 
