@@ -168,6 +168,8 @@ if TYPE_CHECKING:
     from axonlaunch.models import (
         register_model as register_model,
     )
+    from axonlaunch.training.loggers.base import Logger as Logger
+    from axonlaunch.training.loggers.registry import register_logger as register_logger
 
 __all__ = [
     "Backend",
@@ -184,6 +186,7 @@ __all__ = [
     "GradSyncStrategy",
     "GradientBucket",
     "GradientSynchronizer",
+    "Logger",
     "MismatchError",
     "ModelSpec",
     "NcclError",
@@ -219,6 +222,7 @@ __all__ = [
     "reduce_scatter_mean",
     "reduce_scatter_sum",
     "register_dataset",
+    "register_logger",
     "register_model",
     "scatter_tensor",
     "send",
@@ -250,6 +254,8 @@ _ROOMS = {
     ),
     "axonlaunch.engines.tensor.loss": ("vocab_parallel_cross_entropy_sum",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
+    "axonlaunch.training.loggers.base": ("Logger",),
+    "axonlaunch.training.loggers.registry": ("register_logger",),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 

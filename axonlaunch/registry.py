@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import importlib.util
 import inspect
 import sys
 import warnings
@@ -34,6 +35,30 @@ class EntryPointError(ValueError):
 
 
 @dataclass(frozen=True)
+class Needs:
+    """A package that an entry does not work without, and that need not be installed.
+
+    Attributes:
+        module: What is imported of it.
+        package: Its name, as people write it.
+        requirement: What to ``pip install``.
+    """
+
+    module: str
+    package: str
+    requirement: str
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is not installed; a folder that is only named like it does not count."""
+        found = importlib.util.find_spec(self.module)
+        return found is None or found.origin is None
+
+    def __str__(self) -> str:
+        return f"{self.package} is not installed; pip install '{self.requirement}'"
+
+
+@dataclass(frozen=True)
 class Entry(Generic[F]):
     """What a registry knows about a name before its code is imported.
 
@@ -42,12 +67,14 @@ class Entry(Generic[F]):
         summary: One line that says what it is, for ``axonlaunch ls``.
         config: Dataclass with a field ``name`` that types its group of the configuration.
         facts: What others must know of it and can't ask the target.
+        needs: What has to be installed for it.
     """
 
     target: Any
     summary: str
     config: type | None = None
     facts: F | None = None
+    needs: Needs | None = None
 
 
 class Registry(Generic[T, F]):
@@ -74,6 +101,7 @@ class Registry(Generic[T, F]):
         self.entry_points = entry_points
         self.free_config = free_config
         self._entries = dict(entries or {})
+        self._included = frozenset(self._entries)
 
     def add(
         self,
@@ -218,6 +246,10 @@ class Registry(Generic[T, F]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries or bool(isinstance(name, str) and self.offers(name))
+
+    def is_included(self, name: str) -> bool:
+        """Say whether a name is in the table as it was made, and nobody else's."""
+        return name in self._included
 
     def is_registered(self, name: str) -> bool:
         """Say whether a name is known without importing a package that offers it."""

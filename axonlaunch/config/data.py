@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from axonlaunch.config.errors import target_problems
-from axonlaunch.registry import Entry, Registry
+from axonlaunch.registry import Entry, Needs, Registry
 
 IGNORE_INDEX: Final = -100
 """The target that a loss does not count: torch's own default for ``ignore_index``."""
@@ -238,6 +238,7 @@ DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
             "1797 real handwritten digits",
             DigitsConfig,
             DatasetFacts(sample=_digits),
+            needs=Needs("sklearn", "scikit-learn", "axonlaunch[digits]"),
         ),
         "custom": Entry(
             "axonlaunch.data.custom:build_custom",

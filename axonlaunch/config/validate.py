@@ -60,6 +60,7 @@ RENAMED_KEYS = {
     "strategy.planned": "strategy.auto",
     "train.prompt": "sample.prompt",
     "train.sample_tokens": "sample.max_new_tokens",
+    "train.tensorboard": "loggers=[tensorboard]",
 }
 """What an earlier version called a key, to the key that it is now."""
 
@@ -114,7 +115,9 @@ def _dataclass(
             problems.append(ConfigIssue(key, f"is missing; write {key}=..."))
             continue
         variants = spec.metadata.get("variants")
-        if variants is not None:
+        if "each" in spec.metadata:
+            values[name] = _each(value, spec.metadata["each"], key, problems, root)
+        elif variants is not None:
             values[name] = _variant(value, variants, spec, key, problems, root)
         elif (nested := _nested(hints[name], value)) is not None:
             values[name] = _dataclass(value, nested, key, problems, root=root)
@@ -159,7 +162,8 @@ def _variant(
         return _default(spec)
     name = tree.get("name", getattr(_default(spec), "name", None))
     if not isinstance(name, str) or name not in variants:
-        message = unknown(key, plain(name), variants.names())
+        what = variants.kind if spec is None else key
+        message = unknown(what, plain(name), variants.names())
         problems.append(ConfigIssue(f"{key}.name", message, name))
         return _default(spec)
     try:
@@ -170,7 +174,28 @@ def _variant(
     return _dataclass(tree, schema, key, problems, root=root)
 
 
+def _each(
+    tree: Any, variants: Registry[Any, Any], key: str, problems: list[ConfigIssue], root: type
+) -> list[Any]:
+    """Type a list of which each item is a name, a group with one, or a group with a target."""
+    if not isinstance(tree, list):
+        example = plain(tree) if isinstance(tree, str) else variants.names()[0]
+        problems.append(ConfigIssue(key, f"expected a list; write {key}=[{example}]", tree))
+        return []
+    typed = []
+    for number, item in enumerate(tree):
+        group = {"name": item} if isinstance(item, str) else item
+        if isinstance(group, dict) and "target" in group:
+            group = {"name": "custom", **group}
+        one = _variant(group, variants, None, f"{key}[{number}]", problems, root)
+        typed += [] if one is None else [one]
+    return typed
+
+
 def _default(spec: Any) -> Any:
+    """Return a field's default; an item of a list has none."""
+    if spec is None:
+        return None
     return spec.default_factory() if spec.default is MISSING else spec.default
 
 
