@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from axonlaunch.config import (
         RunConfig as RunConfig,
     )
+    from axonlaunch.data.registry import register_dataset as register_dataset
     from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
     from axonlaunch.engines.data_parallel.ddp import DDP as DDP
     from axonlaunch.engines.data_parallel.fsdp import (
@@ -167,6 +168,8 @@ if TYPE_CHECKING:
     from axonlaunch.models import (
         register_model as register_model,
     )
+    from axonlaunch.training.loggers.base import Logger as Logger
+    from axonlaunch.training.loggers.registry import register_logger as register_logger
 
 __all__ = [
     "Backend",
@@ -183,6 +186,7 @@ __all__ = [
     "GradSyncStrategy",
     "GradientBucket",
     "GradientSynchronizer",
+    "Logger",
     "MismatchError",
     "ModelSpec",
     "NcclError",
@@ -217,6 +221,8 @@ __all__ = [
     "recv",
     "reduce_scatter_mean",
     "reduce_scatter_sum",
+    "register_dataset",
+    "register_logger",
     "register_model",
     "scatter_tensor",
     "send",
@@ -228,6 +234,7 @@ __all__ = [
 
 _ROOMS = {
     "axonlaunch.config": ("ConfigError", "RunConfig"),
+    "axonlaunch.data.registry": ("register_dataset",),
     "axonlaunch.data.sampler": ("DistributedSampler",),
     "axonlaunch.engines.data_parallel.ddp": ("DDP",),
     "axonlaunch.engines.data_parallel.fsdp": ("CPUOffload", "FSDP", "ShardingStrategy"),
@@ -247,6 +254,8 @@ _ROOMS = {
     ),
     "axonlaunch.engines.tensor.loss": ("vocab_parallel_cross_entropy_sum",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
+    "axonlaunch.training.loggers.base": ("Logger",),
+    "axonlaunch.training.loggers.registry": ("register_logger",),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 import served
 
-from axonlaunch.config.model import MODEL_CONFIGS
-from axonlaunch.models import MODELS
+from axonlaunch.config.schema import REGISTRIES
 
 LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,13 +42,10 @@ def server() -> Iterator[served.Server]:
 
 
 @pytest.fixture(autouse=True)
-def _own_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers ends with it."""
-    monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
-    kept = dict(MODEL_CONFIGS)
-    yield
-    MODEL_CONFIGS.clear()
-    MODEL_CONFIGS.update(kept)
+    for registry in REGISTRIES.values():
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,7 @@ from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place
 from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
-from axonlaunch.config.data import NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
-from axonlaunch.data import TEXT_DATASETS
+from axonlaunch.config.data import DATASETS, NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
 
 if TYPE_CHECKING:
     import torch
@@ -182,7 +181,8 @@ def described(
     assumed = {"data": "text" if model.vocab_size == NUM_BYTES else "tokens"}
     trained_on = content.get(TRAINED_ON, assumed)
     length = trained_on.get("sequence_length", model.max_position_embeddings)
-    if trained_on["data"] in TEXT_DATASETS:
+    name = str(trained_on["data"])
+    if DATASETS.is_registered(name) and DATASETS.facts(name).is_text:
         return model, PythonSourceConfig(sequence_length=length)
     return model, SyntheticTokensConfig(vocab_size=model.vocab_size, sequence_length=length)
 

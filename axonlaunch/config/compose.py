@@ -6,7 +6,7 @@ Everything of Hydra that is not public API is used here alone. Nothing here know
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.plain import flatten, read_yaml
-from axonlaunch.registry import nearest, unknown
+from axonlaunch.registry import Registry, nearest, unknown
 
 _LONGEST, _DEEPEST = 8192, 32
 """Characters and levels of an override: Hydra's parser takes seconds for a multiple of it."""
@@ -87,7 +87,21 @@ def packaged_configs() -> Path:
 class Composer:
     """Composes configurations from our own YAML and a user's folders, which come first."""
 
-    def __init__(self, *, config_dirs: Sequence[str | Path] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        config_dirs: Sequence[str | Path] = (),
+        registries: Mapping[str, Registry[Any, Any]] | None = None,
+    ) -> None:
+        """Look for the folders.
+
+        Args:
+            config_dirs: A user's own.
+            registries: Of groups whose options are also entries of a registry.
+
+        Raises:
+            ConfigError: There is no such folder.
+        """
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
         from hydra._internal.utils import create_config_search_path
 
@@ -100,14 +114,19 @@ class Composer:
                 )
             search_path.prepend("user", folder.as_uri())
         self._loader = ConfigLoaderImpl(search_path)
+        self._registries = dict(registries or {})
         self._in_defaults: dict[str, frozenset[str]] = {}
 
     def options(self, group: str) -> dict[str, str]:
-        """Return ``{option: first comment line of its YAML}`` of a group, sorted by name."""
-        found: dict[str, str] = {}
-        for name in sorted(self._loader.get_group_options(group)):
+        """Return ``{option: what it is in a line}`` of a group, sorted by name.
+
+        Options are files of YAML, and what is registered or offered by installed packages.
+        """
+        registry = self._registries.get(group)
+        found = {} if registry is None else registry.summaries()
+        for name in self._loader.get_group_options(group):
             found[name] = self._summary(f"{group}/{name}.yaml")
-        return found
+        return dict(sorted(found.items()))
 
     def contents(self, group: str) -> dict[str, dict[str, Any]]:
         """Return ``{option: what its YAML says}`` of a group, sorted by name."""
@@ -238,9 +257,12 @@ class Composer:
             message = f"it takes one option; to run several in turn write -m {group}={several}"
             return [], [ConfigIssue(group, message, value)]
         if str(value) not in options:
+            registry = self._registries.get(group)
+            options = sorted({*options, *(registry.names() if registry else ())})
             close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
             meant = f"did you mean {close}? " if close else ""
-            own = "; plugins=[module] registers your own" if group == "model" else ""
+            is_open = registry is not None and registry.entry_points is not None
+            own = "; plugins=[module] registers your own" if is_open else ""
             message = f"there is no such option; {meant}known: {', '.join(options)}{own}"
             return [], [ConfigIssue(group, message, value)]
         text = override.input_line.lstrip("+")

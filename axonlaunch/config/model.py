@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from axonlaunch.config.errors import divisor_of
+from axonlaunch.config.errors import divisor_of, target_problems
+from axonlaunch.registry import Entry, Registry
 
 MOST_LAYERS = 10_000
 """Each is a module that is built before anything can be said of the model, on ``meta`` too."""
@@ -173,10 +174,7 @@ class CustomConfig:
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
-        module, _, attribute = (self.target or "").partition(":")
-        if module and attribute:
-            return []
-        return [("target", "is not of the form package.module:build")]
+        return target_problems(self.target, "build")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +199,24 @@ def _head_problems(hidden_size: int, num_attention_heads: int) -> list[tuple[str
 OWN_MODEL_CONFIGS = (MLPConfig, GPTConfig, LlamaConfig, ViTConfig)
 """Of the models whose code is here: what they are fed and return follows from their figures."""
 
-MODEL_CONFIGS: dict[str, type] = {
-    "mlp": MLPConfig,
-    "gpt": GPTConfig,
-    "llama": LlamaConfig,
-    "vit": ViTConfig,
-    "custom": CustomConfig,
-}
+MODELS: Registry[Any, None] = Registry(
+    "model",
+    {
+        "mlp": Entry(
+            "axonlaunch.models.mlp:SPEC", "linear layers with ReLU, for images", MLPConfig
+        ),
+        "gpt": Entry(
+            "axonlaunch.models.gpt:SPEC", "decoder with learned positions, as GPT-2", GPTConfig
+        ),
+        "llama": Entry(
+            "axonlaunch.models.llama:SPEC", "decoder with RoPE and GQA, as Llama 3", LlamaConfig
+        ),
+        "vit": Entry("axonlaunch.models.vit:SPEC", "vision transformer, for images", ViTConfig),
+        "custom": Entry(
+            "axonlaunch.models.custom:SPEC", "your own builder, model.target", CustomConfig
+        ),
+    },
+    entry_points="axonlaunch.models",
+    free_config=FreeModelConfig,
+)
+"""Each stands for a ``ModelSpec``, in which is all that others must know of a model."""

@@ -6,7 +6,9 @@ It holds values; ``axonlaunch.engines.optimizer.optimizers`` carries them out.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from axonlaunch.registry import Entry, Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +101,19 @@ class WSDConfig(ConstantConfig):
 OptimizerConfig = AdamWConfig | SGDConfig
 SchedulerConfig = ConstantConfig | CosineConfig | LinearConfig | WSDConfig
 
-OPTIMIZER_CONFIGS: dict[str, type] = {"adamw": AdamWConfig, "sgd": SGDConfig}
-SCHEDULER_CONFIGS: dict[str, type] = {
-    "constant": ConstantConfig,
-    "cosine": CosineConfig,
-    "linear": LinearConfig,
-    "wsd": WSDConfig,
-}
+OPTIMIZERS: Registry[Any, None] = Registry(
+    "optimizer",
+    {
+        "adamw": Entry(None, "AdamW, decoupled weight decay", AdamWConfig),
+        "sgd": Entry(None, "stochastic gradient descent with momentum", SGDConfig),
+    },
+)
+SCHEDULERS: Registry[Any, None] = Registry(
+    "scheduler",
+    {
+        "constant": Entry(None, "warm up linearly, then stay at the peak", ConstantConfig),
+        "cosine": Entry(None, "warm up linearly, then fall along half a cosine", CosineConfig),
+        "linear": Entry(None, "warm up linearly, then fall linearly", LinearConfig),
+        "wsd": Entry(None, "warm up, stay, then decay linearly", WSDConfig),
+    },
+)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from axonlaunch.config.degree_rules import (
@@ -20,9 +19,10 @@ from axonlaunch.config.degree_rules import (
 )
 from axonlaunch.config.errors import ConfigIssue, divisor_of, one_of
 from axonlaunch.config.layout import model_ranks, nodes, replicas, world_size
+from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.plain import with_values
-from axonlaunch.config.schema import DDPConfig, FSDPConfig, RunConfig
+from axonlaunch.config.schema import GROUPS, DDPConfig, FSDPConfig, RunConfig
 from axonlaunch.config.url import is_url
 
 _LONGEST_NAME, _LONGEST_PATH = 240, 2048
@@ -42,6 +42,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *degree_issues(config),
         *_schedule(config),
         *_extras(config),
+        *_loggers(config),
         *_resume(config),
         *_prompt(config),
         *_saving(config),
@@ -173,12 +174,23 @@ def _schedule(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _extras(config: RunConfig) -> Iterator[ConfigIssue]:
-    if config.train.tensorboard and find_spec("tensorboard") is None:
-        message = "TensorBoard is not installed; pip install 'axonlaunch[tensorboard]'"
-        yield ConfigIssue("train.tensorboard", message, True)
-    if config.data.name == "digits" and find_spec("sklearn") is None:
-        message = "scikit-learn is not installed; pip install 'axonlaunch[digits]'"
-        yield ConfigIssue("data.name", message, "digits")
+    """Name packages that are needed and not installed."""
+    chosen = [
+        (f"{group}.name", getattr(config, group).name, registry)
+        for group, registry in GROUPS.items()
+        if registry is not None
+    ]
+    chosen += [("loggers", logger.name, LOGGERS) for logger in config.loggers]
+    for key, name, registry in chosen:
+        needs = registry.entry(name).needs if registry.is_registered(name) else None
+        if needs is not None and needs.is_missing:
+            yield ConfigIssue(key, str(needs), name)
+
+
+def _loggers(config: RunConfig) -> Iterator[ConfigIssue]:
+    names = [logger.name for logger in config.loggers if logger.name != "custom"]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield ConfigIssue("loggers", f"{name} is listed {names.count(name)} times; list it once")
 
 
 def _prompt(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -8,17 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from axonlaunch.config.data import DATA_CONFIGS, PythonSourceConfig
+from axonlaunch.config.data import DATASETS, PythonSourceConfig
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.model import MODEL_CONFIGS, GPTConfig
+from axonlaunch.config.loggers import LOGGERS
+from axonlaunch.config.model import MODELS, GPTConfig
 from axonlaunch.config.optimizer import (
-    OPTIMIZER_CONFIGS,
-    SCHEDULER_CONFIGS,
+    OPTIMIZERS,
+    SCHEDULERS,
     AdamWConfig,
     CosineConfig,
     OptimizerConfig,
     SchedulerConfig,
 )
+from axonlaunch.registry import Registry
 
 
 class Named(Protocol):
@@ -163,8 +165,6 @@ class TrainConfig:
     """steps between evaluations; 0: at the end alone"""
     eval_batches: int = field(default=16, metadata={"min": 0})
     """global batches per evaluation, at most what is held out; 0: no evaluation"""
-    tensorboard: bool = False
-    """write TensorBoard events beside metrics.jsonl (pip install 'axonlaunch[tensorboard]')"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,17 +294,24 @@ class RunConfig:
     global sample index
     """
     plugins: list[str] = field(default_factory=list)
-    """modules to import first: they register models"""
+    """modules to import first: they register models, datasets, optimizers, loggers and launchers"""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    model: Named = field(default_factory=GPTConfig, metadata={"variants": MODEL_CONFIGS})
-    data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATA_CONFIGS})
+    model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
+    data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
     optimizer: OptimizerConfig = field(
-        default_factory=AdamWConfig, metadata={"variants": OPTIMIZER_CONFIGS}
+        default_factory=AdamWConfig, metadata={"variants": OPTIMIZERS}
     )
     scheduler: SchedulerConfig = field(
-        default_factory=CosineConfig, metadata={"variants": SCHEDULER_CONFIGS}
+        default_factory=CosineConfig, metadata={"variants": SCHEDULERS}
     )
     train: TrainConfig = field(default_factory=TrainConfig)
+    loggers: list[Named] = field(
+        default_factory=list,
+        metadata={"each": LOGGERS, "words": "list of loggers, each a name or its keys"},
+    )
+    """where numbers are logged beside metrics.jsonl: [tensorboard, {name: wandb, project: mine}];
+    your own: [{target: package.module:Class, arguments: {}}]
+    """
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -312,13 +319,20 @@ class RunConfig:
     hardware: HardwareConfig | None = None
 
 
-GROUPS: dict[str, Any] = {
+GROUPS: dict[str, Registry[Any, Any] | None] = {
     "strategy": None,
-    "model": MODEL_CONFIGS,
-    "data": DATA_CONFIGS,
-    "optimizer": OPTIMIZER_CONFIGS,
-    "scheduler": SCHEDULER_CONFIGS,
+    "model": MODELS,
+    "data": DATASETS,
+    "optimizer": OPTIMIZERS,
+    "scheduler": SCHEDULERS,
     "launch": None,
     "hardware": None,
     "experiment": None,
 }
+"""The groups of options, and the registry of those whose options are entries of one."""
+
+REGISTRIES: dict[str, Registry[Any, Any]] = {
+    **{group: registry for group, registry in GROUPS.items() if registry is not None},
+    "loggers": LOGGERS,
+}
+"""The keys whose values are entries of a registry, and the registry."""

@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
 from axonlaunch.config.errors import ConfigIssue, one_of, plain
-from axonlaunch.registry import nearest, unknown
+from axonlaunch.registry import EntryPointError, Registry, nearest, unknown
 
 FOREIGN_NAMES = {
     "batch": "train.global_batch_size",
@@ -60,6 +60,7 @@ RENAMED_KEYS = {
     "strategy.planned": "strategy.auto",
     "train.prompt": "sample.prompt",
     "train.sample_tokens": "sample.max_new_tokens",
+    "train.tensorboard": "loggers=[tensorboard]",
 }
 """What an earlier version called a key, to the key that it is now."""
 
@@ -114,7 +115,9 @@ def _dataclass(
             problems.append(ConfigIssue(key, f"is missing; write {key}=..."))
             continue
         variants = spec.metadata.get("variants")
-        if variants is not None:
+        if "each" in spec.metadata:
+            values[name] = _each(value, spec.metadata["each"], key, problems, root)
+        elif variants is not None:
             values[name] = _variant(value, variants, spec, key, problems, root)
         elif (nested := _nested(hints[name], value)) is not None:
             values[name] = _dataclass(value, nested, key, problems, root=root)
@@ -146,7 +149,7 @@ def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> 
 
 def _variant(
     tree: Any,
-    variants: dict[str, type],
+    variants: Registry[Any, Any],
     spec: Any,
     key: str,
     problems: list[ConfigIssue],
@@ -154,18 +157,45 @@ def _variant(
 ) -> Any:
     """Type a subtree by the dataclass that its ``name`` stands for."""
     if not isinstance(tree, dict):
-        message = f"is a group; choose one with {key}=NAME: {one_of(sorted(variants))}"
+        message = f"is a group; choose one with {key}=NAME: {one_of(variants.names())}"
         problems.append(ConfigIssue(key, message, tree))
         return _default(spec)
     name = tree.get("name", getattr(_default(spec), "name", None))
-    if name not in variants:
-        message = unknown(key, plain(name), sorted(variants))
+    if not isinstance(name, str) or name not in variants:
+        what = variants.kind if spec is None else key
+        message = unknown(what, plain(name), variants.names())
         problems.append(ConfigIssue(f"{key}.name", message, name))
         return _default(spec)
-    return _dataclass(tree, variants[name], key, problems, root=root)
+    try:
+        schema = variants.config(name)
+    except EntryPointError as error:
+        problems.append(ConfigIssue(f"{key}.name", str(error), name))
+        return _default(spec)
+    return _dataclass(tree, schema, key, problems, root=root)
+
+
+def _each(
+    tree: Any, variants: Registry[Any, Any], key: str, problems: list[ConfigIssue], root: type
+) -> list[Any]:
+    """Type a list of which each item is a name, a group with one, or a group with a target."""
+    if not isinstance(tree, list):
+        example = plain(tree) if isinstance(tree, str) else variants.names()[0]
+        problems.append(ConfigIssue(key, f"expected a list; write {key}=[{example}]", tree))
+        return []
+    typed = []
+    for number, item in enumerate(tree):
+        group = {"name": item} if isinstance(item, str) else item
+        if isinstance(group, dict) and "target" in group:
+            group = {"name": "custom", **group}
+        one = _variant(group, variants, None, f"{key}[{number}]", problems, root)
+        typed += [] if one is None else [one]
+    return typed
 
 
 def _default(spec: Any) -> Any:
+    """Return a field's default; an item of a list has none."""
+    if spec is None:
+        return None
     return spec.default_factory() if spec.default is MISSING else spec.default
 
 
@@ -321,8 +351,9 @@ def _paths(schema: type, prefix: str = "") -> list[str]:
         key = f"{prefix}{spec.name}"
         found.append(key)
         nested = _nested(hints[spec.name], {})
-        variants = spec.metadata.get("variants", {}).values()
-        for option in variants or ([nested] if nested else []):
+        variants = spec.metadata.get("variants")
+        options = [*variants.configs().values()] if variants else [nested] if nested else []
+        for option in options:
             found += _paths(option, f"{key}.")
     return found
 
@@ -330,8 +361,9 @@ def _paths(schema: type, prefix: str = "") -> list[str]:
 def _variants(root: type, key: str) -> list[tuple[str, set[str]]]:
     """Return ``(name, its keys)`` of each variant of a top-level group."""
     spec = {f.name: f for f in dataclasses.fields(root)}[key]
-    variants = spec.metadata.get("variants", {})
-    return [(name, {f.name for f in dataclasses.fields(v)}) for name, v in variants.items()]
+    variants = spec.metadata.get("variants")
+    known = variants.configs() if variants else {}
+    return [(name, {f.name for f in dataclasses.fields(v)}) for name, v in known.items()]
 
 
 def _first_key(schema: type) -> str:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.model import CustomConfig
+from axonlaunch.config.model import MODELS, CustomConfig
 from axonlaunch.models.initialization import initialize, materialize
-from axonlaunch.models.registry import MODELS
 from axonlaunch.models.spec import ModelSpec
 
 
@@ -24,7 +23,7 @@ def spec_for(config: Any) -> ModelSpec:
     Raises:
         UnknownNameError: No model of that name is registered.
     """
-    spec = MODELS.get(config.name)
+    spec: ModelSpec = MODELS.get(config.name)
     return replace(spec, layers=config.layers) if isinstance(config, CustomConfig) else spec
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.layout import world_size
+from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.system import cache
 from axonlaunch.system.cache import keep
 
-_OURS = ("mlp", "gpt", "llama", "vit")
 _MOST = 1000
 """Estimates that are kept, of some kilobytes each: those of a source or a torch that was are never
 read again."""
@@ -31,7 +31,6 @@ _IDLE = (
     "log_every",
     "eval_every",
     "eval_batches",
-    "tensorboard",
 )
 
 
@@ -80,7 +79,11 @@ def folder() -> Path:
 
 def _is_ours(config: RunConfig) -> bool:
     """Tell whether all that is traced is of this package."""
-    return not config.plugins and config.model.name in _OURS
+    return not config.plugins and all(
+        REGISTRIES[group].is_included(getattr(config, group).name)
+        and not hasattr(getattr(config, group), "target")
+        for group in ("model", "data", "optimizer")
+    )
 
 
 def _file(config: RunConfig, exact: bool) -> Path:

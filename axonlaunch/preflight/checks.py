@@ -17,9 +17,10 @@ from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
+from axonlaunch.config.loggers import CustomLoggerConfig
 from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig
 from axonlaunch.config.optimizer_states import states_per_element
-from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.plugins import import_callable, import_plugins
 from axonlaunch.config.rules import find_rule_violations
 from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
@@ -89,6 +90,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
     problems = find_rule_violations(config)
     if here:
         problems += _backend(config)
+        problems += _custom_loggers(config)
     dataset, found = _dataset(config)
     problems += found
     spec, model, found = _model(config)
@@ -133,6 +135,16 @@ def _backend(config: RunConfig) -> Iterator[ConfigIssue]:
     if backend == "mock" and config.train.compile:
         message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
         yield ConfigIssue("launch.backend", message, backend)
+
+
+def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Import them; each is made on the main rank, once it is running."""
+    for number, logger in enumerate(config.loggers):
+        if isinstance(logger, CustomLoggerConfig):
+            try:
+                import_callable(f"loggers[{number}].target", logger.target, logger.arguments)
+            except ConfigError as error:
+                yield from error.problems
 
 
 def _dataset(config: RunConfig) -> tuple[Dataset | None, list[ConfigIssue]]:

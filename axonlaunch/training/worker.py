@@ -6,6 +6,7 @@ It connects the rooms; how ranks were started, and who reads the events, is not 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
 from axonlaunch.events import Beat, Event, Finished, SampleGenerated, Started, ignore_heartbeat
 from axonlaunch.models.generation import generate
-from axonlaunch.training.metrics import MetricsFile, TensorBoard
+from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.peak_memory import DevicePeak, Watch
 from axonlaunch.training.trainer import fit
 
@@ -52,7 +53,6 @@ def run(
     """
     beat("building", step=None)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    run_dir = Path(config.run_dir)
     shares = layout(config, world_size=world.world_size)
     dataset = data.build(config.data)
     loader = rank_loader(
@@ -70,7 +70,7 @@ def run(
     if resumed.checkpoint is None:
         start(engine, config.model, world=world)
     kept = storage.root(config)
-    report, notes = _on_main(report, run_dir, resumed.checkpoint, config, world)
+    report, notes, loggers = _on_main(report, resumed.checkpoint, config, world)
     report(
         Started(
             run_dir=config.run_dir,
@@ -102,21 +102,22 @@ def run(
             layout=str(shares),
             background=config.checkpoint.async_save,
         )
-    finished = fit(
-        engine,
-        loader,
-        config.train,
-        world=world,
-        report=report,
-        saver=saver,
-        save_every=config.checkpoint.every,
-        stop=stop,
-        watch=watch,
-        beat=beat,
-        loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
-    )
-    if not finished.interrupted:
-        _sample(config, engine, dataset, report)
+    with loggers:
+        finished = fit(
+            engine,
+            loader,
+            config.train,
+            world=world,
+            report=report,
+            saver=saver,
+            save_every=config.checkpoint.every,
+            stop=stop,
+            watch=watch,
+            beat=beat,
+            loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
+        )
+        if not finished.interrupted:
+            _sample(config, engine, dataset, report)
     return finished
 
 
@@ -144,25 +145,17 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
 
 
 def _on_main(
-    report: Report, run_dir: Path, resumed: Checkpoint | None, config: RunConfig, world: World
-) -> tuple[Report, tuple[str, ...]]:
-    """Return what takes events on this rank, and what is to be said of the files of before.
+    report: Report, resumed: Checkpoint | None, config: RunConfig, world: World
+) -> tuple[Report, tuple[str, ...], AbstractContextManager[object]]:
+    """Return what takes events on this rank, what is to be said of earlier files, and the loggers.
 
     On the main rank those are files and the given listener, on others nothing is.
     """
     if not world.is_main:
-        return lambda event: None, ()
-    step = None if resumed is None else resumed.step
-    metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_at=step)
-    writers: list[Report] = [metrics, report]
-    if config.train.tensorboard:
-        writers.append(TensorBoard(run_dir / "tensorboard", after_step=step or 0))
-
-    def write(event: Event) -> None:
-        for writer in writers:
-            writer(event)
-
-    return write, metrics.notes
+        return lambda event: None, (), nullcontext()
+    resumed_at = None if resumed is None else resumed.step
+    loggers = RunLoggers(config, resumed_at=resumed_at, report=report)
+    return loggers, loggers.notes, loggers
 
 
 def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report) -> None:

@@ -477,13 +477,13 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "model=gpt2",
         [
-            "model=gpt2: there is no such option; did you mean gpt? known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
+            "model=gpt2: there is no such option; did you mean gpt? known: custom, gpt, llama, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
         ],
     ),
     (
         "data=texts",
         [
-            "data=texts: there is no such option; did you mean text? known: auto, digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
+            "data=texts: there is no such option; did you mean text? known: auto, custom, digits, python_source, synthetic_images, synthetic_tokens, text, tokens; plugins=[module] registers your own",
         ],
     ),
     (
@@ -603,7 +603,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "model=5",
         [
-            "model=5: there is no such option; known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
+            "model=5: there is no such option; known: custom, gpt, llama, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
         ],
     ),
     (

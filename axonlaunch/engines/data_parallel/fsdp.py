@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.process_group import default_group
-from axonlaunch.config.optimizer import OPTIMIZER_CONFIGS, OptimizerConfig
+from axonlaunch.config.optimizer import OPTIMIZERS, OptimizerConfig
 from axonlaunch.engines.data_parallel.fsdp_memory import (
     FSDPMemoryEstimate,
     FSDPMemoryStats,
@@ -203,10 +203,10 @@ class FSDP(nn.Module):
             ValueError: There is no such optimizer.
         """
         if isinstance(optimizer, str):
-            if optimizer not in OPTIMIZER_CONFIGS:
-                known = ", ".join(OPTIMIZER_CONFIGS)
+            if optimizer not in OPTIMIZERS:
+                known = ", ".join(OPTIMIZERS.names())
                 raise ValueError(f"optimizer={optimizer}: its states are not known; use {known}")
-            return estimate(self.module, OPTIMIZER_CONFIGS[optimizer]())
+            return estimate(self.module, OPTIMIZERS.config(optimizer)())
         return estimate(self.module, optimizer)
 
     def ignore_returned_view(self) -> None:
