@@ -184,7 +184,7 @@ class Composer:
         parser = OverridesParser.create(config_loader=self._loader)
         parsed = []
         words, problems = _without_spaces(overrides)
-        for text in words:
+        for text in map(_without_quoted_keys, words):
             if reason := _too_much(text):
                 problems.append(ConfigIssue("", f"{text[:60]}...: {reason}"))
                 continue
@@ -323,6 +323,21 @@ class Composer:
                 first = comments[0] if comments else ""
                 return first.lstrip("# ") if first.startswith("#") else ""
         return ""
+
+
+def _without_quoted_keys(text: str) -> str:
+    """Take the quotes from the keys of ``key={"*.bias": {lr: 0}}``, where Hydra's grammar has none.
+
+    Only from those that need none: it would take a comma or a colon for what ends the key.
+    """
+
+    def plain(match: re.Match[str]) -> str:
+        before, after = text[: match.start()].rstrip(), text[match.end() :].lstrip()
+        is_key = before.endswith(("{", ",")) and after.startswith(":")
+        inside = match[0][1:-1]
+        return inside if is_key and re.fullmatch(r"[\w.*?/@+-]+", inside) else match[0]
+
+    return re.sub(_QUOTED, plain, text)
 
 
 def _too_much(text: str) -> str:
