@@ -5,9 +5,10 @@ It holds names alone, and imports none of what they stand for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import nodes
@@ -33,6 +34,9 @@ class LaunchOptions:
     again: str | None = None
 
 
+Launch: TypeAlias = Callable[[RunConfig, LaunchOptions], tuple[int, dict[str, Any] | None]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
     """What makes runs of configurations; its functions are named, ``"module:function"``.
@@ -46,12 +50,14 @@ class Launcher:
         on_this_node: Whether ``launch`` runs all ranks here, to their end: runs that are finished
             are then passed over, and those of a sweep compared.
         sweeps: Whether it can launch more than one run of a command.
+        renders: Whether ``launch`` can print what it would submit, and submit nothing.
     """
 
     check: str
     launch: str
     on_this_node: bool = False
     sweeps: bool = True
+    renders: bool = False
 
 
 LAUNCHERS = {
@@ -66,7 +72,9 @@ LAUNCHERS = {
         sweeps=False,
     ),
     "slurm": Launcher(
-        check="axonlaunch.launch.slurm:check", launch="axonlaunch.launch.slurm:launch"
+        check="axonlaunch.launch.slurm:check",
+        launch="axonlaunch.launch.slurm:launch",
+        renders=True,
     ),
 }
 
@@ -78,6 +86,6 @@ def launcher_of(config: RunConfig) -> str:
     return "multinode" if nodes(config)[1] > 1 else "local"
 
 
-def launch_function(config: RunConfig) -> Any:
+def launch_function(config: RunConfig) -> Launch:
     """Import and return what launches a run."""
-    return load(LAUNCHERS[launcher_of(config)].launch)
+    return cast("Launch", load(LAUNCHERS[launcher_of(config)].launch))

@@ -165,15 +165,17 @@ class Runs:
         Raises:
             ConfigError: They have several, or the one can't do what is asked for.
         """
-        names = {launcher_of(config): config for _, config in self.loaded}
-        for name, config in names.items():
+        names = {launcher_of(config): config.launch for _, config in self.loaded}
+        for name, launch in names.items():
             if not LAUNCHERS[name].sweeps and len(self.loaded) > 1:
                 message = "a sweep runs on one node; use 1, or start its runs one by one"
-                raise ConfigError([ConfigIssue("launch.nnodes", message, config.launch.nnodes)])
-            if name != "slurm" and (self.options.render or "slurm" in names):
+                raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)])
+            if self.options.render and not LAUNCHERS[name].renders:
                 message = "the script of a SLURM job is asked for; use slurm"
-                raise ConfigError([ConfigIssue("launch.name", message, config.launch.name)])
-        [name] = names
+                raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
+        if len(names) > 1:
+            message = "the runs of a sweep have one launcher; start those of another by themselves"
+            raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
         return name
 
     def _one(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import TINY, Command, Served
@@ -17,7 +18,7 @@ PACKAGE = Path(axonlaunch.__file__).parent
 MOST_CALLS = 9
 
 RECORDING = f"""
-import json, traceback
+import json, sys, traceback
 from pathlib import Path
 
 def record(name):
@@ -29,7 +30,7 @@ def record(name):
     ]
     file = Path(name)
     if not file.exists():
-        file.write_text(json.dumps(calls))
+        file.write_text(json.dumps({{"calls": calls, "has_torch": "torch" in sys.modules}}))
 """
 PARENT = """
 from multiprocessing.process import BaseProcess
@@ -45,9 +46,7 @@ if __name__ == "__main__":
     main()
 """
 MODEL = """
-from pathlib import Path
 from torch import nn
-from axonlaunch import register_model
 from recording import record
 
 class Recorded(nn.Module):
@@ -61,42 +60,46 @@ class Recorded(nn.Module):
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: record("backward.json"))
         return self.head(hidden)
-
-register_model("recorded", inputs="tokens")(Recorded)
 """
+WORDS = ["train", "model=custom", "model.target=recorded:Recorded", "data=synthetic_tokens"]
+WORDS += ["launch.nproc=2", "train.steps=1", "train.eval_batches=0", "name=run"]
+Recorded = dict[str, Any]
 
 
-@pytest.fixture
-def calls(axonlaunch: Command) -> list[str]:
-    """The package's calls from ``main`` to ``fit``: the parent's at a fork, then the rank's."""
-    folder = axonlaunch.folder
-    (folder / "recording.py").write_text(RECORDING)
-    (folder / "recorded.py").write_text(MODEL)
-    (folder / "parent.py").write_text(PARENT)
-    words = ["train", "plugins=[recorded]", "model=recorded", "data=synthetic_tokens"]
-    words += ["launch.nproc=2", "train.steps=1", "train.eval_batches=0", "name=run"]
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Recorded]:
+    """What the parent had called when it forked a rank, and a rank in its first backward."""
+    command = Command(tmp_path_factory.mktemp("trunk"))
+    for name, text in (("recording", RECORDING), ("recorded", MODEL), ("parent", PARENT)):
+        (command.folder / f"{name}.py").write_text(text)
     ran = subprocess.run(
-        [sys.executable, "parent.py", *words],
-        cwd=folder,
-        env=axonlaunch.environment(),
+        [sys.executable, "parent.py", *WORDS],
+        cwd=command.folder,
+        env=command.environment(),
         capture_output=True,
         text=True,
         timeout=90,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    parent: list[str] = json.loads((folder / "started_rank_process.json").read_text())
-    rank: list[str] = json.loads((folder / "backward.json").read_text())
-    return parent + rank[: rank.index("training/trainer.py: fit") + 1]
+    files = ("started_rank_process.json", "backward.json")
+    parent, rank = (json.loads((command.folder / file).read_text()) for file in files)
+    return parent, rank
 
 
 def test_the_way_from_main_to_the_loop_is_the_one_that_architecture_draws(
-    calls: list[str],
+    recorded: tuple[Recorded, Recorded],
 ) -> None:
+    parent, rank = (part["calls"] for part in recorded)
+    calls = parent + rank[: rank.index("training/trainer.py: fit") + 1]
     assert len(calls) <= MOST_CALLS, "\n".join(calls)
     text = (PACKAGE / "docs/architecture.md").read_text()
-    drawn = re.findall(r"^(\S+\.py: \w+)  ", text, flags=re.MULTILINE)
-    assert calls == drawn
+    assert calls == re.findall(r"^(\S+\.py: \w+)  ", text, flags=re.MULTILINE)
+
+
+def test_the_parent_of_ranks_has_no_torch(recorded: tuple[Recorded, Recorded]) -> None:
+    parent, rank = recorded
+    assert (parent["has_torch"], rank["has_torch"]) == (False, True)
 
 
 def test_a_rank_neither_composes_nor_validates_nor_reads_the_frozen_file(served: Command) -> None:
