@@ -176,6 +176,9 @@ def _extras(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.train.tensorboard and find_spec("tensorboard") is None:
         message = "TensorBoard is not installed; pip install 'axonlaunch[tensorboard]'"
         yield ConfigIssue("train.tensorboard", message, True)
+    if config.model.name == "hf" and find_spec("transformers") is None:
+        message = "transformers is not installed; pip install 'axonlaunch[hf]'"
+        yield ConfigIssue("model.name", message, "hf")
     if config.data.name == "digits" and find_spec("sklearn") is None:
         message = "scikit-learn is not installed; pip install 'axonlaunch[digits]'"
         yield ConfigIssue("data.name", message, "digits")

@@ -77,6 +77,7 @@ MODELS = ModelRegistry(
         "gpt": Entry("axonlaunch.models.gpt:SPEC", "decoder with learned positions, as GPT-2"),
         "llama": Entry("axonlaunch.models.llama:SPEC", "decoder with RoPE and GQA, as Llama 3"),
         "vit": Entry("axonlaunch.models.vit:SPEC", "vision transformer, for images"),
+        "hf": Entry("axonlaunch.models.hf.spec:SPEC", "any causal LM of transformers, model.path"),
         "custom": Entry("axonlaunch.models.custom:SPEC", "your own builder, model.target"),
     },
 )

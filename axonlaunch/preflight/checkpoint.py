@@ -14,6 +14,7 @@ from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place, reaching
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.optimizer_states import OPTIMIZER_STATES, optimizer_states
+from axonlaunch.models.build import initial_weights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,36 +44,39 @@ def _unreached(error: ConfigError, key: str, where: str) -> Iterator[ConfigIssue
 
 
 def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
-    path = getattr(config.model, "weights", None)
-    if path is None:
+    try:
+        named = initial_weights(config.model)
+    except ConfigError as error:
+        yield from error.problems
         return
+    if named is None:
+        return
+    key, path = named
     if config.checkpoint.resume not in ("auto", "never"):
         message = (
             f"checkpoint.resume={config.checkpoint.resume} brings weights of its own; use null"
         )
-        yield ConfigIssue("model.weights", message, path)
+        yield ConfigIssue(key, message, path)
         return
     try:
         there = place(path)
         with reaching(there):
             is_folder = there.is_dir()
     except ConfigError as error:
-        yield from _unreached(error, "model.weights", path)
+        yield from _unreached(error, key, path)
         return
     if not is_folder:
         message = "there is no such folder; give a run, a checkpoint, or a folder of safetensors"
-        yield ConfigIssue("model.weights", message, path)
+        yield ConfigIssue(key, message, path)
         return
     try:
         wrong = weights.differences(there, config.model, model)
     except ConfigError as error:
-        yield from (
-            ConfigIssue("model.weights", problem.message, path) for problem in error.problems
-        )
+        yield from (ConfigIssue(key, problem.message, path) for problem in error.problems)
     else:
         if wrong:
             message = f"they were saved with a different model: {weights.first(wrong)}"
-            yield ConfigIssue("model.weights", message, path)
+            yield ConfigIssue(key, message, path)
 
 
 def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
