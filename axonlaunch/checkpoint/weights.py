@@ -15,6 +15,7 @@ from axonlaunch.checkpoint.storage import place
 from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
 from axonlaunch.config.data import DATASETS, NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
+from axonlaunch.config.model import HuggingFaceConfig
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +37,13 @@ def start(engine: Engine, model: Any, *, world: World) -> None:
         model: Typed configuration.
         world: Whose ranks all call this.
     """
-    path = getattr(model, "weights", None)
-    if path is None:
+    from axonlaunch.models.build import initial_weights
+
+    given = initial_weights(model)
+    if given is None:
         return
     state = engine.state_dict()
-    where = place(path)
+    where = place(given[1])
     found = step_folders.resolve(where)
     if found is not None:
         reader.load(found, {"model": state["model"]}, world=world)
@@ -106,7 +109,7 @@ def export(
         raise ConfigError([ConfigIssue("", f"{folder}: can't be made: {error.strerror}")]) from None
     known = hugging_face.places(config.model)
     entries = reader.parameters(checkpoint)
-    names = list(known) if known else sorted(entries)
+    names = list(known) if known else sorted(entries, key=_naturally)
     if missing := [f"{name} is missing" for name in names if name not in entries]:
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {first(missing)}")])
     reader.refuse_damage(checkpoint)
@@ -114,13 +117,26 @@ def export(
     read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in names], contents)
     tensors = zip(names, read, strict=True)
     written = safetensors.write(folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes)
-    content = hugging_face.figures(config.model) if known else to_tree(config.model)
+    copied: list[str] = []
+    if isinstance(config.model, HuggingFaceConfig):
+        from axonlaunch.models.hf import exported
+
+        content = exported.config_json(config.model)
+        copied = exported.copy_besides(config.model, folder)
+    else:
+        content = hugging_face.figures(config.model) if known else to_tree(config.model)
     content[TRAINED_ON] = {"data": config.data.name}
     if length := getattr(config.data, "sequence_length", None):
         content[TRAINED_ON]["sequence_length"] = length
     content["dtype"] = str(dtype or entries[names[0]].properties.dtype).removeprefix("torch.")
     (folder / safetensors.CONFIG).write_text(json.dumps(content, indent=1) + "\n")
-    return [*written, safetensors.CONFIG]
+    return [*written, safetensors.CONFIG, *copied]
+
+
+def _naturally(name: str) -> list[tuple[bool, int, str]]:
+    """Return what sorts names so that block 2 comes before block 10, and a block stays together."""
+    parts = name.split(".")
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
 def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:

@@ -24,7 +24,7 @@ from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
-from axonlaunch.engines.forward_backward import ForwardBackward, Loss
+from axonlaunch.engines.forward_backward import ForwardBackward, Loss, Outputs
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision import LossScale
@@ -141,12 +141,12 @@ class MeshEngine:
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
 
-        def scaled(outputs: Tensor, targets: Tensor) -> Tensor:
+        def scaled(outputs: Outputs, targets: Tensor) -> Tensor:
             nonlocal factor
             if factor is None:
                 _wait(counting)
                 # Gradients are averaged over the data ranks, but the losses must be summed.
-                factor = (self._layout.gradient_ranks / tokens.clamp(min=1)).to(outputs.device)
+                factor = (self._layout.gradient_ranks / tokens.clamp(min=1)).to(targets.device)
             loss = self._loss(outputs, targets) * factor
             return loss if self._scale is None else loss * self._scale.value
 

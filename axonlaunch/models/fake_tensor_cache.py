@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from axonlaunch.models import fake_kernels
+
 _NAMESPACES = frozenset({"aten", "fsdp", "_c10d_functional"})
 _WITHOUT_TENSORS = frozenset(
     {
@@ -57,6 +59,7 @@ def tensors_without_bytes() -> FakeTensorMode:
 
     It is of torch's very type, by which operators that run others find their rules.
     """
+    fake_kernels.install()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__torch_dispatch__ = MethodType(_Memory(), mode)  # type: ignore[method-assign]
     return mode

@@ -15,7 +15,7 @@ from axonlaunch.checkpoint.storage import place, reaching
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.optimizer import OPTIMIZERS
 from axonlaunch.config.parameter_groups import states_of, with_options
-from axonlaunch.models.build import spec_for
+from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.parameter_facts import parameter_facts
 
 if TYPE_CHECKING:
@@ -46,36 +46,39 @@ def _unreached(error: ConfigError, key: str, where: str) -> Iterator[ConfigIssue
 
 
 def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
-    path = getattr(config.model, "weights", None)
-    if path is None:
+    try:
+        named = initial_weights(config.model)
+    except ConfigError as error:
+        yield from error.problems
         return
+    if named is None:
+        return
+    key, path = named
     if config.checkpoint.resume not in ("auto", "never"):
         message = (
             f"checkpoint.resume={config.checkpoint.resume} brings weights of its own; use null"
         )
-        yield ConfigIssue("model.weights", message, path)
+        yield ConfigIssue(key, message, path)
         return
     try:
         there = place(path)
         with reaching(there):
             is_folder = there.is_dir()
     except ConfigError as error:
-        yield from _unreached(error, "model.weights", path)
+        yield from _unreached(error, key, path)
         return
     if not is_folder:
         message = "there is no such folder; give a run, a checkpoint, or a folder of safetensors"
-        yield ConfigIssue("model.weights", message, path)
+        yield ConfigIssue(key, message, path)
         return
     try:
         wrong = weights.differences(there, config.model, model)
     except ConfigError as error:
-        yield from (
-            ConfigIssue("model.weights", problem.message, path) for problem in error.problems
-        )
+        yield from (ConfigIssue(key, problem.message, path) for problem in error.problems)
     else:
         if wrong:
             message = f"they were saved with a different model: {weights.first(wrong)}"
-            yield ConfigIssue("model.weights", message, path)
+            yield ConfigIssue(key, message, path)
 
 
 def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:

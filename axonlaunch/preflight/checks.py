@@ -18,7 +18,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.loggers import CustomLoggerConfig
-from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig
+from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
 from axonlaunch.config.plugins import import_callable, import_plugins
 from axonlaunch.config.rules import find_rule_violations
 from axonlaunch.config.url import is_url
@@ -71,7 +71,7 @@ def obstacles(config: RunConfig) -> list[ConfigIssue]:
 def _resolved(config: RunConfig, *, here: bool) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
     config = resolved(config, accelerators=accelerators())
-    problems = check(config, here=here)
+    problems = fetch(config, here=here) or check(config, here=here)
     if problems:
         raise ConfigError(problems)
     return config
@@ -115,6 +115,19 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
         problems += _disk(config, model)
         problems += checkpoint_problems(config, model)
     return problems
+
+
+def fetch(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
+    """Bring what the Hugging Face Hub has of the model into its cache, once for all ranks."""
+    if not isinstance(config.model, HuggingFaceConfig):
+        return []
+    from axonlaunch.models.hf import files
+
+    try:
+        files.fetch(config.model, weights=here and config.model.init == "pretrained")
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def accelerators() -> int:
@@ -204,8 +217,10 @@ def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Ite
         message = f"data={name} has {dataset.num_classes} tokens; use {dataset.num_classes} or more"
         yield ConfigIssue("model.vocab_size", message, size)
     longest, length = getattr(model, "max_position_embeddings", None), _length(config)
+    longest = longest if spec.max_positions is None else spec.max_positions
     if longest is not None and length is not None and length > longest:
-        message = f"longer than model.max_position_embeddings={longest}; shorten it or raise that"
+        of = "model.config" if isinstance(model, HuggingFaceConfig) else "model"
+        message = f"longer than {of}.max_position_embeddings={longest}; shorten it or raise that"
         yield ConfigIssue("data.sequence_length", message, length)
     classes = getattr(model, "num_classes", None)
     if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:
@@ -219,6 +234,9 @@ def _named(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[Confi
     for one in problems:
         if isinstance(config.model, CustomConfig):
             yield ConfigIssue("model.target", one.message, config.model.target)
+        elif isinstance(config.model, HuggingFaceConfig):
+            key = "model.config" if config.model.path is None else "model.path"
+            yield ConfigIssue(key, one.message, config.model.path or ...)
         else:
             yield ConfigIssue("model.name", one.message, config.model.name)
 

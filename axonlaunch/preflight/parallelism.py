@@ -27,6 +27,9 @@ def context_problems(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigIssue
     degree = config.strategy.context.degree
     if degree == 1:
         return
+    if why := spec.refused_axes.get("context"):
+        yield ConfigIssue("strategy.context.degree", why, degree)
+        return
     if spec.positions is None:
         message = f"model={config.model.name} can't compute on a part of a sequence; use 1"
         yield ConfigIssue("strategy.context.degree", message, degree)
@@ -90,6 +93,9 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
     tensor = config.strategy.tensor
     if tensor.degree == 1:
         return
+    if why := spec.refused_axes.get("tensor"):
+        yield ConfigIssue("strategy.tensor.degree", why, tensor.degree)
+        return
     plan = tensor.plan or spec.plan(model)
     if not plan:
         message = (
@@ -131,6 +137,9 @@ def pipeline_problems(
     """Yield what keeps the model from being cut into the pipeline's stages."""
     pipeline = config.strategy.pipeline
     if pipeline.degree == 1:
+        return
+    if why := spec.refused_axes.get("pipeline"):
+        yield ConfigIssue("strategy.pipeline.degree", why, pipeline.degree)
         return
     if not cuttable(spec, model):
         message = (

@@ -13,6 +13,7 @@ from typing import cast
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import world_size
+from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
 from axonlaunch.verification.result import ParityResult, failed
@@ -40,6 +41,9 @@ def verify(
     config = auto_strategy.load(
         overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
     )
+    if isinstance(config.model, HuggingFaceConfig):
+        # Any weights do, and those of the seed need no files.
+        config = configuration.with_values(config, {"model.init": "random"})
     if config.launch.backend == "auto":
         backend = "gloo" if config.train.compile else "mock"
         config = configuration.with_values(config, {"launch.backend": backend})
