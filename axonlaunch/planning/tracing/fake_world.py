@@ -51,15 +51,20 @@ def join(*, rank: int, world_size: int) -> World:
     )
 
 
-class BranchTrueMode(UncompiledDispatchMode):
-    """Answers True wherever code asks a fake tensor, which has no value, for one.
+_VALUE = 0.5
+"""Of every fraction: true, and neither 0 nor 1, by whose difference from it NAdam divides."""
 
-    The code that asks is fp16's: "are all gradients finite?"
+
+class BranchTrueMode(UncompiledDispatchMode):
+    """Answers True, or a number that is, wherever code asks a fake tensor, which has none.
+
+    The code that asks is fp16's, "are all gradients finite?", and optimizers' that compute with
+    their count of steps.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return True
+            return _VALUE if args[0].is_floating_point() else True
         return func(*args, **(kwargs or {}))
 
 
