@@ -93,15 +93,7 @@ class Composer:
         config_dirs: Sequence[str | Path] = (),
         registries: Mapping[str, Registry[Any, Any]] | None = None,
     ) -> None:
-        """Look for the folders.
-
-        Args:
-            config_dirs: A user's own.
-            registries: Of groups whose options are also entries of a registry.
-
-        Raises:
-            ConfigError: There is no such folder.
-        """
+        """Find a user's folders; what ``registries`` list are options of their groups too."""
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
         from hydra._internal.utils import create_config_search_path
 
