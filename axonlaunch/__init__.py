@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from axonlaunch.config import (
         RunConfig as RunConfig,
     )
+    from axonlaunch.config.optimizer_states import OptimizerState as OptimizerState
     from axonlaunch.data.registry import register_dataset as register_dataset
     from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
     from axonlaunch.engines.data_parallel.ddp import DDP as DDP
@@ -139,6 +140,7 @@ if TYPE_CHECKING:
     from axonlaunch.engines.data_parallel.gradient_synchronizer import (
         GradSyncStrategy as GradSyncStrategy,
     )
+    from axonlaunch.engines.optimizer.registry import register_optimizer as register_optimizer
     from axonlaunch.engines.pipeline.pipeline import (
         Pipeline as Pipeline,
     )
@@ -189,6 +191,7 @@ __all__ = [
     "Logger",
     "MismatchError",
     "ModelSpec",
+    "OptimizerState",
     "NcclError",
     "PeerFailedError",
     "Pipeline",
@@ -224,6 +227,7 @@ __all__ = [
     "register_dataset",
     "register_logger",
     "register_model",
+    "register_optimizer",
     "scatter_tensor",
     "send",
     "sync_gradient",
@@ -234,6 +238,7 @@ __all__ = [
 
 _ROOMS = {
     "axonlaunch.config": ("ConfigError", "RunConfig"),
+    "axonlaunch.config.optimizer_states": ("OptimizerState",),
     "axonlaunch.data.registry": ("register_dataset",),
     "axonlaunch.data.sampler": ("DistributedSampler",),
     "axonlaunch.engines.data_parallel.ddp": ("DDP",),
@@ -243,6 +248,7 @@ _ROOMS = {
         "GradSyncStrategy",
         "GradientSynchronizer",
     ),
+    "axonlaunch.engines.optimizer.registry": ("register_optimizer",),
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline.schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline.timeline": ("PipelineMemoryStats",),

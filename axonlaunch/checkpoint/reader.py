@@ -194,9 +194,9 @@ def parameters(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def saved_states(checkpoint: Checkpoint) -> set[str]:
-    """Return the kinds of optimizer states in a checkpoint, ``{"step", "exp_avg", ...}``."""
-    keys = contents(checkpoint)
-    return {key.rsplit(".", 1)[-1] for key in keys if key.startswith("optimizer.")}
+    """Return the names of optimizer states in a checkpoint, ``{"head.weight.exp_avg", ...}``."""
+    prefix = "optimizer."
+    return {key.removeprefix(prefix) for key in contents(checkpoint) if key.startswith(prefix)}
 
 
 def is_of_a_run(checkpoint: Checkpoint) -> bool:

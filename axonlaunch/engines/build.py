@@ -20,6 +20,7 @@ from axonlaunch.comm.autograd import collect_from
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, layout
+from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
@@ -47,6 +48,7 @@ from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded
 from axonlaunch.engines.tensor.loss import vocab_parallel_cross_entropy_sum
 from axonlaunch.engines.tensor.parallelize import has_divided_logits, parallelize
 from axonlaunch.models.build import construct, spec_for, start
+from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
 Divide = Callable[[nn.Module], None]
@@ -130,6 +132,7 @@ def build(
         plan.context = ContextAxis(context_group(world, shares))
     whole = plan.construct()
     num_parameters = sum(p.numel() for p in whole.parameters())
+    facts = parameter_facts(plan.spec, whole)
     ties = tied_names(whole)
     counts: list[int] = []
     if shares.pipeline > 1:
@@ -153,7 +156,7 @@ def build(
     tied = None
     if crossing.keys() & trained.keys() or set(crossing.values()) & trained.keys():
         tied = TiedGradients(trained, ties=crossing, owners=plan.owners, group=mesh.group("pp"))
-    train, peak, tensor_group = config.train, config.optimizer.lr, mesh.group("tp")
+    train, tensor_group = config.train, mesh.group("tp")
     loss: Loss = plan.spec.loss
     gather: Callable[[Tensor], Tensor] = _as_is
     if divided_logits:
@@ -161,7 +164,7 @@ def build(
         gather = partial(collect_from, group=tensor_group, dim=-1)
     return MeshEngine(
         passes,
-        update=_update(plan, trained),
+        update=_update(plan, trained, {n: facts[crossing.get(n, n)] for n in trained}),
         replicas=wrapped if isinstance(wrapped, DDP) else None,
         sharded=plan.sharded,
         tied=tied,
@@ -177,7 +180,8 @@ def build(
         loss_scale=LossScale() if train.precision == "fp16" else None,
         grad_clip=train.grad_clip,
         seed=config.seed,
-        rate=partial(learning_rate, config.scheduler, peak=peak, steps=train.steps),
+        rate=partial(learning_rate, config.scheduler, steps=train.steps),
+        peak_rate=config.optimizer.lr,
     )
 
 
@@ -382,17 +386,22 @@ def _fill(plan: _Plan, model: nn.Module) -> None:
             setattr(module, name, buffer.to(world.device))
 
 
-def _update(plan: _Plan, trained: dict[str, nn.Parameter]) -> Update:
+def _update(
+    plan: _Plan, trained: dict[str, nn.Parameter], facts: dict[str, ParameterFacts]
+) -> Update:
+    """Choose what updates this rank's parameters; ``facts`` has the same names."""
     config, device = plan.config, plan.world.device
     if plan.shares.data_parallel == "zero1":
-        return ShardedUpdate(config.optimizer, trained, mesh=plan.mesh.device_mesh)
+        mesh = plan.mesh.device_mesh
+        return ShardedUpdate(config.optimizer, trained, mesh=mesh, facts=facts)
+    stream = partial(StreamedUpdate, config.optimizer, trained, device=device, parameters=facts)
     if plan.shares.data_parallel == "fsdp":
         offload = CPUOffload(config.strategy.fsdp.cpu_offload)
         if offload is CPUOffload.PARAMS:
-            return StreamedUpdate(config.optimizer, trained, device=device, states_on=device)
+            return stream(states_on=device)
         if offload is CPUOffload.OPTIMIZER_STATES:
-            return StreamedUpdate(config.optimizer, trained, device=device, states_on=HOST)
-    return Update(config.optimizer, trained)
+            return stream(states_on=HOST)
+    return Update(config.optimizer, trained, parameters=facts)
 
 
 def _as_is(outputs: Tensor) -> Tensor:

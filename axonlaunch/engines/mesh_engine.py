@@ -54,7 +54,8 @@ class MeshEngine:
         loss_scale: LossScale | None,
         grad_clip: float | None,
         seed: int,
-        rate: Callable[[int], float],
+        rate: Callable[..., float],
+        peak_rate: float,
     ) -> None:
         """Take over a model that is on its device, divided and initialised.
 
@@ -77,7 +78,9 @@ class MeshEngine:
             loss_scale: fp16's; None: the loss is not scaled.
             grad_clip: Largest norm of the whole model's gradient; None: any.
             seed: Of what the model draws in training.
-            rate: Learning rate of a step.
+            rate: A step, and the peak of a group of parameters as ``peak``, to the group's
+                learning rate in that step.
+            peak_rate: The optimizer's own peak.
         """
         self.step = 0
         self.num_parameters = num_parameters
@@ -99,6 +102,7 @@ class MeshEngine:
         self._grad_clip = grad_clip
         self._seed = seed
         self._rate = rate
+        self._peak_rate = peak_rate
         self._pipeline: ProcessGroup | None = mesh.group("pp") if layout.pipeline > 1 else None
         self._buffers = [b for module in self.modules for b in persistent_buffers(module)]
         self._has_stepped = False
@@ -203,8 +207,8 @@ class MeshEngine:
         return outputs[:, :length] if missing else outputs
 
     def learning_rate(self) -> float:
-        """Return the rate that the next step uses."""
-        return self._rate(self.step)
+        """Return the rate that the next step uses; groups of parameters may have others."""
+        return self._rate(self.step, peak=self._peak_rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, buffers, optimizer states and counters; divided ones as DTensors."""
@@ -232,11 +236,12 @@ class MeshEngine:
             if tensor is not saved:
                 tensor.copy_(saved)
         saved_states = state["optimizer"]
-        self._update.load_state_dict(
-            {key: saved_states[self._state_name(key)] for key in self._update.state_dict()}
-        )
         counters = state["counters"]
         self.step = int(counters["step"])
+        self._update.load_state_dict(
+            {key: saved_states[self._state_name(key)] for key in self._update.state_dict()},
+            has_stepped=self.step > 0,
+        )
         if self._scale is not None and float(counters["loss_scale"]) > 0:
             self._scale.value = float(counters["loss_scale"])
             self._scale.good_steps = int(counters["good_steps"])
@@ -258,7 +263,7 @@ class MeshEngine:
             if overflowed:
                 self._update.forget_gradients()
                 return norm, True
-        self._update.apply(learning_rate=self._rate(self.step - 1))
+        self._update.apply(rate=lambda peak: self._rate(self.step - 1, peak=peak))
         return norm, False
 
     def _synchronise(self) -> None:

@@ -13,7 +13,10 @@ from axonlaunch.checkpoint import fallback, reader, step_folders, weights
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import place, reaching
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.optimizer_states import OPTIMIZER_STATES, optimizer_states
+from axonlaunch.config.optimizer import OPTIMIZERS
+from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.models.build import spec_for
+from axonlaunch.models.parameter_facts import parameter_facts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,7 +131,7 @@ def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterat
         )
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if reader.is_of_a_run(found):
-        yield from _other_states(config, found)
+        yield from _other_states(config, found, model)
     else:
         message = (
             f"{found.path} contains weights only (no optimizer state); "
@@ -141,24 +144,40 @@ def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterat
         yield ConfigIssue("checkpoint.resume", message, resume)
 
 
-def _other_states(config: RunConfig, found: Checkpoint) -> Iterator[ConfigIssue]:
+def _other_states(config: RunConfig, found: Checkpoint, model: nn.Module) -> Iterator[ConfigIssue]:
     """Refuse optimizer states that this run's optimizer does not have, or has and lacks here."""
     optimizer, saved = config.optimizer, reader.saved_states(found)
-    wanted = {state.name for state in optimizer_states(optimizer)}
+    facts = parameter_facts(spec_for(config.model), model)
+    wanted = {
+        f"{name}.{state}"
+        for name, one in facts.items()
+        for state in states_of(with_options(optimizer, one), one.shape)
+    }
     if saved == wanted:
         return
+    kinds, wanted_kinds = _kinds(saved), _kinds(wanted)
     # Of SGD with and without momentum that field is at fault, not the optimizer.
-    depends_on = {state.name: state.absent_at_zero for state in OPTIMIZER_STATES[optimizer.name]}
-    fields = {depends_on.get(name) for name in saved ^ wanted}
+    known = OPTIMIZERS.facts(optimizer.name).states or ()
+    depends_on = {state.name: state.absent_at_zero for state in known}
+    fields = {depends_on.get(name) for name in kinds ^ wanted_kinds}
     field = fields.pop() if len(fields) == 1 else None
     if field is not None:
         use = "use what it was saved with, above 0" if saved else "use 0, as it was saved with"
-        message = f"{found.path} has {_listed(saved)}; {use}"
+        message = f"{found.path} has {_listed(kinds)}; {use}"
         yield ConfigIssue(f"optimizer.{field}", message, getattr(optimizer, field))
-        return
-    message = f"{found.path} was saved with a different optimizer; it has {_listed(saved)}"
-    yield ConfigIssue("optimizer.name", message, optimizer.name)
+    elif kinds == wanted_kinds:
+        other = sorted(saved ^ wanted)[0]
+        where = "has" if other in saved else "lacks"
+        message = f"{found.path} was saved with other groups: it {where} {other}; use the same"
+        yield ConfigIssue("optimizer.groups", message, getattr(optimizer, "groups", ...))
+    else:
+        message = f"{found.path} was saved with a different optimizer; it has {_listed(kinds)}"
+        yield ConfigIssue("optimizer.name", message, optimizer.name)
 
 
-def _listed(states: set[str]) -> str:
-    return f"states {', '.join(sorted(states))}" if states else "no states"
+def _kinds(states: set[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in states}
+
+
+def _listed(kinds: set[str]) -> str:
+    return f"states {', '.join(sorted(kinds))}" if kinds else "no states"

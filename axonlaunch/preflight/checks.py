@@ -19,15 +19,16 @@ from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.loggers import CustomLoggerConfig
 from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig
-from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.config.plugins import import_callable, import_plugins
 from axonlaunch.config.rules import find_rule_violations
 from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.preflight.checkpoint import checkpoint_problems
 from axonlaunch.preflight.model_outputs import output_problems
+from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
     listed,
@@ -40,7 +41,7 @@ from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
 FP32 = 4
-"""Bytes of a parameter's element, of its gradient and of each of its optimizer states."""
+"""Bytes of a parameter's element and of its gradient."""
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -107,7 +108,9 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
         problems += context_problems(config, spec)
         problems += tensor_problems(config, spec, model)
         problems += pipeline_problems(config, spec, model)
-    if here and model is not None:
+    unfit = [] if spec is None or model is None else optimizer_problems(config, spec, model)
+    problems += unfit
+    if here and model is not None and not unfit:
         problems += _memory(config, model, shares)
         problems += _disk(config, model)
         problems += checkpoint_problems(config, model)
@@ -248,7 +251,7 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Con
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
     held = count // (shares.tensor * shares.pipeline)
-    states = FP32 * states_per_element(config.optimizer)
+    states = FP32 * share_of_states(config)
     whole = 2 * FP32 + states
     share = {"fsdp": whole / shares.dp_shard, "zero1": 2 * FP32 + states / shares.data_ranks}
     per_rank = int(held * share.get(shares.data_parallel, whole))
@@ -283,7 +286,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     kept = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    needed = count * FP32 * (1 + states_per_element(config.optimizer)) * kept
+    needed = int(count * FP32 * (1 + share_of_states(config))) * kept
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
         return

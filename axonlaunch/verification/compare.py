@@ -25,7 +25,7 @@ from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.layout import layout, world_size
-from axonlaunch.config.optimizer import AdamWConfig
+from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.data.dataset import sample_inputs
@@ -43,8 +43,9 @@ from axonlaunch.verification.result import (
     tolerance_of,
 )
 
-# AdamW divides by a gradient's size. Where that is nothing but rounding, as for the bias of keys,
-# which softmax ignores, the usual eps of 1e-8 would make whole steps in random directions of it.
+# AdamW divides by a gradient's size, and Lion takes its sign. Where that is nothing but rounding,
+# as for the bias of keys, which softmax ignores, their usual eps would make whole steps in random
+# directions of it.
 _LEAST_EPS = 1e-4
 _SAVED = "reference.pt"
 _DROPOUTS = (
@@ -324,10 +325,16 @@ def _has_drawn() -> bool:
 
 
 def _with_smooth_updates(config: RunConfig) -> RunConfig:
-    if not isinstance(config.optimizer, AdamWConfig):
-        return config
-    eps = max(config.optimizer.eps, _LEAST_EPS)
-    return with_values(config, {"optimizer.eps": eps})
+    """Return a run whose updates don't jump where a gradient is nothing but rounding."""
+    optimizer, eps = config.optimizer, getattr(config.optimizer, "eps", None)
+    if isinstance(optimizer, MuonConfig):  # its own is of a matrix's norm
+        eps = max(optimizer.adamw_eps, _LEAST_EPS)
+        return with_values(config, {"optimizer.adamw_eps": eps})
+    if isinstance(eps, tuple):  # Adafactor's: of squares, and of parameters' sizes
+        return with_values(config, {"optimizer.eps": (max(eps[0] or 0, _LEAST_EPS), *eps[1:])})
+    if isinstance(eps, float):
+        return with_values(config, {"optimizer.eps": max(eps, _LEAST_EPS)})
+    return config
 
 
 def _of_number(step: int, kind: str, seen: float, expected: float) -> Difference:

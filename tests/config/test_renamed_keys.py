@@ -7,7 +7,7 @@ import pytest
 from axonlaunch import config
 from axonlaunch.config import ConfigError
 from axonlaunch.config.key_reference import reference
-from axonlaunch.config.validate import RENAMED_KEYS
+from axonlaunch.config.other_names import RENAMED_KEYS
 
 RENAMED = sorted(RENAMED_KEYS.items())
 

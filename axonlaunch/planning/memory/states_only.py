@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import nn
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.engines.pipeline.split import cut, parts
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.planning.memory.analytic import states
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -30,7 +30,8 @@ def estimate(config: RunConfig) -> Estimate:
         ConfigError: The model is to be cut into stages, and can't be traced for that.
     """
     blueprint = ReducedRun.of(config)
-    ranks = [_of_rank(blueprint, place) for place in range(blueprint.shares.pipeline)]
+    share = share_of_states(config)
+    ranks = [_of_rank(blueprint, n, state_share=share) for n in range(blueprint.shares.pipeline)]
     peak = max(one.peak_bytes for one in ranks)
     return Estimate(
         world_size=blueprint.world_size,
@@ -43,7 +44,7 @@ def estimate(config: RunConfig) -> Estimate:
     )
 
 
-def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
+def _of_rank(blueprint: ReducedRun, place: int, *, state_share: float) -> RankEstimate:
     config, shares = blueprint.config, blueprint.shares
     spec, modules = spec_for(config.model), [blueprint.built()]
     if shares.pipeline > 1:
@@ -52,7 +53,12 @@ def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
     whole = sum(_bytes(module) for module in modules)
     blocks = [_bytes(block) for module in modules for block in spec.blocks(module).values()]
     held = states(
-        config, shares, whole=whole, layer=max(blocks, default=0), ends=whole - sum(blocks)
+        config,
+        shares,
+        whole=whole,
+        layer=max(blocks, default=0),
+        ends=whole - sum(blocks),
+        state_share=state_share,
     )
     breakdown = {category: round(held.get(category, 0)) for category in CATEGORIES}
     breakdown["parameters"] += sum(b.nbytes for module in modules for b in module.buffers())
@@ -60,7 +66,7 @@ def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
     host = 0.0
     if shares.data_parallel == "fsdp" and config.strategy.fsdp.cpu_offload != "none":
         shard = whole / shares.tensor / (shares.dp_shard * shares.context)
-        host = (2 + states_per_element(config.optimizer)) * shard - kept
+        host = (2 + state_share) * shard - kept
     rank = place * blueprint.world_size // shares.pipeline
     return RankEstimate(
         rank=rank,

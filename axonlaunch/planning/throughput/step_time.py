@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout
-from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import timeline
+from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.planning.throughput.analytic_work import FP32
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
@@ -118,7 +118,7 @@ class StepTime:
         held = FP32 * work.parameters / shards
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
         if offload == "optimizer_states":
-            moments = states_per_element(self._config.optimizer)
+            moments = share_of_states(self._config)
             return float(2 * moments * held / rate)
         # The shard is read for forward and, where it was let go, for backward; its gradient is
         # written. An update reads both and writes the shard.
