@@ -148,12 +148,7 @@ class Registry(Generic[T, F]):
             ValueError: The configuration is no dataclass with a name; when decorating, that the
                 name is taken.
         """
-        fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
-        if config is not None and "name" not in [field.name for field in fields]:
-            raise ValueError(
-                f"register_{self.kind}({name!r}, config={config.__name__}): it is not a dataclass "
-                f'with a field name; write name: str = "{name}" in one'
-            )
+        self.check_config(name, config)
 
         def register(builder: B) -> B:
             takes_config = builder if config else _with_arguments(builder)
@@ -164,6 +159,19 @@ class Registry(Generic[T, F]):
             return builder
 
         return register
+
+    def check_config(self, name: str, config: type | None) -> None:
+        """Refuse what is no dataclass with a name.
+
+        Raises:
+            ValueError: It is none.
+        """
+        fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+        if config is not None and "name" not in [field.name for field in fields]:
+            raise ValueError(
+                f"register_{self.kind}({name!r}, config={config.__name__}): it is not a dataclass "
+                f'with a field name; write name: str = "{name}" in one'
+            )
 
     def get(self, name: str) -> T:
         """Import and return what a name stands for.
@@ -224,6 +232,10 @@ class Registry(Generic[T, F]):
     def configs(self) -> dict[str, type]:
         """Return ``{name: its dataclass}`` of what is registered; what packages offer is not."""
         return {name: entry.config for name, entry in self._entries.items() if entry.config}
+
+    def known_facts(self) -> dict[str, F]:
+        """Return ``{name: facts}`` of what is registered; what packages offer is not."""
+        return {n: entry.facts for n, entry in self._entries.items() if entry.facts is not None}
 
     def names(self) -> list[str]:
         """Return the listed names, those that installed packages offer among them, sorted."""

@@ -57,6 +57,12 @@ def _dataclass(
     values: dict[str, Any] = {}
     for name, spec in fields.items():
         key = f"{prefix}.{name}" if prefix else name
+        if "typed_by" in spec.metadata:
+            sibling = spec.metadata["typed_by"]
+            registry = fields[sibling].metadata["names"]
+            chosen = values.get(sibling)
+            values[name] = _options(tree.get(name), registry, chosen, key, problems, root)
+            continue
         if name not in tree:
             if spec.default is MISSING and spec.default_factory is MISSING:
                 problems.append(ConfigIssue(key, f"is missing; write {key}=..."))
@@ -77,6 +83,7 @@ def _dataclass(
         else:
             try:
                 values[name] = _convert(value, hints[name])
+                _is_named(values[name], spec.metadata.get("names"))
                 _in_range(values[name], spec.metadata, or_null=type(None) in get_args(hints[name]))
             except _Rejected as reason:
                 values.pop(name, None)
@@ -172,6 +179,43 @@ def _variant(
         problems.append(ConfigIssue(f"{key}.name", str(error), name))
         return _default(spec)
     return _dataclass(tree, schema, key, problems, root=root)
+
+
+def _options(
+    tree: Any,
+    variants: Registry[Any, Any],
+    name: str | None,
+    key: str,
+    problems: list[ConfigIssue],
+    root: type,
+) -> Any:
+    """Type the options of what another field names; None where that has none."""
+    schema = None if name is None else variants.entry(name).config
+    if schema is not None:
+        named = {"name": name, **(tree or {})} if isinstance(tree, dict | None) else tree
+        return _dataclass(named, schema, key, problems, root=root)
+    if tree:
+        message = f"{plain(name)} has no options; remove this setting"
+        problems.append(ConfigIssue(key, message, tree))
+    return None
+
+
+def _is_named(value: Any, registry: Registry[Any, Any] | None) -> None:
+    """Refuse a name that a registry does not list, or can't import.
+
+    Raises:
+        _Rejected: It says why.
+    """
+    if registry is None or value is None:
+        return
+    if value not in registry:
+        close = nearest(value, registry.names())
+        meant = f"did you mean {close}? " if close else ""
+        raise _Rejected(f"{meant}use {one_of(registry.names())}; or null")
+    try:
+        registry.entry(value)
+    except EntryPointError as error:
+        raise _Rejected(str(error)) from error
 
 
 def _each(

@@ -54,10 +54,8 @@ def _in_this_layout(config: RunConfig, facts: list[ParameterFacts]) -> Iterator[
     shares = layout(config, world_size=world_size(config))
     needs = {sharding_of(with_options(config.optimizer, one)) for one in facts}
     divided = []
-    if shares.data_parallel == "zero1" and shares.gradient_ranks > 1:
-        divided.append("zero1")
-    if shares.data_parallel == "fsdp" and shares.gradient_ranks > shares.dp_replicate:
-        divided.append("fsdp")
+    if shares.optimizer_shards > 1:
+        divided.append(shares.data_parallel)
     if shares.tensor > 1:
         divided.append("tensor parallelism")
     name = config.optimizer.name
@@ -69,7 +67,7 @@ def _in_this_layout(config: RunConfig, facts: list[ParameterFacts]) -> Iterator[
         )
         yield ConfigIssue("optimizer.name", message, name)
     offload = config.strategy.fsdp.cpu_offload
-    if "collective" in needs and shares.data_parallel == "fsdp" and offload != "none":
+    if "collective" in needs and shares.facts.shards_parameters and offload != "none":
         message = (
             f"optimizer={name} exchanges parts of parameters among ranks while it updates them, "
             "and offloaded ones pass through the device one by one; use none, or adamw"
