@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -146,6 +146,24 @@ def ignore_heartbeat(phase: str, *, step: int | None) -> None:
 
 
 Event = Started | StepLogged | StepDone | Evaluated | Saved | SampleGenerated | Noted | Finished
+
+
+@dataclass(frozen=True, kw_only=True)
+class Monitor:
+    """Who follows a rank from outside; the default is nobody.
+
+    Attributes:
+        report: Takes the rank's events.
+        beat: Takes what the rank begins to do.
+        stop: Whether the rank was asked to stop after its step.
+    """
+
+    report: Callable[[Event], None] = lambda event: None
+    beat: Beat = ignore_heartbeat
+    stop: Callable[[], bool] = lambda: False
+
+
+NOBODY = Monitor()
 
 
 def finite(content: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from configured import run_config
 from axonlaunch import config
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
-from axonlaunch.events import Event, Noted, StepLogged
+from axonlaunch.events import Event, Monitor, Noted, StepLogged
 from axonlaunch.training import worker
 from axonlaunch.training.loggers.base import Logger, RunInfo
 from axonlaunch.training.loggers.registry import register_logger
@@ -44,7 +44,7 @@ def train(folder: Path, *words: str, ranks: int = 1, killed_at: int | None = Non
         if isinstance(event, StepLogged) and event.step == killed_at:
             raise _KilledError
 
-    World.mock(ranks).run(lambda world: worker.run(chosen, world, report=report))
+    World.mock(ranks).run(lambda world: worker.run(chosen, world, monitor=Monitor(report=report)))
     return events
 
 

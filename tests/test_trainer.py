@@ -18,6 +18,7 @@ from axonlaunch.events import (
     Evaluated,
     Event,
     Finished,
+    Monitor,
     SampleGenerated,
     Saved,
     Started,
@@ -46,7 +47,8 @@ def train(folder: Path, *words: str, ranks: int = 2, stop_at: int | None = None)
         steps = [e.step for e in events if isinstance(e, StepLogged)]
         return stop_at is not None and bool(steps) and steps[-1] >= stop_at
 
-    World.mock(ranks).run(lambda world: worker.run(chosen, world, report=events.append, stop=stop))
+    monitor = Monitor(report=events.append, stop=stop)
+    World.mock(ranks).run(lambda world: worker.run(chosen, world, monitor=monitor))
     return events
 
 
@@ -136,7 +138,9 @@ def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
     )
     chosen = dataclasses.replace(chosen, run_dir=str(tmp_path))
     events: list[Event] = []
-    World.mock(2).run(lambda world: worker.run(chosen, world, report=events.append))
+    World.mock(2).run(
+        lambda world: worker.run(chosen, world, monitor=Monitor(report=events.append))
+    )
     sampled = of(SampleGenerated, events)[0]
     assert sampled.prompt == "to"
     assert sampled.text
@@ -161,7 +165,9 @@ def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: P
             chosen = run_config([*words, f"train.steps={steps}"])
             chosen = dataclasses.replace(chosen, run_dir=str(folder))
             events: list[Event] = []
-            World.mock(2).run(lambda world: worker.run(chosen, world, report=events.append))
+            World.mock(2).run(
+                lambda world: worker.run(chosen, world, monitor=Monitor(report=events.append))
+            )
             return [event.loss for event in of(StepLogged, events)]
 
         whole = losses(tmp_path / "whole", 4)

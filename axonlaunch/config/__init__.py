@@ -32,6 +32,7 @@ __all__ = [
     "compose",
     "composer_of",
     "flatten",
+    "import_code",
     "load",
     "meant_below_runs",
     "parsed",
@@ -141,6 +142,16 @@ def _import_plugins(tree: dict[str, Any]) -> list[ConfigIssue]:
     """Import the modules that register what the configuration may choose."""
     modules = tree.get("plugins")
     return import_plugins(modules) if isinstance(modules, list) else []
+
+
+def import_code(config: RunConfig) -> None:
+    """Import the plugins of a configuration, in a process that received it as a value.
+
+    Raises:
+        ConfigError: A module can't be imported.
+    """
+    if problems := import_plugins(config.plugins):
+        raise ConfigError(problems)
 
 
 def _with_registered(composed: Composed) -> Composed:

@@ -5,6 +5,7 @@ It connects the rooms; how ranks were started, and who reads the events, is not 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -23,7 +24,7 @@ from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
-from axonlaunch.events import Beat, Event, Finished, SampleGenerated, Started, ignore_heartbeat
+from axonlaunch.events import NOBODY, Event, Finished, Monitor, SampleGenerated, Started
 from axonlaunch.models.generation import generate
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.peak_memory import DevicePeak, Watch
@@ -36,22 +37,18 @@ def run(
     config: RunConfig,
     world: World,
     *,
-    report: Report = lambda event: None,
-    stop: Callable[[], bool] = lambda: False,
-    watch: Watch | None = None,
-    beat: Beat = ignore_heartbeat,
+    monitor: Monitor = NOBODY,
+    cpu_peak: Callable[[RunConfig], Watch] | None = None,
 ) -> Finished:
-    """Train as a frozen configuration says; every rank of the world calls this.
+    """Train as a resolved configuration says; every rank of the world calls this.
 
     Args:
         config: Checked, with ``run_dir`` resolved.
         world: Its ranks.
-        report: Takes the main rank's events.
-        stop: Whether this rank was asked to stop.
-        watch: Finds the peak of this rank's memory; None: as the device's allocator reports it.
-        beat: Takes what this rank is doing.
+        monitor: Follows this rank; events reach that of the main rank alone.
+        cpu_peak: Makes what finds the peak of a CPU's memory; None: it is not found.
     """
-    beat("building", step=None)
+    monitor.beat("building", step=None)
     torch.use_deterministic_algorithms(config.train.deterministic)
     shares = layout(config, world_size=world.world_size)
     dataset = data.build(config.data)
@@ -62,16 +59,17 @@ def run(
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
     )
-    watch = watch or DevicePeak(world.device)
+    watch = _watch(config, world, cpu_peak)
     source = Source(storing=watch.storing)
     engine = build(config, world, sample=sample_inputs(dataset), source=source)
-    beat("loading", step=None)
+    monitor.beat("loading", step=None)
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
         start(engine, config.model, world=world)
     kept = storage.root(config)
-    report, notes, loggers = _on_main(report, resumed.checkpoint, config, world)
-    report(
+    report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
+    monitor = dataclasses.replace(monitor, report=report)
+    monitor.report(
         Started(
             run_dir=config.run_dir,
             layout=str(shares),
@@ -99,6 +97,7 @@ def run(
                 every=config.checkpoint.keep_every_n_steps,
                 best=config.checkpoint.keep_best,
             ),
+            every=config.checkpoint.every,
             layout=str(shares),
             background=config.checkpoint.async_save,
         )
@@ -108,17 +107,24 @@ def run(
             loader,
             config.train,
             world=world,
-            report=report,
-            saver=saver,
-            save_every=config.checkpoint.every,
-            stop=stop,
+            monitor=monitor,
             watch=watch,
-            beat=beat,
+            saver=saver,
             loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
         )
         if not finished.interrupted:
-            _sample(config, engine, dataset, report)
+            _sample(config, engine, dataset, monitor.report)
     return finished
+
+
+def _watch(config: RunConfig, world: World, cpu_peak: Callable[[RunConfig], Watch] | None) -> Watch:
+    """Return what finds the peak of this rank's memory.
+
+    On a CPU, which has no allocator to ask, nothing sees what compiled kernels allocate.
+    """
+    if cpu_peak is None or world.device.type != "cpu" or config.train.compile:
+        return DevicePeak(world.device)
+    return cpu_peak(config)
 
 
 def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:

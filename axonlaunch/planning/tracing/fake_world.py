@@ -18,10 +18,11 @@ from torch.distributed import pipelining
 from torch.distributed.tensor._op_schema import DTensorSpec, OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
+from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 
 def join(*, rank: int, world_size: int) -> World:
@@ -50,22 +51,11 @@ def join(*, rank: int, world_size: int) -> World:
     )
 
 
-class BranchTrueMode(TorchDispatchMode):
+class BranchTrueMode(UncompiledDispatchMode):
     """Answers True wherever code asks a fake tensor, which has no value, for one.
 
     The code that asks is fp16's: "are all gradients finite?"
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Stay out of what torch.compile does inside; torch asks every mode."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
