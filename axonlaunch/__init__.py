@@ -140,6 +140,10 @@ if TYPE_CHECKING:
     from axonlaunch.engines.data_parallel.gradient_synchronizer import (
         GradSyncStrategy as GradSyncStrategy,
     )
+    from axonlaunch.engines.data_parallel.registry import (
+        register_data_parallel as register_data_parallel,
+    )
+    from axonlaunch.engines.data_parallel.replicas import Replicas as Replicas
     from axonlaunch.engines.optimizer.registry import register_optimizer as register_optimizer
     from axonlaunch.engines.pipeline.pipeline import (
         Pipeline as Pipeline,
@@ -191,8 +195,8 @@ __all__ = [
     "Logger",
     "MismatchError",
     "ModelSpec",
-    "OptimizerState",
     "NcclError",
+    "OptimizerState",
     "PeerFailedError",
     "Pipeline",
     "PipelineMemoryStats",
@@ -201,6 +205,7 @@ __all__ = [
     "ProcessGroup",
     "RankFailedError",
     "ReduceOp",
+    "Replicas",
     "RowParallelLinear",
     "RunConfig",
     "ShardingStrategy",
@@ -224,6 +229,7 @@ __all__ = [
     "recv",
     "reduce_scatter_mean",
     "reduce_scatter_sum",
+    "register_data_parallel",
     "register_dataset",
     "register_logger",
     "register_model",
@@ -249,6 +255,8 @@ _ROOMS = {
         "GradientSynchronizer",
     ),
     "axonlaunch.engines.optimizer.registry": ("register_optimizer",),
+    "axonlaunch.engines.data_parallel.registry": ("register_data_parallel",),
+    "axonlaunch.engines.data_parallel.replicas": ("Replicas",),
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline.schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline.timeline": ("PipelineMemoryStats",),

@@ -145,7 +145,7 @@ def _import_plugins(tree: dict[str, Any]) -> list[ConfigIssue]:
 
 
 def import_code(config: RunConfig) -> None:
-    """Import what a configuration names, in a process that received it as a value.
+    """Import the plugins of a configuration, in a process that received it as a value.
 
     Raises:
         ConfigError: A module can't be imported.

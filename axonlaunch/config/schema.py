@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from axonlaunch.config.data import DATASETS, PythonSourceConfig
+from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.model import MODELS, GPTConfig
@@ -115,11 +116,16 @@ class ContextConfig:
 class StrategyConfig:
     """Where the work happens; it never changes what is computed."""
 
-    data_parallel: Literal["none", "ddp", "zero1", "fsdp"] | None = None
+    data_parallel: str | None = field(default=None, metadata={"names": DATA_PARALLEL})
     """what ranks that hold the same parameters do: those that tensor and pipeline leave over, those
     of context among them. none: there is one; ddp: replicas; zero1: replicas with sharded optimizer
     states; fsdp: sharded; null: ddp, or none for one rank
     """
+    options: Any = field(
+        default=None,
+        metadata={"typed_by": "data_parallel", "words": "keys of a registered variant, or null"},
+    )
+    """keys of a data-parallel variant that is not included"""
     ddp: DDPConfig = field(default_factory=DDPConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     tensor: TensorConfig = field(default_factory=TensorConfig)
@@ -334,5 +340,6 @@ GROUPS: dict[str, Registry[Any, Any] | None] = {
 REGISTRIES: dict[str, Registry[Any, Any]] = {
     **{group: registry for group, registry in GROUPS.items() if registry is not None},
     "loggers": LOGGERS,
+    "strategy.data_parallel": DATA_PARALLEL,
 }
 """The keys whose values are entries of a registry, and the registry."""

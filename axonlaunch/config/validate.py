@@ -13,57 +13,8 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
 from axonlaunch.config.errors import ConfigIssue, one_of, plain
+from axonlaunch.config.other_names import FOREIGN_NAMES, RENAMED_KEYS
 from axonlaunch.registry import EntryPointError, Registry, nearest, unknown
-
-FOREIGN_NAMES = {
-    "batch": "train.global_batch_size",
-    "batch_size": "train.global_batch_size",
-    "devices": "launch.nproc",
-    "epochs": "train.steps",
-    "gpus": "launch.nproc",
-    "gradient_accumulation_steps": "train.micro_batch_size",
-    "gradient_checkpointing": "train.activation_checkpointing",
-    "learning_rate": "optimizer.lr",
-    "max_epochs": "train.steps",
-    "max_grad_norm": "train.grad_clip",
-    "max_steps": "train.steps",
-    "mixed_precision": "train.precision",
-    "nproc_per_node": "launch.nproc",
-    "num_epochs": "train.steps",
-    "num_gpus": "launch.nproc",
-    "num_processes": "launch.nproc",
-    "output_dir": "run_dir",
-    "pipeline_parallel_size": "strategy.pipeline.degree",
-    "pp": "strategy.pipeline.degree",
-    "tensor_parallel_size": "strategy.tensor.degree",
-    "tp": "strategy.tensor.degree",
-}
-"""What other tools call a key, to the key that it is here."""
-
-RENAMED_KEYS = {
-    "checkpoint.keep": "checkpoint.keep_last",
-    "checkpoint.keep_every": "checkpoint.keep_every_n_steps",
-    "hardware.attention_sustained": "hardware.attention_efficiency",
-    "hardware.host_sustained": "hardware.host_efficiency",
-    "hardware.link_gather_gb_s": "hardware.allgather_bw_gb_s",
-    "hardware.link_sustained": "hardware.link_efficiency",
-    "hardware.matrix_sustained": "hardware.matrix_efficiency",
-    "hardware.memory_sustained": "hardware.memory_efficiency",
-    "hardware.moved_bytes": "hardware.kernel_bytes",
-    "hardware.moved_us": "hardware.kernel_latency_us",
-    "hardware.network_sustained": "hardware.network_efficiency",
-    "launch.account": "launch.slurm.account",
-    "launch.partition": "launch.slurm.partition",
-    "launch.sbatch": "launch.slurm.extra_args",
-    "launch.setup": "launch.slurm.prologue",
-    "launch.time_limit": "launch.slurm.time",
-    "strategy.planned": "strategy.auto",
-    "train.prompt": "sample.prompt",
-    "train.sample_tokens": "sample.max_new_tokens",
-    "train.tensorboard": "loggers=[tensorboard]",
-}
-"""What an earlier version called a key, to the key that it is now."""
-
 
 _ELSEWHERE = 0.75
 """How like a key of another group a name must be: ``stepz`` is meant for ``train.steps`` (0.8), and
@@ -106,6 +57,12 @@ def _dataclass(
     values: dict[str, Any] = {}
     for name, spec in fields.items():
         key = f"{prefix}.{name}" if prefix else name
+        if "typed_by" in spec.metadata:
+            sibling = spec.metadata["typed_by"]
+            registry = fields[sibling].metadata["names"]
+            chosen = values.get(sibling)
+            values[name] = _options(tree.get(name), registry, chosen, key, problems, root)
+            continue
         if name not in tree:
             if spec.default is MISSING and spec.default_factory is MISSING:
                 problems.append(ConfigIssue(key, f"is missing; write {key}=..."))
@@ -126,6 +83,7 @@ def _dataclass(
         else:
             try:
                 values[name] = _convert(value, hints[name])
+                _is_named(values[name], spec.metadata.get("names"))
                 _in_range(values[name], spec.metadata, or_null=type(None) in get_args(hints[name]))
             except _Rejected as reason:
                 values.pop(name, None)
@@ -221,6 +179,43 @@ def _variant(
         problems.append(ConfigIssue(f"{key}.name", str(error), name))
         return _default(spec)
     return _dataclass(tree, schema, key, problems, root=root)
+
+
+def _options(
+    tree: Any,
+    variants: Registry[Any, Any],
+    name: str | None,
+    key: str,
+    problems: list[ConfigIssue],
+    root: type,
+) -> Any:
+    """Type the options of what another field names; None where that has none."""
+    schema = None if name is None else variants.entry(name).config
+    if schema is not None:
+        named = {"name": name, **(tree or {})} if isinstance(tree, dict | None) else tree
+        return _dataclass(named, schema, key, problems, root=root)
+    if tree:
+        message = f"{plain(name)} has no options; remove this setting"
+        problems.append(ConfigIssue(key, message, tree))
+    return None
+
+
+def _is_named(value: Any, registry: Registry[Any, Any] | None) -> None:
+    """Refuse a name that a registry does not list, or can't import.
+
+    Raises:
+        _Rejected: It says why.
+    """
+    if registry is None or value is None:
+        return
+    if value not in registry:
+        close = nearest(value, registry.names())
+        meant = f"did you mean {close}? " if close else ""
+        raise _Rejected(f"{meant}use {one_of(registry.names())}; or null")
+    try:
+        registry.entry(value)
+    except EntryPointError as error:
+        raise _Rejected(str(error)) from error
 
 
 def _each(

@@ -270,9 +270,12 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Con
     count = sum(p.numel() for p in model.parameters())
     held = count // (shares.tensor * shares.pipeline)
     states = FP32 * share_of_states(config)
-    whole = 2 * FP32 + states
-    share = {"fsdp": whole / shares.dp_shard, "zero1": 2 * FP32 + states / shares.data_ranks}
-    per_rank = int(held * share.get(shares.data_parallel, whole))
+    per_element = (
+        FP32 / shares.parameter_shards
+        + FP32 / shares.gradient_shards
+        + states / shares.optimizer_shards
+    )
+    per_rank = int(held * per_element)
     memory, where = min(_rooms(config))
     offload = config.strategy.fsdp.cpu_offload
     if per_rank > memory and offload == "none":
