@@ -198,7 +198,7 @@ def described(
         model = hugging_face.typed(content, where=str(file))
     except ConfigError:
         trained_on = content.get(TRAINED_ON, {})
-        if trained_on.get("data") not in TEXT_DATASETS:
+        if not _is_text(str(trained_on.get("data"))):
             raise
         model = HuggingFaceConfig(path=str(folder.absolute()), init="random")
         return model, PythonSourceConfig(sequence_length=trained_on["sequence_length"])
@@ -206,9 +206,15 @@ def described(
     trained_on = content.get(TRAINED_ON, assumed)
     length = trained_on.get("sequence_length", model.max_position_embeddings)
     name = str(trained_on["data"])
-    if DATASETS.is_registered(name) and DATASETS.facts(name).is_text:
+    if _is_text(name):
         return model, PythonSourceConfig(sequence_length=length)
     return model, SyntheticTokensConfig(vocab_size=model.vocab_size, sequence_length=length)
+
+
+def _is_text(name: str) -> bool:
+    """Say whether a dataset of this name is registered and gives bytes of text."""
+    facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
+    return facts is not None and facts.is_text
 
 
 def read_folder(
