@@ -140,6 +140,10 @@ if TYPE_CHECKING:
     from axonlaunch.engines.data_parallel.gradient_synchronizer import (
         GradSyncStrategy as GradSyncStrategy,
     )
+    from axonlaunch.engines.data_parallel.registry import (
+        register_data_parallel as register_data_parallel,
+    )
+    from axonlaunch.engines.data_parallel.replicas import Replicas as Replicas
     from axonlaunch.engines.optimizer.registry import register_optimizer as register_optimizer
     from axonlaunch.engines.pipeline.pipeline import (
         Pipeline as Pipeline,
@@ -170,6 +174,8 @@ if TYPE_CHECKING:
     from axonlaunch.models import (
         register_model as register_model,
     )
+    from axonlaunch.training.loggers.base import Logger as Logger
+    from axonlaunch.training.loggers.registry import register_logger as register_logger
 
 __all__ = [
     "Backend",
@@ -186,10 +192,11 @@ __all__ = [
     "GradSyncStrategy",
     "GradientBucket",
     "GradientSynchronizer",
+    "Logger",
     "MismatchError",
     "ModelSpec",
-    "OptimizerState",
     "NcclError",
+    "OptimizerState",
     "PeerFailedError",
     "Pipeline",
     "PipelineMemoryStats",
@@ -198,6 +205,7 @@ __all__ = [
     "ProcessGroup",
     "RankFailedError",
     "ReduceOp",
+    "Replicas",
     "RowParallelLinear",
     "RunConfig",
     "ShardingStrategy",
@@ -221,7 +229,9 @@ __all__ = [
     "recv",
     "reduce_scatter_mean",
     "reduce_scatter_sum",
+    "register_data_parallel",
     "register_dataset",
+    "register_logger",
     "register_model",
     "register_optimizer",
     "scatter_tensor",
@@ -245,6 +255,8 @@ _ROOMS = {
         "GradientSynchronizer",
     ),
     "axonlaunch.engines.optimizer.registry": ("register_optimizer",),
+    "axonlaunch.engines.data_parallel.registry": ("register_data_parallel",),
+    "axonlaunch.engines.data_parallel.replicas": ("Replicas",),
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline.schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline.timeline": ("PipelineMemoryStats",),
@@ -256,6 +268,8 @@ _ROOMS = {
     ),
     "axonlaunch.engines.tensor.loss": ("vocab_parallel_cross_entropy_sum",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
+    "axonlaunch.training.loggers.base": ("Logger",),
+    "axonlaunch.training.loggers.registry": ("register_logger",),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -106,6 +106,13 @@ class SampleGenerated:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """Something that a user should know and that does not end the run."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Finished:
     """The run's end, after its last step or an interruption.
 
@@ -138,7 +145,25 @@ def ignore_heartbeat(phase: str, *, step: int | None) -> None:
     del phase, step
 
 
-Event = Started | StepLogged | StepDone | Evaluated | Saved | SampleGenerated | Finished
+Event = Started | StepLogged | StepDone | Evaluated | Saved | SampleGenerated | Noted | Finished
+
+
+@dataclass(frozen=True, kw_only=True)
+class Monitor:
+    """Who follows a rank from outside; the default is nobody.
+
+    Attributes:
+        report: Takes the rank's events.
+        beat: Takes what the rank begins to do.
+        stop: Whether the rank was asked to stop after its step.
+    """
+
+    report: Callable[[Event], None] = lambda event: None
+    beat: Beat = ignore_heartbeat
+    stop: Callable[[], bool] = lambda: False
+
+
+NOBODY = Monitor()
 
 
 def finite(content: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import importlib.util
 import inspect
 import sys
 import warnings
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 F = TypeVar("F")
+B = TypeVar("B", bound=Callable[..., Any])
 _BEGUN = 3
 """Letters that are the beginning of a name, rather than any letters."""
 
@@ -34,6 +36,30 @@ class EntryPointError(ValueError):
 
 
 @dataclass(frozen=True)
+class Needs:
+    """A package that an entry does not work without, and that need not be installed.
+
+    Attributes:
+        module: What is imported of it.
+        package: Its name, as people write it.
+        requirement: What to ``pip install``.
+    """
+
+    module: str
+    package: str
+    requirement: str
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is not installed; a folder that is only named like it does not count."""
+        found = importlib.util.find_spec(self.module)
+        return found is None or found.origin is None
+
+    def __str__(self) -> str:
+        return f"{self.package} is not installed; pip install '{self.requirement}'"
+
+
+@dataclass(frozen=True)
 class Entry(Generic[F]):
     """What a registry knows about a name before its code is imported.
 
@@ -42,12 +68,14 @@ class Entry(Generic[F]):
         summary: One line that says what it is, for ``axonlaunch ls``.
         config: Dataclass with a field ``name`` that types its group of the configuration.
         facts: What others must know of it and can't ask the target.
+        needs: What has to be installed for it.
     """
 
     target: Any
     summary: str
     config: type | None = None
     facts: F | None = None
+    needs: Needs | None = None
 
 
 class Registry(Generic[T, F]):
@@ -74,6 +102,7 @@ class Registry(Generic[T, F]):
         self.entry_points = entry_points
         self.free_config = free_config
         self._entries = dict(entries or {})
+        self._included = frozenset(self._entries)
 
     def add(
         self,
@@ -102,7 +131,7 @@ class Registry(Generic[T, F]):
         facts: F | None = None,
         summary: str | None = None,
         make_target: Callable[[Callable[..., Any]], Any] | None = None,
-    ) -> Callable[[T], T]:
+    ) -> Callable[[B], B]:
         """Return the decorator that lists a class or a function under a name.
 
         What is decorated is called with one of ``config``; without it, with the ``arguments`` of
@@ -119,23 +148,30 @@ class Registry(Generic[T, F]):
             ValueError: The configuration is no dataclass with a name; when decorating, that the
                 name is taken.
         """
+        self.check_config(name, config)
+
+        def register(builder: B) -> B:
+            takes_config = builder if config else _with_arguments(builder)
+            target: Any = make_target(takes_config) if make_target else takes_config
+            described = summary or inspect.getdoc(builder) or f"from {builder.__module__}"
+            line = described.splitlines()[0]
+            self.add(name, target, summary=line, config=config, facts=facts)
+            return builder
+
+        return register
+
+    def check_config(self, name: str, config: type | None) -> None:
+        """Refuse what is no dataclass with a name.
+
+        Raises:
+            ValueError: It is none.
+        """
         fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
         if config is not None and "name" not in [field.name for field in fields]:
             raise ValueError(
                 f"register_{self.kind}({name!r}, config={config.__name__}): it is not a dataclass "
                 f'with a field name; write name: str = "{name}" in one'
             )
-
-        def register(builder: T) -> T:
-            call = cast("Callable[..., Any]", builder)
-            takes_config = call if config else _with_arguments(call)
-            target = make_target(takes_config) if make_target else takes_config
-            described = summary or inspect.getdoc(builder) or f"from {call.__module__}"
-            line = described.splitlines()[0]
-            self.add(name, target, summary=line, config=config, facts=facts)
-            return builder
-
-        return register
 
     def get(self, name: str) -> T:
         """Import and return what a name stands for.
@@ -187,14 +223,19 @@ class Registry(Generic[T, F]):
             return []
         from importlib import metadata  # takes 10 ms, and few runs use what others offer
 
-        chosen = {} if name is None else {"name": name}
-        points = metadata.entry_points(group=self.entry_points, **chosen)
+        points = metadata.entry_points(group=self.entry_points)
+        if name is not None:
+            points = points.select(name=name)
         # A package that is installed twice, in place and from a wheel, offers the same twice.
         return sorted({(point.name, point.value): point for point in points}.values())
 
     def configs(self) -> dict[str, type]:
         """Return ``{name: its dataclass}`` of what is registered; what packages offer is not."""
         return {name: entry.config for name, entry in self._entries.items() if entry.config}
+
+    def known_facts(self) -> dict[str, F]:
+        """Return ``{name: facts}`` of what is registered; what packages offer is not."""
+        return {n: entry.facts for n, entry in self._entries.items() if entry.facts is not None}
 
     def names(self) -> list[str]:
         """Return the listed names, those that installed packages offer among them, sorted."""
@@ -218,6 +259,10 @@ class Registry(Generic[T, F]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries or bool(isinstance(name, str) and self.offers(name))
+
+    def is_included(self, name: str) -> bool:
+        """Say whether a name is in the table as it was made, and nobody else's."""
+        return name in self._included
 
     def is_registered(self, name: str) -> bool:
         """Say whether a name is known without importing a package that offers it."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import served
 
-from axonlaunch.config.schema import GROUPS
+from axonlaunch.config.schema import REGISTRIES
 
 LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -44,9 +44,8 @@ def server() -> Iterator[served.Server]:
 @pytest.fixture(autouse=True)
 def _own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers ends with it."""
-    for registry in GROUPS.values():
-        if registry is not None:
-            monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    for registry in REGISTRIES.values():
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
 @pytest.fixture(autouse=True)

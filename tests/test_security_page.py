@@ -15,3 +15,20 @@ def test_what_backs_the_security_page_exists() -> None:
     assert not set(re.findall(r"(test_\w+\.py)", text)) - files.keys()
     defined = set(re.findall(r"def (test_\w+)\(", "\n".join(files.values())))
     assert not set(re.findall(r"(test_\w+)(?!\.py)\b", text)) - defined
+
+
+def test_pickles_are_read_in_these_files_alone() -> None:
+    """None of them reads what comes over a network, or a file that others wrote."""
+    package = PAGE.parents[1]
+    reading = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"pickle\.loads?\(|Unpickler\)|recv_pyobj", path.read_text())
+    }
+    assert reading == {
+        "checkpoint/index.py",  # of old checkpoints, by names of an index's own classes alone
+        "launch/local/rank_process.py",  # from the parent
+        "launch/multinode/rendezvous_state.py",  # what this process just pickled
+        "system/forked_call.py",  # what this process just pickled, and from the parent's pipe
+        "system/forked_map.py",  # from a child
+    }

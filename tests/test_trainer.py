@@ -18,13 +18,14 @@ from axonlaunch.events import (
     Evaluated,
     Event,
     Finished,
+    Monitor,
     SampleGenerated,
     Saved,
     Started,
     StepLogged,
 )
 from axonlaunch.training import worker
-from axonlaunch.training.metrics import MetricsFile
+from axonlaunch.training.loggers.jsonl import JSONLLogger
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
@@ -46,7 +47,8 @@ def train(folder: Path, *words: str, ranks: int = 2, stop_at: int | None = None)
         steps = [e.step for e in events if isinstance(e, StepLogged)]
         return stop_at is not None and bool(steps) and steps[-1] >= stop_at
 
-    World.mock(ranks).run(lambda world: worker.run(chosen, world, report=events.append, stop=stop))
+    monitor = Monitor(report=events.append, stop=stop)
+    World.mock(ranks).run(lambda world: worker.run(chosen, world, monitor=monitor))
     return events
 
 
@@ -136,7 +138,9 @@ def test_a_run_on_text_ends_with_a_sample(tmp_path: Path) -> None:
     )
     chosen = dataclasses.replace(chosen, run_dir=str(tmp_path))
     events: list[Event] = []
-    World.mock(2).run(lambda world: worker.run(chosen, world, report=events.append))
+    World.mock(2).run(
+        lambda world: worker.run(chosen, world, monitor=Monitor(report=events.append))
+    )
     sampled = of(SampleGenerated, events)[0]
     assert sampled.prompt == "to"
     assert sampled.text
@@ -161,7 +165,9 @@ def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: P
             chosen = run_config([*words, f"train.steps={steps}"])
             chosen = dataclasses.replace(chosen, run_dir=str(folder))
             events: list[Event] = []
-            World.mock(2).run(lambda world: worker.run(chosen, world, report=events.append))
+            World.mock(2).run(
+                lambda world: worker.run(chosen, world, monitor=Monitor(report=events.append))
+            )
             return [event.loss for event in of(StepLogged, events)]
 
         whole = losses(tmp_path / "whole", 4)
@@ -192,17 +198,6 @@ def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
 
 
 def test_metrics_take_no_event_without_numbers(tmp_path: Path) -> None:
-    write = MetricsFile(tmp_path / "metrics.jsonl", resumed_at=None)
+    write = JSONLLogger(tmp_path / "metrics.jsonl", resumed_at=None)
     write(Saved(step=1, path="x", seconds=0.1, stalled_s=0.1))
     assert (tmp_path / "metrics.jsonl").read_text() == ""
-
-
-def test_tensorboard_holds_the_losses(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    words = ["train.steps=3", "train.log_every=1", "train.tensorboard=true"]
-    losses = [event.loss for event in of(StepLogged, train(tmp_path, *words))]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses)

@@ -53,7 +53,11 @@ class _InFlight:
 
 
 class Saver:
-    """Writes checkpoints of one run; every rank of the world has one and calls the same."""
+    """Writes checkpoints of one run; every rank of the world has one and calls the same.
+
+    Attributes:
+        every: Steps between checkpoints, for who calls it.
+    """
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class Saver:
         *,
         world: World,
         retention: Retention,
+        every: int = 1,
         layout: str = "",
         background: bool = False,
     ) -> None:
@@ -70,12 +75,14 @@ class Saver:
             run_dir: The run's folder, on a file system that every rank sees.
             world: Who writes.
             retention: Which checkpoints outlive newer ones.
+            every: Steps between checkpoints.
             layout: The run's, in words.
             background: Write while training goes on, from a copy in host memory.
         """
         self._run_dir = run_dir
         self._world = world
         self._retention = retention
+        self.every = every
         self._layout = layout
         self._background = background
         # Its messages must not meet those of training, which come from another thread.

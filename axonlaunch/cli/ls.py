@@ -23,6 +23,8 @@ LISTS = {
     "optimizers": "optimizer",
     "schedulers": "scheduler",
     "launchers": "launch",
+    "loggers": "loggers",
+    "data_parallel": "strategy.data_parallel",
     "hardware": "hardware",
     "experiments": "experiment",
 }
@@ -30,6 +32,7 @@ LISTS = {
 ALIASES = {group: name for name, group in LISTS.items()} | {
     "datasets": "data",
     "launches": "launchers",
+    "logger": "loggers",
     "schedules": "schedulers",
 }
 """Other names of a list: its group as overrides write it, and other plurals."""

@@ -7,7 +7,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,23 +73,48 @@ def command(
     limits.allow_open_files()
     # A run outlives its console.
     sys.stdout, sys.stderr = streams.tolerant(sys.stdout), streams.tolerant(sys.stderr)
-    with ExitStack() as stack:
-        context = None
+    with forkserver.on_demand() as server:
         if not may_be_rank(os.environ):
-            context = stack.enter_context(forkserver.warm())
+            server()
         # Imported only now, while the server imports torch on another core.
-        from axonlaunch.launch.launcher import start
+        from axonlaunch.launch.cluster_environment import ClusterEnvironment
+        from axonlaunch.launch.external.launcher_process import LauncherProcess
+        from axonlaunch.launch.launcher import LaunchOptions, launch_function
+        from axonlaunch.launch.runs import Request, Runs, accelerators_of
 
-        status, summaries = start(
-            context,
-            overrides or [],
+        request = Request(
+            overrides=overrides or [],
             config_name=config_name,
             config_dirs=config_dir or [],
             multirun=multirun,
-            started=STARTED,
-            as_json=as_json,
-            render=render,
         )
+        environment = ClusterEnvironment.detect(os.environ)
+        request.refuse_sweep_under(environment)
+        launcher = LauncherProcess(environment.launcher)
+        launcher.watch()  # before torch is imported, which takes seconds
+        is_rank = environment.is_rank(
+            partial(request.compose, request.overrides),
+            accelerators=partial(accelerators_of, server),
+        )
+        if is_rank:
+            from axonlaunch.launch.external.entry import be_rank
+
+            status, summary = be_rank(
+                request, environment, launcher, server=server, started=STARTED, as_json=as_json
+            )
+            summaries = [summary] if summary else []
+        else:
+            options = LaunchOptions(
+                context=server(), started=STARTED, as_json=as_json, render=render
+            )
+            # What torch's store says of strangers that knock is not for the user; set after the
+            # server was started, whose ranks keep their words.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            runs = Runs.load(request, environment.of_node(), options)
+            for config, chosen in runs:
+                launch = launch_function(config)
+                runs.ended(*launch(config, chosen))
+            status, summaries = runs.status, runs.summaries
     if as_json:
         if multirun:
             print_json({"runs": summaries})
@@ -112,15 +137,16 @@ def _dry_run(
         from rich.console import Console
 
         from axonlaunch.launch.dry_run import dry_runs
+        from axonlaunch.launch.runs import Request
 
+        request = Request(
+            overrides=overrides,
+            config_name=config_name,
+            config_dirs=config_dirs,
+            multirun=multirun,
+        )
         with spinner("tracing a step"):
-            runs = dry_runs(
-                context,
-                overrides,
-                config_name=config_name,
-                config_dirs=config_dirs,
-                multirun=multirun,
-            )
+            runs = dry_runs(context, request)
         if as_json:
             reports = [_as_object(run, context) for run in runs]
             print_json({"runs": reports} if multirun else reports[0])

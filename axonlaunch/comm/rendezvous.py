@@ -33,6 +33,7 @@ class RankEnvironment:
     """Where this process stands in its world.
 
     Attributes:
+        local_world_size: Ranks of this node; None where nobody said.
         master_addr: The host of rank 0, or None where nobody has to be found.
         alone: The environment says nothing, so this is a world of one.
     """
@@ -40,6 +41,7 @@ class RankEnvironment:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_world_size: int | None = None
     master_addr: str | None = None
     master_port: int = 0
     alone: bool = True
@@ -49,34 +51,28 @@ class RankEnvironment:
         """Whether no other node takes part, so that nothing may listen to the network."""
         return self.alone or (self.master_addr is not None and is_loopback(self.master_addr))
 
-
-def environment_of(
-    *,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    local_world_size: int,
-    master_addr: str = "127.0.0.1",
-    master_port: int = 1,
-) -> dict[str, str]:
-    """Return the variables by which a rank knows its place.
-
-    Where ``World.init`` is given a store, the port may be anything.
-    """
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
-    }
+    def variables(self) -> dict[str, str]:
+        """Return the variables by which a launcher of torch says the same."""
+        values = {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port or None,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def local_place(rank: int, world_size: int) -> dict[str, str]:
-    """Return the variables of a rank of a world that is all on this node and has a store."""
-    return environment_of(
-        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+def local_place(rank: int, world_size: int) -> RankEnvironment:
+    """Return the place of a rank of a world that is all on this node and has a store."""
+    return RankEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        master_addr="127.0.0.1",
+        alone=False,
     )
 
 
@@ -95,6 +91,7 @@ def find_place(
     needed = _IDENTITY + _ADDRESS if store is None else _IDENTITY
     if not any(environment.get(name) for name in needed):
         return RankEnvironment()
+    ranks_here = environment.get("LOCAL_WORLD_SIZE", "")
     problems = [f"{name} is not set" for name in needed if not environment.get(name)]
     numbers: dict[str, int] = {}
     for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", 1)):
@@ -121,6 +118,7 @@ def find_place(
         rank=numbers["RANK"],
         world_size=numbers["WORLD_SIZE"],
         local_rank=numbers["LOCAL_RANK"],
+        local_world_size=int(ranks_here) if ranks_here.isdigit() else None,
         master_addr=environment.get("MASTER_ADDR") or _host_of(store),
         master_port=numbers.get("MASTER_PORT", 0),
         alone=False,

@@ -91,6 +91,30 @@ class World:
                 or there is a world already.
             NcclError: It is a ValueError that is about NCCL.
         """
+        place = find_place(os.environ, store=store)
+        return cls.join(place, backend=backend, timeout_s=timeout_s, store=store)
+
+    @classmethod
+    def join(
+        cls,
+        place: RankEnvironment,
+        *,
+        backend: Backend | str = "auto",
+        timeout_s: float = 600.0,
+        store: dist.Store | None = None,
+    ) -> Self:
+        """Join a world as a given rank, whatever the environment says; else it is ``init``.
+
+        Args:
+            place: Which rank this is, and where the others are.
+            backend: As for ``init``.
+            timeout_s: As for ``init``.
+            store: Where the ranks meet; None: at the address of ``place``.
+
+        Raises:
+            ValueError: The backend can't be had here, or there is a world already.
+            NcclError: It is a ValueError that is about NCCL.
+        """
         if dist.is_initialized():
             raise ValueError(
                 "this process has a world (or a torch default group) already: close() it, or "
@@ -98,7 +122,6 @@ class World:
             )
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s}: a time limit is more than 0 seconds")
-        place = find_place(os.environ, store=store)
         chosen = choose_backend(str(backend), place)
         device = _device(chosen, place.local_rank)
         timeout = timedelta(seconds=timeout_s)
@@ -224,10 +247,8 @@ def _every_local_rank_has_a_device(place: RankEnvironment) -> bool:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != "cuda" or not nccl.status().available:
         return False
-    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if ranks_here.isdigit():
-        needed = int(ranks_here)
-    else:
+    needed = place.local_world_size
+    if needed is None:
         needed = place.world_size if place.on_loopback else place.local_rank + 1
     return torch.accelerator.device_count() >= needed
 

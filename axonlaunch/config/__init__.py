@@ -16,7 +16,7 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree, to_yaml, with_values
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import find_rule_violations
-from axonlaunch.config.schema import GROUPS, RunConfig
+from axonlaunch.config.schema import REGISTRIES, RunConfig
 from axonlaunch.config.trust import foreign_code
 from axonlaunch.config.validate import validate
 from axonlaunch.system.files import read_text
@@ -32,6 +32,7 @@ __all__ = [
     "compose",
     "composer_of",
     "flatten",
+    "import_code",
     "load",
     "meant_below_runs",
     "parsed",
@@ -86,8 +87,7 @@ def compose(
 
 def composer_of(config_dirs: Sequence[str | Path] = ()) -> Composer:
     """Return what composes from a user's folders and ours, and knows what is registered."""
-    registries = {group: registry for group, registry in GROUPS.items() if registry is not None}
-    return Composer(config_dirs=config_dirs, registries=registries)
+    return Composer(config_dirs=config_dirs, registries=REGISTRIES)
 
 
 @functools.cache
@@ -144,6 +144,16 @@ def _import_plugins(tree: dict[str, Any]) -> list[ConfigIssue]:
     return import_plugins(modules) if isinstance(modules, list) else []
 
 
+def import_code(config: RunConfig) -> None:
+    """Import the plugins of a configuration, in a process that received it as a value.
+
+    Raises:
+        ConfigError: A module can't be imported.
+    """
+    if problems := import_plugins(config.plugins):
+        raise ConfigError(problems)
+
+
 def _with_registered(composed: Composed) -> Composed:
     """Let ``GROUP=NAME`` choose what a plugin or a package registers, for which there is no YAML.
 
@@ -151,7 +161,7 @@ def _with_registered(composed: Composed) -> Composed:
     """
     tree, given, problems = dict(composed.tree), dict(composed.given), []
     for problem in composed.problems:
-        registry, name = GROUPS.get(problem.key), str(problem.value)
+        registry, name = REGISTRIES.get(problem.key), str(problem.value)
         if registry is None or name not in registry:
             problems.append(problem)
             continue

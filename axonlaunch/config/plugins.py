@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.config.errors import ConfigIssue
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.registry import load
 
 
@@ -50,6 +51,35 @@ def import_target(target: str) -> Any:
     """
     search_here()
     return load(target)
+
+
+def import_callable(key: str, target: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """Import what is to be called with arguments.
+
+    Raises:
+        ConfigError: It can't be imported or called, or does not take these arguments.
+    """
+    try:
+        found = import_target(target)
+    except Exception as error:  # a user's module may fail in any way
+        what = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        message = f"{what}{error}; write package.module:Class, importable from where you start"
+        raise ConfigError([ConfigIssue(key, message, target)]) from error
+    if not callable(found):
+        message = f"is {type(found).__name__}, not a class or function"
+        raise ConfigError([ConfigIssue(key, message, target)])
+    builder: Callable[..., Any] = found
+    try:
+        signature = inspect.signature(builder)
+    except (ValueError, TypeError):
+        return builder  # some of what is written in C has none
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "none"
+        message = f"{error}; arguments that it takes: {takes}"
+        raise ConfigError([ConfigIssue(key, message, target)]) from error
+    return builder
 
 
 def _reason(name: str, error: BaseException) -> str:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from axonlaunch.config.data import DATASETS, PythonSourceConfig
+from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.model import MODELS, GPTConfig
 from axonlaunch.config.optimizer import (
     OPTIMIZERS,
@@ -114,11 +116,16 @@ class ContextConfig:
 class StrategyConfig:
     """Where the work happens; it never changes what is computed."""
 
-    data_parallel: Literal["none", "ddp", "zero1", "fsdp"] | None = None
+    data_parallel: str | None = field(default=None, metadata={"names": DATA_PARALLEL})
     """what ranks that hold the same parameters do: those that tensor and pipeline leave over, those
     of context among them. none: there is one; ddp: replicas; zero1: replicas with sharded optimizer
     states; fsdp: sharded; null: ddp, or none for one rank
     """
+    options: Any = field(
+        default=None,
+        metadata={"typed_by": "data_parallel", "words": "keys of a registered variant, or null"},
+    )
+    """keys of a data-parallel variant that is not included"""
     ddp: DDPConfig = field(default_factory=DDPConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     tensor: TensorConfig = field(default_factory=TensorConfig)
@@ -164,8 +171,6 @@ class TrainConfig:
     """steps between evaluations; 0: at the end alone"""
     eval_batches: int = field(default=16, metadata={"min": 0})
     """global batches per evaluation, at most what is held out; 0: no evaluation"""
-    tensorboard: bool = False
-    """write TensorBoard events beside metrics.jsonl (pip install 'axonlaunch[tensorboard]')"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +300,7 @@ class RunConfig:
     global sample index
     """
     plugins: list[str] = field(default_factory=list)
-    """modules to import first: they register models"""
+    """modules to import first: they register models, datasets, optimizers, loggers and launchers"""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
     data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
@@ -306,6 +311,13 @@ class RunConfig:
         default_factory=CosineConfig, metadata={"variants": SCHEDULERS}
     )
     train: TrainConfig = field(default_factory=TrainConfig)
+    loggers: list[Named] = field(
+        default_factory=list,
+        metadata={"each": LOGGERS, "words": "list of loggers, each a name or its keys"},
+    )
+    """where numbers are logged beside metrics.jsonl: [tensorboard, {name: wandb, project: mine}];
+    your own: [{target: package.module:Class, arguments: {}}]
+    """
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -324,3 +336,10 @@ GROUPS: dict[str, Registry[Any, Any] | None] = {
     "experiment": None,
 }
 """The groups of options, and the registry of those whose options are entries of one."""
+
+REGISTRIES: dict[str, Registry[Any, Any]] = {
+    **{group: registry for group, registry in GROUPS.items() if registry is not None},
+    "loggers": LOGGERS,
+    "strategy.data_parallel": DATA_PARALLEL,
+}
+"""The keys whose values are entries of a registry, and the registry."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from axonlaunch.config.data import CustomDataConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.plugins import import_target
+from axonlaunch.config.plugins import import_callable
 from axonlaunch.data.dataset import Batch, Dataset, Kind, NoText, Split
 
 _DATASET = ("kind", "num_samples", "num_eval_samples", "num_classes", "sample_shape", "samples")
@@ -26,13 +26,7 @@ def build_custom(config: CustomDataConfig) -> Dataset:
     Raises:
         ConfigError: It can't be imported, can't be called, or returns no dataset.
     """
-    try:
-        builder = import_target(config.target)
-    except ImportError as reason:
-        message = f"{reason}; write package.module:Class, importable from where you start"
-        raise _refused(config, message) from reason
-    if not callable(builder):
-        raise _refused(config, f"is {type(builder).__name__}, not a class or function")
+    builder = import_callable("data.target", config.target, config.arguments)
     dataset = builder(**config.arguments)
     missing = [name for name in _DATASET if not hasattr(dataset, name)]
     if not missing:

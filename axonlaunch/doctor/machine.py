@@ -60,9 +60,10 @@ def _driver() -> str | None:
 
 def try_rank(backend: str, rank: int, world_size: int, store: str) -> float:
     """Be one rank of an all-reduce between processes; return the sum of 1 over the ranks."""
-    os.environ.update(local_place(rank, world_size))
     meeting = dist.FileStore(store, world_size)
-    with World.init(backend=backend, timeout_s=30, store=meeting) as world:
+    with World.join(
+        local_place(rank, world_size), backend=backend, timeout_s=30, store=meeting
+    ) as world:
         return float(all_reduce_sum(torch.ones(8, device=world.device))[0])
 
 

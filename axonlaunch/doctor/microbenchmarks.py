@@ -6,7 +6,6 @@ cores, caches and the memory's bandwidth.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -47,10 +46,9 @@ def on_rank(rank: int, ranks: int, threads: int, store: str) -> dict[str, Any]:
         threads: Of this process.
         store: File to meet by.
     """
-    os.environ.update(local_place(rank, ranks))
     torch.set_num_threads(threads)
     meeting = dist.FileStore(store, ranks)
-    with World.init(backend="gloo", timeout_s=120, store=meeting):
+    with World.join(local_place(rank, ranks), backend="gloo", timeout_s=120, store=meeting):
         return {**_computing(), **_moving(), **(_talking(ranks) if ranks > 1 else {})}
 
 

@@ -1,11 +1,12 @@
 """What started this process, read from its environment: torchrun, MPI, SLURM, or a person.
 
-It reads the variables that launchers set and reports a world that they describe only by half; what
-they mean for a run is ``settle``'s. Nothing here is torch's or starts anything.
+It reads the variables that launchers set, reports a world that they describe only by half, and
+writes the rest into a composed configuration. Nothing here is torch's or starts anything.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.config import Composed, ConfigError, ConfigIssue
 from axonlaunch.config.errors import divisor_of
 from axonlaunch.launch.environment_variables import (
     ADDRESS,
@@ -29,10 +30,10 @@ from axonlaunch.launch.environment_variables import (
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterEnvironment:
-    """What a launcher said of this process.
+    """What a launcher said of this process; by default that none started it.
 
     Attributes:
-        launcher: Its name, for messages.
+        launcher: Its name, for messages; empty where none started this process.
         rank: This process's; where it is to start ranks itself, the first of theirs.
         world_size: Ranks of the run.
         local_rank: Among the ranks of this node; None where this process is to start them.
@@ -43,12 +44,13 @@ class ClusterEnvironment:
         master_port: Where it listens; None where nobody said.
         run_id: What tells this run from others of the same launcher.
         agent_hosts_store: The launcher itself listens there, not rank 0.
+        problems: What is wrong with it, where it describes a world by half or an invalid one.
     """
 
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int | None
+    launcher: str = ""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
     local_world_size: int | None = None
     nnodes: int | None = None
     node_rank: int | None = None
@@ -56,39 +58,83 @@ class ClusterEnvironment:
     master_port: int | None = None
     run_id: str = ""
     agent_hosts_store: bool = False
+    problems: tuple[ConfigIssue, ...] = ()
+
+    @classmethod
+    def detect(cls, environment: Mapping[str, str]) -> ClusterEnvironment:
+        """Return what the environment says of this process.
+
+        A scheduler's only task is no world: the ranks are then started here.
+        """
+        reader = _Reader(environment)
+        try:
+            found = _read(reader)
+        except ConfigError as error:
+            return cls(problems=(*reader.problems, *error.problems))
+        return cls(problems=tuple(reader.problems)) if reader.problems else found
 
     @property
     def one_per_node(self) -> bool:
         """Whether a scheduler placed one process on each of several nodes."""
         return self.local_world_size == 1 and (self.nnodes or 1) > 1
 
+    def is_rank(self, compose: Callable[[], Composed], *, accelerators: Callable[[], int]) -> bool:
+        """Whether this process is one rank, rather than to start those of its node.
 
-def detect(environment: Mapping[str, str]) -> ClusterEnvironment | None:
-    """Return what the environment says of this process; None where it says nothing.
+        Args:
+            compose: Composes the configuration, where its ranks per node decide.
+            accelerators: Counts this node's, where they do.
+        """
+        if self.local_rank is None:
+            return False
+        if not self.one_per_node:
+            return True
+        nproc = compose().tree.get("launch", {}).get("nproc", "auto")
+        count = accelerators() if nproc == "auto" else nproc
+        return not (isinstance(count, int) and count > 1)
 
-    A scheduler's only task is no world: the ranks are then started here.
+    def of_node(self) -> ClusterEnvironment:
+        """Return the same for a process that starts its node's ranks itself."""
+        return dataclasses.replace(self, local_rank=None) if self.one_per_node else self
 
-    Raises:
-        ConfigError: It describes a world by half, or an invalid one; every problem is reported.
-    """
-    reader = _Reader(environment)
-    found: ClusterEnvironment | None
+    def applied_to(self, composed: Composed, *, accelerators: Callable[[], int]) -> Composed:
+        """Return a composed configuration with what is said of ``launch``, and what contradicts it.
+
+        Args:
+            composed: The run's.
+            accelerators: Counts this node's, where nothing else says how many ranks it is to have.
+        """
+        tree: dict[str, Any] = {**composed.tree, "launch": {**composed.tree.get("launch", {})}}
+        name, problems = tree["launch"].get("name", "auto"), list(self.problems)
+        if self.local_rank is not None and name == "local":
+            message = f"each of the processes of {self.launcher} would start a run; use auto"
+            problems = [ConfigIssue("launch.name", message, name)]
+        elif name == "local":
+            problems = []
+        elif self.launcher:
+            problems += apply_to_config(tree, self, accelerators=accelerators)
+        elif name == "env" and not problems and tree["launch"].get("nnodes", 1) == 1:
+            message = (
+                "the environment names no world; set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT"
+            )
+            problems.append(ConfigIssue("launch.name", message, name))
+        return dataclasses.replace(composed, tree=tree, problems=[*composed.problems, *problems])
+
+
+def _read(reader: _Reader) -> ClusterEnvironment:
+    environment = reader.environment
     if any(environment.get(name) for name in OWN):
-        found = _variables(reader)
-    elif environment.get(OPEN_MPI.rank):
-        found = _scheduler(reader, OPEN_MPI)
-    elif environment.get(SLURM.rank) and environment.get("SLURM_STEP_ID"):
+        return _variables(reader)
+    if environment.get(OPEN_MPI.rank):
+        return _scheduler(reader, OPEN_MPI)
+    if environment.get(SLURM.rank) and environment.get("SLURM_STEP_ID"):
         # A batch script has SLURM_PROCID=0 too, but is no step.
-        found = _scheduler(reader, SLURM)
-    elif environment.get(PMI.rank):
-        found = _scheduler(reader, PMI)
-    elif any(environment.get(name) for name in ADDRESS):
-        found = _variables(reader)
-    else:
-        return None
-    if reader.problems:
-        raise ConfigError(reader.problems)
-    return found
+        return _scheduler(reader, SLURM)
+    if environment.get(PMI.rank):
+        return _scheduler(reader, PMI)
+    if any(environment.get(name) for name in ADDRESS):
+        return _variables(reader)
+    return ClusterEnvironment()
 
 
 def apply_to_config(
@@ -218,13 +264,13 @@ def _variables(reader: _Reader) -> ClusterEnvironment:
     )
 
 
-def _scheduler(reader: _Reader, names: RankVariables) -> ClusterEnvironment | None:
+def _scheduler(reader: _Reader, names: RankVariables) -> ClusterEnvironment:
     environment = reader.environment
     world_size = reader.number(names.world_size, least=1)
     if world_size is None:
         reader.problems.append(ConfigIssue(names.world_size, f"is not set, but {names.rank} is"))
     if world_size == 1:
-        return None
+        return ClusterEnvironment()
     rank = reader.number(names.rank, below=world_size)
     local_rank = reader.number(names.local_rank, below=world_size)
     if local_rank is None:

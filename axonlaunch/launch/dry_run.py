@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.launch import slurm
-from axonlaunch.launch.launcher import loaded
+from axonlaunch.launch.runs import Request, load_all
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, prepared
 from axonlaunch.planning.records import Forecast
@@ -38,30 +37,27 @@ class DryRun:
     obstacles: list[ConfigIssue]
 
 
-def dry_runs(
-    context: ForkServerContext,
-    overrides: Sequence[str],
-    *,
-    config_name: str,
-    config_dirs: Sequence[Path],
-    multirun: bool,
-) -> list[DryRun]:
+def dry_runs(context: ForkServerContext, request: Request) -> list[DryRun]:
     """Check and estimate what a command line asks for: one run, or each of a sweep.
 
     Raises:
         ConfigError: A configuration can't be run on any node.
     """
-    compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
 
-    def with_files(words: Sequence[str]) -> Composed:
-        found = compose(words)
+    def with_files(overrides: Sequence[str]) -> Composed:
+        found = request.compose(overrides)
         return dataclasses.replace(found, tree=naming_files(found.tree))
 
     load = partial(
-        auto_strategy.load, compose=with_files, server=lambda: context, config_dirs=config_dirs
+        auto_strategy.load,
+        compose=with_files,
+        server=lambda: context,
+        config_dirs=request.config_dirs,
     )
-    runs = loaded(overrides, load=load, config_dirs=config_dirs, multirun=multirun)
-    return [_dry_run(context, config, missing=_missing(compose(words))) for words, config in runs]
+    return [
+        _dry_run(context, config, missing=_missing(request.compose(overrides)))
+        for overrides, config in load_all(request, load=load)
+    ]
 
 
 def _dry_run(

@@ -20,7 +20,9 @@ from axonlaunch import config as configuration
 from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.url import is_url
 from axonlaunch.launch import run_dir
+from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.multinode import token
+from axonlaunch.system import forked_call
 from axonlaunch.system.files import replace_text
 
 SCRIPT = "job.sbatch"
@@ -88,6 +90,40 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         "exit $status",
     ]
     return "\n".join(lines) + "\n"
+
+
+def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
+    """Check a run by what holds on every node that has its devices.
+
+    Raises:
+        ConfigError: It can't be run there, or a job has to know more of it.
+    """
+    if found := problems(config):
+        raise ConfigError(found)
+    checked: RunConfig = forked_call.call(
+        options.context, "axonlaunch.preflight.checks:resolve_anywhere", config
+    )
+    return checked
+
+
+def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any] | None]:
+    """Submit a run and follow it to its end, or print its script.
+
+    Args:
+        config: As ``check`` returned it.
+        options: Of the command.
+
+    Returns:
+        The exit status and the job's number, folder and last state; None of a script.
+
+    Raises:
+        ConfigError: There is no ``sbatch`` here, or it refuses.
+    """
+    if options.render:
+        print(render(run_dir.with_run_dir(config)), end="")
+        return 0, None
+    output = sys.stderr if options.as_json else sys.stdout
+    return submit(config, announce=lambda text: print(text, file=output))
 
 
 def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, dict[str, Any]]:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
+from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.layout import world_size
+from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.system import cache
 from axonlaunch.system.cache import keep
 
-_OURS = ("mlp", "gpt", "llama", "vit")
 _MOST = 1000
 """Estimates that are kept, of some kilobytes each: those of a source or a torch that was are never
 read again."""
@@ -31,7 +32,6 @@ _IDLE = (
     "log_every",
     "eval_every",
     "eval_batches",
-    "tensorboard",
 )
 
 
@@ -80,7 +80,14 @@ def folder() -> Path:
 
 def _is_ours(config: RunConfig) -> bool:
     """Tell whether all that is traced is of this package."""
-    return not config.plugins and config.model.name in _OURS
+    kind = config.strategy.data_parallel
+    if kind is not None and not DATA_PARALLEL.is_included(kind):
+        return False
+    return not config.plugins and all(
+        REGISTRIES[group].is_included(getattr(config, group).name)
+        and not hasattr(getattr(config, group), "target")
+        for group in ("model", "data", "optimizer")
+    )
 
 
 def _file(config: RunConfig, exact: bool) -> Path:

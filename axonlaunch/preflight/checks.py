@@ -17,8 +17,9 @@ from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
+from axonlaunch.config.loggers import CustomLoggerConfig
 from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig
-from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.plugins import import_callable, import_plugins
 from axonlaunch.config.rules import find_rule_violations
 from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
@@ -90,6 +91,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
     problems = find_rule_violations(config)
     if here:
         problems += _backend(config)
+        problems += _custom_loggers(config)
     dataset, found = _dataset(config)
     problems += found
     spec, model, found = _model(config)
@@ -136,6 +138,16 @@ def _backend(config: RunConfig) -> Iterator[ConfigIssue]:
     if backend == "mock" and config.train.compile:
         message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
         yield ConfigIssue("launch.backend", message, backend)
+
+
+def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Import them; each is made on the main rank, once it is running."""
+    for number, logger in enumerate(config.loggers):
+        if isinstance(logger, CustomLoggerConfig):
+            try:
+                import_callable(f"loggers[{number}].target", logger.target, logger.arguments)
+            except ConfigError as error:
+                yield from error.problems
 
 
 def _dataset(config: RunConfig) -> tuple[Dataset | None, list[ConfigIssue]]:
@@ -240,9 +252,12 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Con
     count = sum(p.numel() for p in model.parameters())
     held = count // (shares.tensor * shares.pipeline)
     states = FP32 * share_of_states(config)
-    whole = 2 * FP32 + states
-    share = {"fsdp": whole / shares.dp_shard, "zero1": 2 * FP32 + states / shares.data_ranks}
-    per_rank = int(held * share.get(shares.data_parallel, whole))
+    per_element = (
+        FP32 / shares.parameter_shards
+        + FP32 / shares.gradient_shards
+        + states / shares.optimizer_shards
+    )
+    per_rank = int(held * per_element)
     memory, where = min(_rooms(config))
     offload = config.strategy.fsdp.cpu_offload
     if per_rank > memory and offload == "none":

@@ -57,10 +57,8 @@ def layout_problems(config: RunConfig, shares: Layout) -> Iterator[ConfigIssue]:
         ConfigError: It is somebody else's, and can't be tried.
     """
     needs, divided = sharding_of(config.optimizer), []
-    if shares.data_parallel == "zero1" and shares.gradient_ranks > 1:
-        divided.append("zero1")
-    if shares.data_parallel == "fsdp" and shares.gradient_ranks > shares.dp_replicate:
-        divided.append("fsdp")
+    if shares.optimizer_shards > 1:
+        divided.append(shares.data_parallel)
     if shares.tensor > 1:
         divided.append("tensor parallelism")
     name = config.optimizer.name
@@ -74,7 +72,7 @@ def layout_problems(config: RunConfig, shares: Layout) -> Iterator[ConfigIssue]:
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
     offload = config.strategy.fsdp.cpu_offload
-    if needs == "collective" and shares.data_parallel == "fsdp" and offload != "none":
+    if needs == "collective" and shares.facts.shards_parameters and offload != "none":
         message = (
             f"optimizer={name} exchanges parts of parameters among ranks while it updates them, "
             "and offloaded ones pass through the device one by one; use none, or adamw"

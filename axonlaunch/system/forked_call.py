@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from axonlaunch.registry import load
-from axonlaunch.system.forkserver import Starter, fork
+from axonlaunch.system.forkserver import Starter, enter, fork
 
 _GRACE_S = 0.3
 """Seconds in which other calls tell what the failure of one did to them."""
@@ -180,6 +180,7 @@ def _wait_for_group(leader: int) -> None:
 
 def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
     """Call a function and send what it returned, yielded or raised; never returns."""
+    enter()
     os.dup2(2, 1)  # standard output is the command's own
     try:
         result = load(target)(*args)

@@ -6,17 +6,18 @@ in the time of one import. Nothing here knows what a rank does.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from axonlaunch.registry import load
 from axonlaunch.system import temporary_folders
@@ -53,6 +54,18 @@ def warm() -> Iterator[ForkServerContext]:
             yield context
         finally:
             stop()
+
+
+@contextmanager
+def on_demand() -> Iterator[Callable[[], ForkServerContext]]:
+    """Return what starts the server when it is first called, and end it on leaving."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def server() -> ForkServerContext:
+            return stack.enter_context(warm())
+
+        yield server
 
 
 @contextmanager
@@ -127,13 +140,34 @@ def stop() -> None:
     server._forkserver_alive_fd = server._forkserver_pid = server._forkserver_address = None
 
 
+class _ByName:
+    """A function that pickles as its name, ``"module:function"``, and is found where it arrives.
+
+    So ``_ByName("a.b:main")`` here is ``a.b.main`` in the forked process: what sends it need not
+    import it, and nothing stands between the process and its function.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return load, (self._target,)
+
+
 def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
     """Run ``"module:function"`` in another process; the parent need not import it.
+
+    Args:
+        context: What starts it.
+        target: Of the function. It calls ``enter`` first, unless it only waits.
+        args: Its own, which pickle.
 
     Raises:
         ForkServerError: The server does not answer.
     """
-    process = context.Process(target=_run, args=(target, args), daemon=True)
+    # Typed as a function: that is what it is when the process calls it.
+    function = cast("Callable[..., object]", _ByName(target))
+    process = context.Process(target=function, args=args, daemon=True)
     if isinstance(context, SpawnContext):
         with without_working_folder():
             process.start()
@@ -185,6 +219,19 @@ def _deadline(pid: int | None) -> Iterator[None]:
         thread.join()
 
 
+def enter() -> None:
+    """Make this forked process what it would be if a shell had started it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    sys.excepthook = sys.__excepthook__  # the server's own is terse
+    # Locks of libraries are of the kind that they are in a process that a shell started; those of
+    # a fork server's children have names, and whoever ends at once leaves them behind.
+    multiprocessing.set_start_method(None, force=True)
+    # A user's DataLoader may have workers, which Python refuses a process that ends with its
+    # parent; they are of the rank's group, and end with it.
+    process: Any = multiprocessing.current_process()
+    process._config["daemon"] = False
+
+
 def lead_group() -> None:
     """Make this forked process, and what it starts, a group that ends when the parent is gone.
 
@@ -200,16 +247,3 @@ def _die_with_parent() -> None:
     assert parent is not None
     parent.join()
     os.killpg(0, signal.SIGKILL)
-
-
-def _run(target: str, args: tuple[Any, ...]) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    sys.excepthook = sys.__excepthook__  # the server's own is terse
-    # Locks of libraries are of the kind that they are in a process that a shell started; those of
-    # a fork server's children have names, and whoever ends at once leaves them behind.
-    multiprocessing.set_start_method(None, force=True)
-    # A user's DataLoader may have workers, which Python refuses a process that ends with its
-    # parent; they are of the rank's group, and end with it.
-    process: Any = multiprocessing.current_process()
-    process._config["daemon"] = False
-    load(target)(*args)

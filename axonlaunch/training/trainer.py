@@ -7,7 +7,6 @@ checkpoint's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -21,21 +20,17 @@ from axonlaunch.data.loader import Loader
 from axonlaunch.diagnostics.stragglers import Stragglers
 from axonlaunch.engines.base import Engine, StepResult
 from axonlaunch.events import (
-    Beat,
     Evaluated,
-    Event,
     Finished,
+    Monitor,
     Saved,
     StepDone,
     StepLogged,
     Straggler,
-    ignore_heartbeat,
 )
 from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import Watch, peak_memory_bytes
 from axonlaunch.training.unknown_tokens import naming_unknown_tokens
-
-Report = Callable[[Event], None]
 
 
 @dataclass
@@ -57,12 +52,9 @@ def fit(
     config: TrainConfig,
     *,
     world: World,
-    report: Report,
-    saver: Saver | None = None,
-    save_every: int = 0,
-    stop: Callable[[], bool] = lambda: False,
+    monitor: Monitor,
     watch: Watch,
-    beat: Beat = ignore_heartbeat,
+    saver: Saver | None = None,
     loss: float | None = None,
 ) -> Finished:
     """Train until ``config.steps`` or until a rank asks to stop; every rank calls this.
@@ -72,12 +64,9 @@ def fit(
         data: This rank's share of each global batch.
         config: How long, and how often what.
         world: Who takes part.
-        report: Takes every event, on this rank.
-        saver: Writes checkpoints; None: there are none.
-        save_every: Steps between checkpoints.
-        stop: Whether this rank was asked to stop; all then stop after the same step.
+        monitor: Follows this rank. Where it asks one to stop, all stop after the same step.
         watch: Finds the peak of this rank's memory.
-        beat: Takes what this rank is doing.
+        saver: Writes checkpoints, as often as it says; None: there are none.
         loss: Of the last step that the engine has done; None: it has done none, or it is not known.
     """
     progress = _Progress(loss=loss)
@@ -87,11 +76,11 @@ def fit(
     with closing(data.iterate(engine.step)) as batches, closing(Stragglers(world)) as stragglers:
 
         def doing(phase: str) -> None:
-            beat(phase, step=engine.step)
+            monitor.beat(phase, step=engine.step)
             stragglers.note(phase)
 
         while engine.step < config.steps and not interrupted:
-            vote = _Vote(world, stop())
+            vote = _Vote(world, monitor.stop())
             rate = engine.learning_rate()
             doing("reading")
             batch = next(batches)
@@ -99,7 +88,7 @@ def fit(
             step = engine.step + 1
             last = step == config.steps
             is_logged = _due(step, config.log_every, last=last) or not progress.started
-            is_saved = saver is not None and _due(step, save_every, last=last)
+            is_saved = saver is not None and _due(step, saver.every, last=last)
             with watch.step(engine):
                 with naming_unknown_tokens(batch, data, step=engine.step):
                     step_loss, tokens = engine.backward(batch)
@@ -109,26 +98,26 @@ def fit(
             progress.steps_since += 1
             if is_logged:
                 slowest = stragglers.slowest()
-                report(_measured(progress, result, step, rate, world, slowest))
+                monitor.report(_measured(progress, result, step, rate, world, slowest))
             else:
-                report(StepDone(step))
+                monitor.report(StepDone(step))
             interrupted = vote.anyone()
             if _due(step, config.eval_every, last=last) and config.eval_batches:
                 doing("evaluating")
-                report(_evaluate(engine, data, config, progress, world))
+                monitor.report(_evaluate(engine, data, config, progress, world))
             if saver is not None:
                 started = time.perf_counter()
                 doing("saving")
                 if interrupted and not leaves_out:
                     raise_if_nonfinite(engine, step_loss, world=world)
                 if interrupted or is_saved:
-                    _save(saver, engine, config, progress, report)
-                _tell(saver.close() if interrupted or last else saver.finished(), report)
+                    _save(saver, engine, config, progress, monitor)
+                _report(saver.close() if interrupted or last else saver.finished(), monitor)
                 _forget_time(progress, started)
             del step_loss, tokens, result  # the next step's peak is its own
         if is_over and config.eval_batches:  # it was stopped after its last save
             doing("evaluating")
-            report(_evaluate(engine, data, config, progress, world))
+            monitor.report(_evaluate(engine, data, config, progress, world))
     speed = progress.tokens / progress.seconds if progress.seconds else None
     done = Finished(
         step=engine.step,
@@ -138,8 +127,8 @@ def fit(
         tokens_per_s=speed,
         peak_memory_bytes=watch.peak_bytes(),
     )
-    report(done)
-    beat("done", step=engine.step)
+    monitor.report(done)
+    monitor.beat("done", step=engine.step)
     return done
 
 
@@ -190,7 +179,7 @@ def _evaluate(
 
 
 def _save(
-    saver: Saver, engine: Engine, config: TrainConfig, progress: _Progress, report: Report
+    saver: Saver, engine: Engine, config: TrainConfig, progress: _Progress, monitor: Monitor
 ) -> None:
     saved = saver.save(
         engine.state_dict(),
@@ -199,12 +188,12 @@ def _save(
         loss=progress.loss,
         eval_loss=progress.eval_loss,
     )
-    _tell(saved, report)
+    _report(saved, monitor)
 
 
-def _tell(saved: list[Completed], report: Report) -> None:
+def _report(saved: list[Completed], monitor: Monitor) -> None:
     for one in saved:
-        report(Saved(one.step, str(one.path), one.seconds, one.stalled_s))
+        monitor.report(Saved(one.step, str(one.path), one.seconds, one.stalled_s))
 
 
 def _forget_time(progress: _Progress, started: float) -> None:

@@ -5,7 +5,9 @@ It connects the rooms; how ranks were started, and who reads the events, is not 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -22,9 +24,9 @@ from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
-from axonlaunch.events import Beat, Event, Finished, SampleGenerated, Started, ignore_heartbeat
+from axonlaunch.events import NOBODY, Event, Finished, Monitor, SampleGenerated, Started
 from axonlaunch.models.generation import generate
-from axonlaunch.training.metrics import MetricsFile, TensorBoard
+from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.peak_memory import DevicePeak, Watch
 from axonlaunch.training.trainer import fit
 
@@ -35,24 +37,19 @@ def run(
     config: RunConfig,
     world: World,
     *,
-    report: Report = lambda event: None,
-    stop: Callable[[], bool] = lambda: False,
-    watch: Watch | None = None,
-    beat: Beat = ignore_heartbeat,
+    monitor: Monitor = NOBODY,
+    cpu_peak: Callable[[RunConfig], Watch] | None = None,
 ) -> Finished:
-    """Train as a frozen configuration says; every rank of the world calls this.
+    """Train as a resolved configuration says; every rank of the world calls this.
 
     Args:
         config: Checked, with ``run_dir`` resolved.
         world: Its ranks.
-        report: Takes the main rank's events.
-        stop: Whether this rank was asked to stop.
-        watch: Finds the peak of this rank's memory; None: as the device's allocator reports it.
-        beat: Takes what this rank is doing.
+        monitor: Follows this rank; events reach that of the main rank alone.
+        cpu_peak: Makes what finds the peak of a CPU's memory; None: it is not found.
     """
-    beat("building", step=None)
+    monitor.beat("building", step=None)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    run_dir = Path(config.run_dir)
     shares = layout(config, world_size=world.world_size)
     dataset = data.build(config.data)
     loader = rank_loader(
@@ -62,16 +59,17 @@ def run(
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
     )
-    watch = watch or DevicePeak(world.device)
+    watch = _watch(config, world, cpu_peak)
     source = Source(storing=watch.storing)
     engine = build(config, world, sample=sample_inputs(dataset), source=source)
-    beat("loading", step=None)
+    monitor.beat("loading", step=None)
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
         start(engine, config.model, world=world)
     kept = storage.root(config)
-    report, notes = _on_main(report, run_dir, resumed.checkpoint, config, world)
-    report(
+    report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
+    monitor = dataclasses.replace(monitor, report=report)
+    monitor.report(
         Started(
             run_dir=config.run_dir,
             layout=str(shares),
@@ -99,25 +97,34 @@ def run(
                 every=config.checkpoint.keep_every_n_steps,
                 best=config.checkpoint.keep_best,
             ),
+            every=config.checkpoint.every,
             layout=str(shares),
             background=config.checkpoint.async_save,
         )
-    finished = fit(
-        engine,
-        loader,
-        config.train,
-        world=world,
-        report=report,
-        saver=saver,
-        save_every=config.checkpoint.every,
-        stop=stop,
-        watch=watch,
-        beat=beat,
-        loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
-    )
-    if not finished.interrupted:
-        _sample(config, engine, dataset, report)
+    with loggers:
+        finished = fit(
+            engine,
+            loader,
+            config.train,
+            world=world,
+            monitor=monitor,
+            watch=watch,
+            saver=saver,
+            loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
+        )
+        if not finished.interrupted:
+            _sample(config, engine, dataset, monitor.report)
     return finished
+
+
+def _watch(config: RunConfig, world: World, cpu_peak: Callable[[RunConfig], Watch] | None) -> Watch:
+    """Return what finds the peak of this rank's memory.
+
+    On a CPU, which has no allocator to ask, nothing sees what compiled kernels allocate.
+    """
+    if cpu_peak is None or world.device.type != "cpu" or config.train.compile:
+        return DevicePeak(world.device)
+    return cpu_peak(config)
 
 
 def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
@@ -144,25 +151,17 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
 
 
 def _on_main(
-    report: Report, run_dir: Path, resumed: Checkpoint | None, config: RunConfig, world: World
-) -> tuple[Report, tuple[str, ...]]:
-    """Return what takes events on this rank, and what is to be said of the files of before.
+    report: Report, resumed: Checkpoint | None, config: RunConfig, world: World
+) -> tuple[Report, tuple[str, ...], AbstractContextManager[object]]:
+    """Return what takes events on this rank, what is to be said of earlier files, and the loggers.
 
     On the main rank those are files and the given listener, on others nothing is.
     """
     if not world.is_main:
-        return lambda event: None, ()
-    step = None if resumed is None else resumed.step
-    metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_at=step)
-    writers: list[Report] = [metrics, report]
-    if config.train.tensorboard:
-        writers.append(TensorBoard(run_dir / "tensorboard", after_step=step or 0))
-
-    def write(event: Event) -> None:
-        for writer in writers:
-            writer(event)
-
-    return write, metrics.notes
+        return lambda event: None, (), nullcontext()
+    resumed_at = None if resumed is None else resumed.step
+    loggers = RunLoggers(config, resumed_at=resumed_at, report=report)
+    return loggers, loggers.notes, loggers
 
 
 def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report) -> None:
@@ -192,8 +191,9 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
     """Say what a setting can't do on this device, or in this world."""
     notes = []
     strategy = config.strategy
-    is_hybrid = strategy.data_parallel == "fsdp" and strategy.fsdp.sharding == "hybrid_shard"
-    if is_hybrid and layout(config, world_size=world.world_size).dp_replicate == 1:
+    shares = layout(config, world_size=world.world_size)
+    is_hybrid = shares.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"
+    if is_hybrid and shares.dp_replicate == 1:
         notes.append(
             "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
             "strategy.fsdp.replicate=2 makes two"

@@ -223,12 +223,13 @@ def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> ParityResu
     ranks = world_size(config)
     import_plugins(config.plugins)
     config = _with_smooth_updates(config)
-    os.environ.update(local_place(rank, ranks))
     given = config.launch.threads
     torch.set_num_threads(host.threads(ranks=ranks) if given == "auto" else given)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    with World.init(
-        backend=config.launch.backend, timeout_s=config.launch.timeout_s, store=store
+    place = local_place(rank, ranks)
+    os.environ.update(place.variables())  # a user's model may look for them, as in training
+    with World.join(
+        place, backend=config.launch.backend, timeout_s=config.launch.timeout_s, store=store
     ) as world:
         reference = Reference(**torch.load(Path(folder) / _SAVED))
         own = compare(config, world, reference, steps=steps)

@@ -71,7 +71,6 @@ def read(files: list[Path]) -> None:
 
 
 def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[float]]:
-    os.environ.update(local_place(rank, ranks))
     torch.set_num_threads(1)
     here = Path(folder)
     found: dict[str, list[float]] = {}
@@ -80,7 +79,7 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
         found.setdefault(name, []).append(value)
 
     store = dist.FileStore(str(here / "store"), ranks)
-    with World.init(backend="gloo", store=store) as world:
+    with World.join(local_place(rank, ranks), backend="gloo", store=store) as world:
         held = state(ranks)
         size = sum(t.nbytes for part in held.values() for t in part.values())
         keep = Retention(newest=1)

@@ -56,6 +56,19 @@ def test_a_place_is_read_from_the_environment() -> None:
     )
 
 
+def test_the_ranks_of_this_node_are_read_where_a_launcher_says_them() -> None:
+    assert find_place({**SET, "LOCAL_WORLD_SIZE": "2"}).local_world_size == 2
+    assert find_place(SET).local_world_size is None
+
+
+def test_a_rank_that_joins_by_value_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SET, "WORLD_SIZE": "two"}.items():
+        monkeypatch.setenv(name, value)
+    place = RankEnvironment(rank=0, world_size=1, master_addr="127.0.0.1", alone=False)
+    with World.join(place, backend="gloo", store=dist.HashStore()) as world:
+        assert (world.rank, world.world_size) == (0, 1)
+
+
 def test_all_that_is_wrong_in_the_environment_is_one_error() -> None:
     with pytest.raises(ValueError, match="the environment describes no world") as caught:
         find_place({"WORLD_SIZE": "two", "LOCAL_RANK": "-1", "MASTER_PORT": "70000"})
@@ -117,54 +130,40 @@ def test_loopback_is_told_by_name_or_number(host: str, expected: bool) -> None:
 # The backend.
 
 
+def _on_loopback(*, world_size: int) -> RankEnvironment:
+    return RankEnvironment(
+        local_rank=1, world_size=world_size, master_addr="localhost", alone=False
+    )
+
+
+def _on_node_7(*, local_world_size: int | None) -> RankEnvironment:
+    return RankEnvironment(
+        local_rank=1,
+        world_size=8,
+        local_world_size=local_world_size,
+        master_addr="node-7",
+        alone=False,
+    )
+
+
 @pytest.mark.parametrize(
-    ("devices", "local_world_size", "place", "expected"),
+    ("devices", "place", "expected"),
     [
-        (
-            4,
-            "",
-            RankEnvironment(local_rank=1, world_size=4, master_addr="localhost", alone=False),
-            "nccl",
-        ),
-        (
-            2,
-            "",
-            RankEnvironment(local_rank=1, world_size=4, master_addr="localhost", alone=False),
-            "gloo",
-        ),
-        (
-            2,
-            "4",
-            RankEnvironment(local_rank=1, world_size=8, master_addr="node-7", alone=False),
-            "gloo",
-        ),
-        (
-            4,
-            "4",
-            RankEnvironment(local_rank=1, world_size=8, master_addr="node-7", alone=False),
-            "nccl",
-        ),
-        (
-            2,
-            "",
-            RankEnvironment(local_rank=1, world_size=8, master_addr="node-7", alone=False),
-            "nccl",
-        ),
-        (1, "", RankEnvironment(), "nccl"),
+        (4, _on_loopback(world_size=4), "nccl"),
+        (2, _on_loopback(world_size=4), "gloo"),
+        (2, _on_node_7(local_world_size=4), "gloo"),
+        (4, _on_node_7(local_world_size=4), "nccl"),
+        (2, _on_node_7(local_world_size=None), "nccl"),
+        (1, RankEnvironment(), "nccl"),
     ],
 )
 def test_auto_is_nccl_where_every_local_rank_has_a_device(
-    monkeypatch: pytest.MonkeyPatch,
-    devices: int,
-    local_world_size: str,
-    place: RankEnvironment,
-    expected: str,
+    monkeypatch: pytest.MonkeyPatch, devices: int, place: RankEnvironment, expected: str
 ) -> None:
     names = ["device"] * devices
     monkeypatch.setattr(nccl, "status", lambda: nccl.NcclStatus(True, "2.27", names))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     assert choose_backend("auto", place) == expected
 
 

@@ -93,7 +93,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "optimizer.momentum=0.5",
         [
-            "optimizer.momentum=0.5: there is no such key here, only in optimizer=sgd",
+            "optimizer.momentum=0.5: there is no such key here, only in optimizer=sgd or muon",
         ],
     ),
     (
@@ -591,7 +591,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "data.name=texts",
         [
-            "data.name=texts: there is no data 'texts'; did you mean text? known: digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
+            "data.name=texts: there is no data 'texts'; did you mean text? known: custom, digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
         ],
     ),
     (

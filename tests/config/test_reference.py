@@ -10,13 +10,10 @@ import pytest
 from axonlaunch import config
 from axonlaunch.config import RunConfig
 from axonlaunch.config.key_reference import Key, reference
-from axonlaunch.config.schema import GROUPS
+from axonlaunch.config.schema import REGISTRIES
 
 VARIANTS = [
-    (group, kind)
-    for group, registry in GROUPS.items()
-    if registry is not None
-    for kind in registry.configs().values()
+    (group, kind) for group, registry in REGISTRIES.items() for kind in registry.configs().values()
 ]
 
 
@@ -34,7 +31,10 @@ def test_no_key_is_without_a_meaning(group: str, kind: type) -> None:
     needed: dict[str, Any] = {
         spec.name: None for spec in fields(kind) if spec.default is spec.default_factory is MISSING
     }
-    chosen = replace(config.load(["hardware=h200"]), **{group: kind(**needed)})
+    chosen = replace(
+        config.load(["hardware=h200"]),
+        **{group: [kind(**needed)] if group == "loggers" else kind(**needed)},
+    )
     assert [key.name for key in reference(chosen) if not key.meaning] == []
 
 

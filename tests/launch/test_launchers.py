@@ -117,6 +117,22 @@ def test_a_rank_that_fails_under_torchrun_is_on_one_card(
     assert (crash["rank"], crash["step"], crash["kind"]) == (1, 2, "error")
 
 
+def test_where_a_rank_hangs_under_torchrun_is_on_its_card(
+    axonlaunch: Command, server: Server, faulty: list[str]
+) -> None:
+    words = [word for word in faulty if not word.startswith("launch.")]
+    words += ["launch.timeout_s=3", "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"]
+    ran = torchrun(axonlaunch.folder, 2).served(server)("train", *words, "name=run", status=1)
+    told = " ".join(ran.stderr.replace("│", " ").split())
+    assert "hung: no progress for 3 s: it is in forward (" in told
+
+
+def test_the_mock_backend_is_refused_under_torchrun(axonlaunch: Command, server: Server) -> None:
+    by_torchrun = torchrun(axonlaunch.folder, 2).served(server)
+    ran = by_torchrun(*RUN, "name=run", "launch.backend=mock", status=1)
+    assert "error: launch.backend=mock: its ranks are threads of one process" in ran.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_dies_or_stops_under_mpirun_leaves_nothing(

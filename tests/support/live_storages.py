@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -83,10 +82,9 @@ def stats(overrides: tuple[str, ...], *, ranks: int) -> list[Stats]:
 
 
 def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: str) -> Stats:
-    os.environ.update(local_place(rank, ranks))
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    with World.init(backend="gloo", store=store) as world:
+    with World.join(local_place(rank, ranks), backend="gloo", store=store) as world:
         trace = StorageTrace()
         extrapolate_schedule.watch(trace)
         engine, batch = _engine(overrides, world, storing=lambda: trace)
@@ -103,20 +101,18 @@ def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: st
 
 
 def _on_rank(cases: Sequence[tuple[str, ...]], rank: int, ranks: int, folder: str) -> list[Held]:
-    os.environ.update(local_place(rank, ranks))
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    with World.init(backend="gloo", store=store) as world:
+    with World.join(local_place(rank, ranks), backend="gloo", store=store) as world:
         return [_together(_held(case, world)) for case in cases]
 
 
 def _measured_on_rank(
     cases: Sequence[tuple[str, ...]], rank: int, ranks: int, folder: str
 ) -> list[int | None]:
-    os.environ.update(local_place(rank, ranks))
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    with World.init(backend="gloo", store=store) as world:
+    with World.join(local_place(rank, ranks), backend="gloo", store=store) as world:
         return [_together(_measured(case, world)) for case in cases]
 
 

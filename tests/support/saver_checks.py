@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 from pathlib import Path
@@ -25,9 +24,8 @@ RANKS = 2
 
 def on_rank(rank: int, folder: str, check: str) -> Any:
     """Join a gloo world and do one of the functions below."""
-    os.environ.update(local_place(rank, RANKS))
     store = dist.FileStore(f"{folder}/store", RANKS)
-    with World.init(backend="gloo", timeout_s=30, store=store) as world:
+    with World.join(local_place(rank, RANKS), backend="gloo", timeout_s=30, store=store) as world:
         run_dir = Path(folder) / "run"
         saver = Saver(run_dir, world=world, retention=Retention(newest=9), background=True)
         return CHECKS[check](world, saver, run_dir)

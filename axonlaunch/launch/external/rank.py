@@ -20,7 +20,7 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.layout import frozen_threads, nodes
+from axonlaunch.config.layout import frozen_threads
 from axonlaunch.config.schema import LaunchConfig
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
@@ -36,16 +36,18 @@ from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_of
 from axonlaunch.planning.background_estimate import BackgroundEstimate
+from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.system.streams import tolerant
+from axonlaunch.training import worker
 
 LOST_S = 20.0
 """Seconds of silence after which a rank is lost. Its watching thread shares the interpreter with
 training, so a short silence says nothing; a launcher notices a process that ended at once."""
 
 
-def train(
+def main(
     found: ClusterEnvironment,
-    compose: Callable[[ClusterEnvironment], RunConfig],
+    resolve: Callable[[ClusterEnvironment], RunConfig],
     *,
     launch: LaunchConfig,
     launcher: LauncherProcess,
@@ -57,7 +59,7 @@ def train(
     Args:
         found: Which one.
         launch: What is said of the token.
-        compose: Makes the resolved configuration, on rank 0.
+        resolve: Makes the resolved configuration, on rank 0.
         launcher: What started it, watched.
         started: ``time.time()`` when the command began.
         as_json: Keep standard output free.
@@ -84,7 +86,7 @@ def train(
     with ExitStack() as folder:
         if found.rank == 0:
             try:
-                given = compose(counted(found, members))
+                given = resolve(counted(found, members))
                 announce = partial(print, file=sys.stderr)
                 config = folder.enter_context(
                     run_dir.create(given, announce=announce, sharing=_sharing(given))
@@ -129,7 +131,6 @@ def _run(
         world_size=found.world_size,
         local_rank=found.local_rank,
         local_world_size=config.launch.nproc,
-        nnodes=nodes(config)[1],
         master_addr=found.master_addr,
         port=found.master_port,
         credentials=peers.channel.credentials.of(f"rank {found.rank}"),
@@ -146,9 +147,11 @@ def _run(
     watch.start()
     try:
         ranks.claim_cores(place)
-        finished = ranks.work(
-            config, place, report=record if found.rank == 0 else _unshown, stop=asked.is_set
+        monitor = ranks.monitor(
+            place, report=record if found.rank == 0 else _unshown, stop=asked.is_set
         )
+        with ranks.join(config, place) as world:
+            finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
     except BaseException as error:
         peers.report(ranks.report_of(error, place))
         traceback.print_exception(error)

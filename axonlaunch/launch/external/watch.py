@@ -6,7 +6,6 @@ When one fails it agrees with the others on who was first, and ends the process.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import NoReturn, TextIO
 from axonlaunch.config import RunConfig
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.failures import hang
-from axonlaunch.launch.failures.report import Crash, Kind, Report
+from axonlaunch.launch.failures.report import Crash, Kind, Report, report_of_rank
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.launch.local.supervisor import Outcome
@@ -88,16 +87,9 @@ class Watch(threading.Thread):
         return where.to_report(self._report("hang"), timeout_s=waited)
 
     def _report(self, kind: Kind, reason: str = "") -> Report:
-        place, beat = self._place, self._place.pulse.read(self._place.local_rank)
-        return Report(
-            rank=place.rank,
-            kind=kind,
-            reason=reason,
-            machine=socket.gethostname(),
-            log=str(place.log),
-            step=beat.step,
-            doing=beat.phase,
-        )
+        place = self._place
+        beat = place.pulse.read(place.local_rank)
+        return report_of_rank(place.rank, kind, reason, log=place.log, heartbeat=beat)
 
     def _fail_without_launcher(self) -> NoReturn:
         """End with the launcher; the store may have been its own, so nothing is agreed on."""

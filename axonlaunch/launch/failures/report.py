@@ -13,9 +13,11 @@ import os
 import signal
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from axonlaunch.diagnostics.flight_recorder import Record
+from axonlaunch.launch.local.heartbeat import Heartbeat
 
 Kind = Literal["interrupted", "signal", "error", "hang", "lost", "connection", "waiting"]
 
@@ -95,6 +97,29 @@ class Crash:
         """Read what ``to_json`` wrote."""
         first, followers = json.loads(text)
         return cls(Report.from_json(first), tuple((rank, reason) for rank, reason in followers))
+
+
+def report_of_rank(
+    rank: int, kind: Kind, reason: str = "", *, log: Path, heartbeat: Heartbeat
+) -> Report:
+    """Return the report of a rank of this node.
+
+    Args:
+        rank: Whose it is.
+        kind: What sort of failure.
+        reason: One line; empty where it is yet to be found.
+        log: The rank's.
+        heartbeat: What it was last seen to do.
+    """
+    return Report(
+        rank=rank,
+        kind=kind,
+        reason=reason,
+        machine=socket.gethostname(),
+        log=str(log),
+        step=heartbeat.step,
+        doing=heartbeat.phase,
+    )
 
 
 def report_of_system(error: Exception, *, rank: int) -> Report:

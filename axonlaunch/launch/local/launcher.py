@@ -7,29 +7,31 @@ process forked from the warm server.
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.layout import frozen_threads, nodes, world_size
+from axonlaunch.config.layout import frozen_threads, world_size
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import report_of_system
+from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.launch.local.supervisor import Outcome, Rank, RemoteNodes, Supervisor
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, log_of, report_crash
 from axonlaunch.planning.background_estimate import BackgroundEstimate
-from axonlaunch.system import forkserver
+from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.authentication import Credentials
 
 LOOPBACK = "127.0.0.1"
+RANK = "axonlaunch.launch.local.rank_process:main"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +55,24 @@ class Rendezvous:
     others: RemoteNodes | None = None
 
 
-def train(
-    config: RunConfig,
-    context: ForkServerContext,
-    *,
-    started: float,
-    as_json: bool = False,
-    again: str | None = None,
-) -> tuple[int, dict[str, Any]]:
+def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
+    """Check a run by what this node has, and decide what was left to it.
+
+    Raises:
+        ConfigError: It can't be run here.
+    """
+    checked: RunConfig = forked_call.call(
+        options.context, "axonlaunch.preflight.checks:resolve", config
+    )
+    return checked
+
+
+def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any]]:
     """Run a configuration's ranks, all on this node, and report how it went.
 
     Args:
-        config: Checked and resolved by ``preflight``.
-        context: Of the warm fork server.
-        started: ``time.time()`` when the user's command began.
-        as_json: Keep standard output free; the console goes to standard error.
-        again: What is to be added to the command to go on with it; None: the run's name.
+        config: As ``check`` returned it.
+        options: Of the command.
 
     Returns:
         The exit status and what was written to ``summary.json``.
@@ -76,30 +80,31 @@ def train(
     Raises:
         ConfigError: The port is taken or the folder can't be made; nothing was started.
     """
-    console = RunConsole(stream=sys.stderr if as_json else sys.stdout)
+    context = options.context
+    console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
     with ExitStack() as stack:
         meeting = stack.enter_context(_meeting(config))
         config = stack.enter_context(run_dir.create(config, announce=console.line))
-        record = RunRecorder(started, console)
+        record = RunRecorder(options.started, console)
         record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))
         restarts = 0
         try:
-            outcome = attempt(config, context, meeting, record, console)
+            outcome = run_ranks(config, context, meeting, record, console)
             while outcome.crash is not None and restarts < config.launch.max_restarts:
                 restarts += 1
                 console.stop()
                 report_crash(config, outcome.crash, context)
                 console.line(f"restart {restarts} of {config.launch.max_restarts}")
                 with _meeting(config) as restarted_at:
-                    outcome = attempt(
+                    outcome = run_ranks(
                         config, context, restarted_at, record, console, restarted=True
                     )
         finally:
             console.stop()
-        return finish_run(config, outcome, record, console, context=context, again=again)
+        return finish_run(config, outcome, record, console, context=context, again=options.again)
 
 
-def attempt(
+def run_ranks(
     config: RunConfig,
     context: ForkServerContext,
     meeting: Rendezvous,
@@ -108,14 +113,13 @@ def attempt(
     *,
     restarted: bool = False,
 ) -> Outcome:
-    """Start this node's ranks and follow them to their end."""
+    """Start this node's ranks for one attempt at a run, and follow them to their end."""
     count = world_size(config)
     console.wait("starting 1 rank" if count == 1 else f"starting {count} ranks")
     pulse = HeartbeatTable.of(_processes(config), context)
-    ranks: list[Rank] = []
     first = meeting.node_rank * _processes(config)
     supervisor = Supervisor(
-        ranks=ranks,
+        ranks=[],
         pulse=pulse,
         timeout_s=config.launch.timeout_s,
         report=record,
@@ -123,11 +127,15 @@ def attempt(
         announce=console.line,
         others=meeting.others,
     )
+    pickled = pickle.dumps(config)
     try:
-        for rank in _spawn(config, context, meeting, pulse, restarted):
-            ranks.append(rank)  # noqa: PERF402  # those that were started are ended with the others
+        for place in _places(config, meeting, pulse, restarted):
+            ours, theirs = context.Pipe(duplex=False)
+            process = forkserver.fork(context, RANK, pickled, place, theirs)
+            theirs.close()
+            supervisor.ranks.append(Rank(place.rank, place.local_rank, process, ours, place.log))
     except (forkserver.ForkServerError, OSError) as error:
-        return supervisor.failed(report_of_system(error, rank=first + len(ranks)))
+        return supervisor.failed(report_of_system(error, rank=first + len(supervisor.ranks)))
     except BaseException:
         supervisor.kill()
         raise
@@ -139,43 +147,30 @@ def _processes(config: RunConfig) -> int:
     return 1 if config.launch.backend == "mock" else config.launch.nproc
 
 
-def _spawn(
-    config: RunConfig,
-    context: ForkServerContext,
-    meeting: Rendezvous,
-    pulse: HeartbeatTable,
-    restarted: bool,
-) -> Iterator[Rank]:
+def _places(
+    config: RunConfig, meeting: Rendezvous, pulse: HeartbeatTable, restarted: bool
+) -> list[RankSpec]:
+    """Return what each process of this node has to know beside the configuration."""
     processes = _processes(config)
-    for index in range(processes):
-        ours, theirs = context.Pipe(duplex=False)
-        number = meeting.node_rank * processes + index
-        log = log_of(config, number)
-        place = RankSpec(
-            rank=number,
+    first = meeting.node_rank * processes
+    return [
+        RankSpec(
+            rank=rank,
             world_size=world_size(config),
             local_rank=index,
             local_world_size=processes,
-            nnodes=nodes(config)[1],
             master_addr=meeting.address,
             port=meeting.port,
-            credentials=meeting.credentials.of(f"rank {number}"),
-            listener=meeting.listener if number == 0 else None,
-            log=log,
+            credentials=meeting.credentials.of(f"rank {rank}"),
+            listener=meeting.listener if rank == 0 else None,
+            log=log_of(config, rank),
             pulse=pulse,
             threads=frozen_threads(config),
             cores=_cores(index, processes) if config.launch.pin_cores else None,
             restarted=restarted,
         )
-        process = forkserver.fork(
-            context,
-            "axonlaunch.launch.local.rank_process:main",
-            Path(config.run_dir),
-            place,
-            theirs,
-        )
-        theirs.close()
-        yield Rank(number, index, process, ours, log)
+        for index, rank in enumerate(range(first, first + processes))
+    ]
 
 
 def _cores(index: int, processes: int) -> tuple[int, ...] | None:

@@ -23,7 +23,6 @@ class RankSpec:
         world_size: Ranks of the run.
         local_rank: Among ``local_world_size``.
         local_world_size: Ranks on this node.
-        nnodes: Nodes that take part, of as many as the configuration allows.
         master_addr: Where the ranks meet.
         port: Of the rendezvous there.
         credentials: What this rank signs with. They come here by inheritance alone.
@@ -40,7 +39,6 @@ class RankSpec:
     world_size: int
     local_rank: int
     local_world_size: int
-    nnodes: int
     master_addr: str
     port: int
     credentials: Credentials

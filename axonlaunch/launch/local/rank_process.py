@@ -5,10 +5,11 @@ It sends the parent events, then how it ended. What a rank computes is ``worker`
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import os
+import pickle
 import signal
-import socket
 import sys
 import threading
 import time
@@ -29,12 +30,12 @@ from axonlaunch.checkpoint.saver import SaveError
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.authenticated_store import AuthenticatedStore
 from axonlaunch.comm.errors import UnreachableRankError
-from axonlaunch.comm.rendezvous import environment_of
+from axonlaunch.comm.rendezvous import RankEnvironment
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.layout import world_size
-from axonlaunch.events import Event, Finished, merge_finished
+from axonlaunch.events import Event, Monitor, merge_finished
 from axonlaunch.launch.failures import hang
-from axonlaunch.launch.failures.report import Report, cause_of, plain_error
+from axonlaunch.launch.failures.report import Report, cause_of, plain_error, report_of_rank
 from axonlaunch.launch.local.messages import Done, RankSpec
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.system import files, forkserver, streams
@@ -59,22 +60,41 @@ _PLAIN = (
 )
 
 
-def main(run_dir: Path, place: RankSpec, connection: Connection) -> None:
-    """Be a rank, or under the mock backend all of them; never returns."""
+def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
+    """Be a rank, or under the mock backend all of them; never returns.
+
+    Args:
+        pickled: The resolved configuration. It may name a user's classes, whose import is a rank's
+            work: what it prints is in the log, and what it raises is reported.
+        place: Which rank this is.
+        connection: Takes events, then how the rank ended.
+    """
     forkserver.lead_group()  # Ctrl-C reaches the parent alone, which asks us to stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    forkserver.enter()
     status = 1
     try:
         redirect(place.log)
-        config = configuration.read(run_dir, trusted=True)  # the parent wrote it
-        config = configuration.with_values(config, {"launch.nnodes": place.nnodes})
+        config: RunConfig = pickle.loads(pickled)
+        configuration.import_code(config)
         if place.restarted and checkpoint.resolve(storage.root(config)) is not None:
             config = configuration.with_values(config, {"checkpoint.resume": "auto"})
         claim_cores(place)
-        finished = work(config, place, report=connection.send, stop=asked.is_set)
+        train = partial(
+            worker.run,
+            config,
+            monitor=monitor(place, report=connection.send, stop=asked.is_set),
+            cpu_peak=CpuPeakMemory,
+        )
+        if config.launch.backend == "mock":
+            mock = World.mock(world_size(config), timeout_s=config.launch.timeout_s)
+            finished = merge_finished(mock.run(train))
+        else:
+            with join(config, place) as world:
+                finished = train(world)
         connection.send(Done(place.rank, finished))
         status = 0
     except BaseException as error:
@@ -88,48 +108,32 @@ def main(run_dir: Path, place: RankSpec, connection: Connection) -> None:
         os._exit(status)
 
 
-def work(
-    config: RunConfig,
-    place: RankSpec,
-    *,
-    report: Callable[[Event], None],
-    stop: Callable[[], bool],
-) -> Finished:
-    """Join the world and train."""
-    beat = partial(place.pulse.beat, place.local_rank)
+def monitor(
+    place: RankSpec, *, report: Callable[[Event], None], stop: Callable[[], bool]
+) -> Monitor:
+    """Return what follows a rank whose heartbeats go where its parent reads them."""
+    return Monitor(report=report, beat=partial(place.pulse.beat, place.local_rank), stop=stop)
 
-    def in_world(world: World) -> Finished:
-        watch = _watch(config, world)
-        return worker.run(config, world, report=report, stop=stop, watch=watch, beat=beat)
 
-    timeout_s = config.launch.timeout_s
-    if config.launch.backend == "mock":
-        mock = World.mock(world_size(config), timeout_s=timeout_s)
-        return merge_finished(mock.run(in_world))
-    os.environ.update(
-        environment_of(
-            rank=place.rank,
-            world_size=place.world_size,
-            local_rank=place.local_rank,
-            local_world_size=place.local_world_size,
-            master_addr=place.master_addr,
-            master_port=place.port,
-        )
+def join(config: RunConfig, place: RankSpec) -> World:
+    """Join the world as the rank that this process was started as."""
+    environment = RankEnvironment(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        master_addr=place.master_addr,
+        master_port=place.port,
+        alone=False,
     )
-    waits_s = timeout_s + _GRACE_S
-    with World.init(
-        backend=config.launch.backend, timeout_s=waits_s, store=_store(place, waits_s)
-    ) as world:
-        return in_world(world)
-
-
-def _watch(config: RunConfig, world: World) -> CpuPeakMemory | None:
-    """Return what counts live tensors, where no allocator does.
-
-    On a CPU nothing sees what compiled kernels allocate.
-    """
-    return (
-        CpuPeakMemory(config) if world.device.type == "cpu" and not config.train.compile else None
+    # A user's code, and libraries, look for them there; nothing of ours does.
+    os.environ.update(environment.variables())
+    waits_s = config.launch.timeout_s + _GRACE_S
+    return World.join(
+        environment,
+        backend=config.launch.backend,
+        timeout_s=waits_s,
+        store=_store(place, waits_s),
     )
 
 
@@ -193,7 +197,7 @@ def claim_cores(place: RankSpec) -> None:
 def report_of(error: BaseException, place: RankSpec) -> Report:
     """Describe an exception that ends this rank."""
     text: str | None = "".join(traceback.format_exception(error))
-    rank, beat = place.rank, place.pulse.read(place.local_rank)
+    rank = place.rank
     if isinstance(error, RankFailedError):
         rank, error = error.rank, error.__cause__ or error
     if isinstance(error, _PLAIN):
@@ -206,15 +210,17 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
         reason = plain_error(error)
     if cause in ("disk", "files", "folder"):
         text = None
-    return Report(
-        rank=rank,
-        kind="connection" if _is_connection(error) else "error",
-        reason=reason,
+    report = report_of_rank(
+        rank,
+        "connection" if _is_connection(error) else "error",
+        reason,
+        log=place.log,
+        heartbeat=place.pulse.read(place.local_rank),
+    )
+    return dataclasses.replace(
+        report,
         traceback=text,
-        machine=socket.gethostname(),
-        log="" if cause == "folder" else str(place.log),
-        step=beat.step,
-        doing=beat.phase,
+        log="" if cause == "folder" else report.log,
         cause=cause,
         memory_bytes=available_bytes(place.local_world_size) if _is_memory(error) else None,
     )

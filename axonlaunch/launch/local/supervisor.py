@@ -16,7 +16,7 @@ from typing import Protocol
 
 from axonlaunch.events import Event, Finished, merge_finished
 from axonlaunch.launch.failures import hang
-from axonlaunch.launch.failures.report import Crash, Kind, Report, exit_reason
+from axonlaunch.launch.failures.report import Crash, Kind, Report, exit_reason, report_of_rank
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import Done
@@ -254,15 +254,7 @@ class Supervisor:
 
     def _report(self, rank: Rank, kind: Kind, reason: str = "") -> Report:
         beat = self.pulse.read(rank.index)
-        return Report(
-            rank=rank.number,
-            kind=kind,
-            reason=reason,
-            machine=socket.gethostname(),
-            log=str(rank.log),
-            step=beat.step,
-            doing=beat.phase,
-        )
+        return report_of_rank(rank.number, kind, reason, log=rank.log, heartbeat=beat)
 
     def _note(self, number: int, frame: object) -> None:
         del frame

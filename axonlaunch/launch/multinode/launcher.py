@@ -7,34 +7,31 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, closing
-from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.launch.local.launcher import attempt
+from axonlaunch.launch.launcher import LaunchOptions
+from axonlaunch.launch.local.launcher import run_ranks
 from axonlaunch.launch.local.supervisor import was_interrupted
 from axonlaunch.launch.multinode.membership import NodeMembership, unsaid
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, report_crash
 from axonlaunch.planning.background_estimate import BackgroundEstimate
+from axonlaunch.system import forked_call
 
 
-def train(
-    config: RunConfig,
-    problems: list[ConfigIssue],
-    context: ForkServerContext,
-    *,
-    started: float,
-    as_json: bool = False,
-) -> tuple[int, dict[str, Any] | None]:
+def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
+    """Return the configuration as it is: ``launch`` checks it, and reports to the other nodes."""
+    del options
+    return config
+
+
+def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any] | None]:
     """Run this node's ranks beside those of the others, again where that may help.
 
     Args:
-        config: With ``launch`` settled; checked, and resolved unless there are problems.
-        problems: What this node can't run it for; reported to the others.
-        context: Of the warm fork server.
-        started: ``time.time()`` when the user's command began.
-        as_json: Keep standard output free.
+        config: With what the environment says of ``launch``.
+        options: Of the command.
 
     Returns:
         The exit status and, on node 0, what was written to ``summary.json``.
@@ -42,18 +39,24 @@ def train(
     Raises:
         ConfigError: The nodes can't meet, or differ; no rank was started.
     """
+    context = options.context
+    problems: list[ConfigIssue] = []
+    try:
+        config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
+    except ConfigError as error:  # reported to the other nodes
+        problems = error.problems
     if missing := unsaid(config):
         raise ConfigError([*problems, *missing])
-    console = RunConsole(stream=sys.stderr if as_json else sys.stdout)
+    console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
     me = NodeMembership(config, problems, console)
     with ExitStack() as folder:
-        record = RunRecorder(started, console)
+        record = RunRecorder(options.started, console)
         try:
             while True:
                 config, meeting = me.rendezvous(folder)
                 prediction = BackgroundEstimate(context, config)
                 record.prediction = folder.enter_context(closing(prediction))
-                outcome = attempt(
+                outcome = run_ranks(
                     config, context, meeting, record, console, restarted=me.attempts > 0
                 )
                 if not me.should_restart(outcome):

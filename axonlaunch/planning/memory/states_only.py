@@ -69,8 +69,8 @@ def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
     breakdown["parameters"] += sum(b.nbytes for module in modules for b in module.buffers())
     kept = sum(held[category] for category in ("parameters", "gradients", "optimizer"))
     host = 0.0
-    if shares.data_parallel == "fsdp" and config.strategy.fsdp.cpu_offload != "none":
-        shard = whole / shares.tensor / (shares.dp_shard * shares.context)
+    if shares.facts.shards_parameters and config.strategy.fsdp.cpu_offload != "none":
+        shard = whole / shares.tensor / shares.parameter_shards
         host = (2 + share) * shard - kept
     rank = place * blueprint.world_size // shares.pipeline
     return RankEstimate(

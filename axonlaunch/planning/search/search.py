@@ -249,7 +249,7 @@ def _named(candidate: Candidate) -> str:
     """Say a layout in words, with what its axes don't tell."""
     config, shares = candidate.config, candidate.shares
     words = [str(shares)]
-    if shares.data_parallel == "fsdp" and config.strategy.fsdp.sharding == "shard_grad_op":
+    if shares.facts.shards_parameters and config.strategy.fsdp.sharding == "shard_grad_op":
         words.append("shard_grad_op")
     if candidate.offload != "none":
         words.append(f"{candidate.offload.replace('_', ' ')} offloaded")

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 Category = Literal[
     "parameters", "gradients", "optimizer", "activations", "communication", "temporary"
@@ -71,7 +72,7 @@ class _Held:
         self.category = category
 
 
-class StorageTrace(TorchDispatchMode):
+class StorageTrace(UncompiledDispatchMode):
     """Counts live storages while it is entered; it may be entered again and goes on counting.
 
     Attributes:
@@ -98,19 +99,6 @@ class StorageTrace(TorchDispatchMode):
         self._top: int | None = 0
         self._highest = 0
         self._phase: Category | None = None
-
-    # Of an operator that runs others no more is seen than what it returns.
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Do without what keeps Dynamo out of ``__torch_dispatch__``, at a fifth of its time."""
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let what is compiled be compiled: its operations are seen when they run."""
-        return True
 
     def __enter__(self) -> Self:
         self._outer = getattr(_running, "trace", None)

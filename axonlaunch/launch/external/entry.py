@@ -1,0 +1,84 @@
+"""The way of a process that another launcher started as one rank, before it imports torch.
+
+Rank 0 composes once it has met the others; nothing here starts a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.schema import LaunchConfig
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.external.launcher_process import LauncherProcess
+from axonlaunch.launch.runs import Request
+from axonlaunch.system import forkserver
+
+
+def be_rank(
+    request: Request,
+    environment: ClusterEnvironment,
+    launcher: LauncherProcess,
+    *,
+    server: Callable[[], ForkServerContext],
+    started: float,
+    as_json: bool,
+) -> tuple[int, dict[str, Any] | None]:
+    """Be the rank that the environment describes.
+
+    Args:
+        request: What the command line asks for.
+        environment: Which rank this is.
+        launcher: What started it, watched.
+        server: Starts the fork server, if a layout is searched.
+        started: ``time.time()`` when the command began.
+        as_json: Keep standard output free.
+
+    Returns:
+        The exit status and, on rank 0, the run's summary.
+
+    Raises:
+        ConfigError: The ranks can't meet, or the configuration can't be run.
+    """
+
+    def resolve(counted: ClusterEnvironment) -> RunConfig:
+        from axonlaunch.preflight import checks
+
+        config = request.load(
+            request.overrides, counted, server=server, accelerators=checks.accelerators
+        )
+        if config.launch.backend == "mock":
+            message = f"its ranks are threads of one process, and {environment.launcher} starts "
+            message += "a process for each; use auto, gloo or nccl"
+            raise ConfigError([ConfigIssue("launch.backend", message, "mock")])
+        return checks.resolve(config)
+
+    with forkserver.private_files():
+        launch = _of_token(request)
+        from axonlaunch.launch.external import rank
+
+        return rank.main(
+            environment,
+            resolve,
+            launch=launch,
+            launcher=launcher,
+            started=started,
+            as_json=as_json,
+        )
+
+
+def _of_token(request: Request) -> LaunchConfig:
+    """Return what a rank has to know of the token before it can meet the others.
+
+    Only rank 0 composes, unless somebody may have said where the token is.
+    """
+    is_ours = request.config_name == "config" and not request.config_dirs
+    if is_ours and not any("token" in override for override in request.overrides):
+        return LaunchConfig()
+    launch = request.compose(request.overrides).tree.get("launch", {})
+    file, required = launch.get("token_file"), launch.get("require_token", False)
+    return LaunchConfig(
+        token_file=None if file is None else str(file), require_token=required is True
+    )

@@ -1,0 +1,310 @@
+"""The runs of a command line: one, or a sweep's; all are checked before the first is launched.
+
+How a run is launched is its launcher's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, Self
+
+from axonlaunch import config as configuration
+from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.launch import run_dir
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.launcher import LAUNCHERS, LaunchOptions, launcher_of
+from axonlaunch.launch.output import sweep
+from axonlaunch.launch.output.spinner import spinner
+from axonlaunch.planning import auto_strategy
+from axonlaunch.registry import load
+from axonlaunch.system import forked_call
+
+INTERRUPTED = 130
+"""The exit status of a command that Ctrl-C ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a command line asks for.
+
+    Attributes:
+        overrides: Of the run, or of a sweep's.
+        config_name: The primary config.
+        config_dirs: Folders of a user's own YAML.
+        multirun: Whether the overrides are a sweep.
+    """
+
+    overrides: Sequence[str]
+    config_name: str = "config"
+    config_dirs: Sequence[Path] = ()
+    multirun: bool = False
+
+    def refuse_sweep_under(self, environment: ClusterEnvironment) -> None:
+        """Refuse a sweep where a launcher started this process.
+
+        Raises:
+            ConfigError: It did, and this is one.
+        """
+        if self.multirun and environment.launcher:
+            message = f"{environment.launcher} started this process as a part of one run"
+            raise ConfigError([ConfigIssue("", f"-m: {message}; start a sweep from one node")])
+
+    def compose(self, overrides: Sequence[str]) -> Composed:
+        """Compose the overrides of one run.
+
+        Raises:
+            ConfigError: The files themselves can't be composed.
+        """
+        return configuration.compose(
+            overrides, config_name=self.config_name, config_dirs=self.config_dirs
+        )
+
+    def load(
+        self,
+        overrides: Sequence[str],
+        environment: ClusterEnvironment,
+        *,
+        server: Callable[[], ForkServerContext],
+        accelerators: Callable[[], int] | None = None,
+    ) -> RunConfig:
+        """Return the configuration of one run, for the process that the environment describes.
+
+        Args:
+            overrides: Of the run.
+            environment: What started this process.
+            server: Starts the fork server, if none runs yet.
+            accelerators: Counts this node's; None: a forked process does.
+
+        Raises:
+            ConfigError: The run can't be run anywhere.
+        """
+        count = accelerators or partial(accelerators_of, server)
+
+        def compose(words: Sequence[str]) -> Composed:
+            return environment.applied_to(self.compose(words), accelerators=count)
+
+        return auto_strategy.load(
+            overrides, compose=compose, server=server, config_dirs=self.config_dirs
+        )
+
+
+def accelerators_of(server: Callable[[], ForkServerContext]) -> int:
+    """Count this node's accelerators, in a forked process."""
+    count: int = forked_call.call(server(), "axonlaunch.preflight.checks:accelerators")
+    return count
+
+
+@dataclass
+class Runs:
+    """The runs of a command, in turn: iterate, launch each, and say how it ended.
+
+    Attributes:
+        loaded: The overrides and the configuration of each.
+        options: How they are to be launched.
+        summaries: Of those that ended.
+    """
+
+    loaded: list[tuple[list[str], RunConfig]]
+    options: LaunchOptions
+    summaries: list[dict[str, Any]] = field(default_factory=list)
+    _statuses: list[int] = field(default_factory=list)
+
+    @classmethod
+    def load(
+        cls, request: Request, environment: ClusterEnvironment, options: LaunchOptions
+    ) -> Self:
+        """Compose what a command line asks for, for the node that the environment describes.
+
+        Raises:
+            ConfigError: A run can't be run anywhere.
+        """
+
+        def load(overrides: Sequence[str]) -> RunConfig:
+            return request.load(overrides, environment, server=lambda: options.context)
+
+        return cls(load_all(request, load=load), options)
+
+    @property
+    def status(self) -> int:
+        """The first exit status that is not 0."""
+        return next((status for status in self._statuses if status), 0)
+
+    def ended(self, status: int, summary: dict[str, Any] | None) -> None:
+        """Take how the run ended that was launched last."""
+        self._statuses.append(status)
+        if summary is not None:
+            self.summaries.append(summary)
+
+    def __iter__(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
+        """Check all, then yield each that is to be launched, until one says that no other shall.
+
+        Raises:
+            ConfigError: One can't be run; none was launched.
+        """
+        launcher = LAUNCHERS[self._launcher()]
+        if not launcher.on_this_node:
+            for config in checked(self.loaded, self.options):
+                yield config, self.options
+                if self.status:
+                    return
+        elif len(self.loaded) == 1:
+            yield from self._one()
+        else:
+            yield from self._each()
+
+    def _launcher(self) -> str:
+        """Return the name of the launcher of all runs.
+
+        Raises:
+            ConfigError: They have several, or the one can't do what is asked for.
+        """
+        names = {launcher_of(config): config.launch for _, config in self.loaded}
+        for name, launch in names.items():
+            if not LAUNCHERS[name].sweeps and len(self.loaded) > 1:
+                message = "a sweep runs on one node; use 1, or start its runs one by one"
+                raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)])
+            if self.options.render and not LAUNCHERS[name].renders:
+                message = "the script of a SLURM job is asked for; use slurm"
+                raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
+        if len(names) > 1:
+            message = "the runs of a sweep have one launcher; start those of another by themselves"
+            raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
+        return name
+
+    def _one(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
+        [(_, given)] = self.loaded
+        if (summary := run_dir.finished(given)) is None:
+            with spinner("checking"):
+                [config] = checked(self.loaded, self.options)
+            yield config, self.options
+            return
+        name = run_dir.with_run_dir(given).name
+        steps = summary["steps"]
+        text = f"{name} is finished: it has trained all of its {steps} steps; to continue, "
+        text += "use more train.steps; to start over, use another name"
+        print(text, file=self._stream)
+        self.ended(0, summary)
+
+    def _each(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
+        """Yield a sweep's runs but for those that were done before, and compare all at the end."""
+        before = [run_dir.finished(config) for _, config in self.loaded]
+        with spinner("checking"):
+            pairs = zip(self.loaded, before, strict=True)
+            left = iter(checked([one for one, summary in pairs if summary is None], self.options))
+        varied = sweep.varied([overrides for overrides, _ in self.loaded])
+        options = dataclasses.replace(
+            self.options, again=sweep.again([config for _, config in self.loaded])
+        )
+        for number, summary in enumerate(before, start=1):
+            sweep.announce(
+                varied[number - 1],
+                number=number,
+                of=len(self.loaded),
+                stream=self._stream,
+                is_done=summary is not None,
+            )
+            if summary is not None:
+                self.ended(0, summary)
+                continue
+            yield next(left), options
+            if self._statuses[-1] == INTERRUPTED:  # it means them all; a failure only its own run
+                break
+            options = dataclasses.replace(options, started=time.time())
+        sweep.compare(varied, self.summaries, stream=self._stream)
+
+    @property
+    def _stream(self) -> Any:
+        return sys.stderr if self.options.as_json else sys.stdout
+
+
+def load_all(
+    request: Request, *, load: Callable[[Sequence[str]], RunConfig]
+) -> list[tuple[list[str], RunConfig]]:
+    """Return each run of a command line: its overrides, and its configuration as they say it.
+
+    Raises:
+        ConfigError: One can't be run anywhere.
+    """
+    batches = [list(request.overrides)]
+    if request.multirun:
+        batches = Composer(config_dirs=request.config_dirs).sweep(request.overrides)
+    configs = _all([(batch, partial(load, batch)) for batch in batches])
+    configs = _numbered(configs) if request.multirun else configs
+    return list(zip(batches, configs, strict=True))
+
+
+def checked(
+    loaded: Sequence[tuple[list[str], RunConfig]], options: LaunchOptions
+) -> list[RunConfig]:
+    """Let each run's launcher check and complete its configuration.
+
+    Raises:
+        ConfigError: One can't be run.
+    """
+    return _all(
+        [
+            (overrides, partial(load(LAUNCHERS[launcher_of(config)].check), config, options))
+            for overrides, config in loaded
+        ]
+    )
+
+
+def _all(runs: Sequence[tuple[list[str], Callable[[], RunConfig]]]) -> list[RunConfig]:
+    """Make each run's configuration; of several, say which ones are wrong.
+
+    Args:
+        runs: Its overrides, and what makes its configuration.
+
+    Raises:
+        ConfigError: All that is wrong with any.
+    """
+    made: list[RunConfig] = []
+    problems: list[ConfigIssue] = []
+    for overrides, make in runs:
+        try:
+            made.append(make())
+        except ConfigError as error:
+            if len(runs) == 1:
+                raise
+            where = sweep.written(overrides)
+            problems += [ConfigIssue("", f"{where}: {problem}") for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
+def _numbered(configs: list[RunConfig]) -> list[RunConfig]:
+    """Give each run of a sweep a folder of its own: its own name's, else numbered ones.
+
+    Raises:
+        ConfigError: Some runs, not all, share a name or a folder.
+    """
+    named = {(config.name, config.run_dir) for config in configs}
+    if len(named) == len(configs) > 1:
+        return configs
+    first = configs[0]
+    if len(named) > 1:
+        message = "some runs of the sweep share it; name all alike, or each for itself"
+        raise ConfigError([ConfigIssue("name", message, first.name)])
+    name, parent = first.name, first.run_dir
+    if name == parent == "auto":
+        name = run_dir.free_name(f"{first.model.name}-sweep")
+    name = Path(parent).name if name == "auto" else name
+    parent = str(Path("runs", name)) if parent == "auto" else parent
+    numbered = []
+    for index, config in enumerate(configs):
+        settings: dict[str, Any] = {
+            "name": f"{name}/{index}",
+            "run_dir": str(Path(parent, str(index))),
+        }
+        if config.checkpoint.path is not None:
+            settings["checkpoint.path"] = f"{config.checkpoint.path.rstrip('/')}/{index}"
+        numbered.append(configuration.with_values(config, settings))
+    return numbered

@@ -1,0 +1,141 @@
+"""From ``main`` to the training loop: few calls, and the configuration and the rank by value."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import TINY, Command, Served
+
+import axonlaunch
+
+PACKAGE = Path(axonlaunch.__file__).parent
+MOST_CALLS = 9
+
+RECORDING = f"""
+import json, sys, traceback
+from pathlib import Path
+
+def record(name):
+    # "launch/local/launcher.py: launch", from the outermost call of the package to the innermost.
+    calls = [
+        f"{{Path(frame.filename).relative_to({str(PACKAGE)!r})}}: {{frame.name}}"
+        for frame in traceback.extract_stack()
+        if Path(frame.filename).is_relative_to({str(PACKAGE)!r})
+    ]
+    file = Path(name)
+    if not file.exists():
+        file.write_text(json.dumps({{"calls": calls, "has_torch": "torch" in sys.modules}}))
+"""
+PARENT = """
+from multiprocessing.process import BaseProcess
+from recording import record
+from axonlaunch.cli import main
+
+start = BaseProcess.start
+def recorded(process):
+    record(f"started_{process._target._target.partition(':')[0].rpartition('.')[2]}.json")
+    start(process)
+BaseProcess.start = recorded
+if __name__ == "__main__":
+    main()
+"""
+MODEL = """
+from torch import nn
+from recording import record
+
+class Recorded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 8)
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: record("backward.json"))
+        return self.head(hidden)
+"""
+WORDS = ["train", "model=custom", "model.target=recorded:Recorded", "data=synthetic_tokens"]
+WORDS += ["launch.nproc=2", "train.steps=1", "train.eval_batches=0", "name=run"]
+Recorded = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Recorded]:
+    """What the parent had called when it forked a rank, and a rank in its first backward."""
+    command = Command(tmp_path_factory.mktemp("trunk"))
+    for name, text in (("recording", RECORDING), ("recorded", MODEL), ("parent", PARENT)):
+        (command.folder / f"{name}.py").write_text(text)
+    ran = subprocess.run(
+        [sys.executable, "parent.py", *WORDS],
+        cwd=command.folder,
+        env=command.environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    files = ("started_rank_process.json", "backward.json")
+    parent, rank = (json.loads((command.folder / file).read_text()) for file in files)
+    return parent, rank
+
+
+def test_the_way_from_main_to_the_loop_is_the_one_that_architecture_draws(
+    recorded: tuple[Recorded, Recorded],
+) -> None:
+    parent, rank = (part["calls"] for part in recorded)
+    calls = parent + rank[: rank.index("training/trainer.py: fit") + 1]
+    assert len(calls) <= MOST_CALLS, "\n".join(calls)
+    text = (PACKAGE / "docs/architecture.md").read_text()
+    assert calls == re.findall(r"^(\S+\.py: \w+)  ", text, flags=re.MULTILINE)
+
+
+def test_the_parent_of_ranks_has_no_torch(recorded: tuple[Recorded, Recorded]) -> None:
+    parent, rank = recorded
+    assert (parent["has_torch"], rank["has_torch"]) == (False, True)
+
+
+def test_a_rank_neither_composes_nor_validates_nor_reads_the_frozen_file(served: Command) -> None:
+    """The plugin is imported by the command too, which does all that, and by each rank."""
+    (served.folder / "refusing.py").write_text(
+        "import multiprocessing\n"
+        "from axonlaunch import config\n"
+        "def refuse(*args, **kwargs):\n"
+        "    raise AssertionError('a rank read its configuration again')\n"
+        "if multiprocessing.parent_process().name != 'MainProcess':\n"
+        "    config.compose = config.read = config.parsed = config.typed = refuse\n"
+    )
+    served.train("strategy=ddp", "launch.nproc=2", "plugins=[refusing]", "name=run")
+
+
+def test_what_a_users_configuration_class_prints_when_it_is_imported_is_in_the_log(
+    served: Served,
+) -> None:
+    (served.folder / "sized.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from torch import nn\n"
+        "from axonlaunch import register_model\n"
+        "print('sized was imported')\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class SizedConfig:\n"
+        "    name: str = 'sized'\n"
+        "    width: int = 8\n"
+        "    weights: str | None = None\n"
+        "@register_model('sized', config=SizedConfig, inputs='tokens')\n"
+        "def build(config):\n"
+        "    return nn.Sequential(nn.Embedding(256, config.width), nn.Linear(config.width, 256))\n"
+    )
+    words = [word for word in TINY if not word.startswith("model.")]
+    words += ["plugins=[sized]", "model=sized", "model.width=4", "launch.nproc=2", "name=run"]
+    ran = served("train", *words, "--json")
+    assert json.loads(ran.stdout)["status"] == "done"
+    for rank in range(2):
+        log = served.folder / "runs/run/logs" / f"rank_{rank}.log"
+        assert "sized was imported" in log.read_text()
