@@ -17,6 +17,7 @@ from axonlaunch.config.errors import divisors
 from axonlaunch.config.layout import Layout, layout, of_ranks
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.preflight.optimizer import layout_problems
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _MOST_STAGES = 32
@@ -122,7 +123,9 @@ def candidates(
             }
             if all(settings.get(key, value) == value for key, value in kept.items()):
                 made = with_values(config, {**settings, **of_ranks(devices)})
-                yield Candidate(made, layout(made, world_size=devices), settings)
+                shares = layout(made, world_size=devices)
+                if not any(layout_problems(made, shares)):
+                    yield Candidate(made, shares, settings)
 
 
 def _degrees(
