@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
 from axonlaunch.config.errors import ConfigIssue, one_of, plain
+from axonlaunch.config.group_options import typed_groups
 from axonlaunch.config.other_names import FOREIGN_NAMES, RENAMED_KEYS
 from axonlaunch.registry import EntryPointError, Registry, nearest, unknown
 
@@ -75,7 +76,9 @@ def _dataclass(
         if "each" in spec.metadata:
             values[name] = _each(value, spec.metadata["each"], key, problems, root)
         elif (of_a_group := spec.metadata.get("groups")) is not None:
-            values[name] = _groups(value, schema, of_a_group, tree, key, problems)
+            values[name] = typed_groups(
+                value, schema, of_a_group, tree, key, problems, type_one=_dataclass
+            )
         elif variants is not None:
             values[name] = _variant(value, variants, spec, key, problems, root)
         elif (nested := _nested(hints[name], value)) is not None:
@@ -97,53 +100,6 @@ def _dataclass(
         if key not in broken:
             problems.append(ConfigIssue(key, message, getattr(config, name, None)))
     return config
-
-
-def _groups(
-    patterns: Any,
-    schema: type,
-    extra: type,
-    tree: dict[str, Any],
-    key: str,
-    problems: list[ConfigIssue],
-) -> dict[str, dict[str, Any]]:
-    """Type ``{pattern: {option: value}}``, whose options are a dataclass's fields, or ``extra``'s.
-
-    Each pattern's are typed as the whole dataclass with these values in place of its own would be,
-    so that a value is refused here for the reason that it would be there.
-    """
-    if not isinstance(patterns, dict):
-        problems.append(ConfigIssue(key, "expected {PATTERN: {OPTION: value}}", patterns))
-        return {}
-    fields = {f.name for f in dataclasses.fields(schema)} - {"name", key.rpartition(".")[2]}
-    extras = {f.name for f in dataclasses.fields(extra)}
-    is_free = "arguments" in fields  # whose class takes what it takes
-    if is_free:
-        fields = {"lr"}
-    own = {name: value for name, value in tree.items() if name != key.rpartition(".")[2]}
-    typed: dict[str, dict[str, Any]] = {}
-    for pattern, options in patterns.items():
-        where = f"{key}.{pattern}"
-        if not isinstance(options, dict) or not options:
-            problems.append(ConfigIssue(where, "expected its options, {OPTION: value}", options))
-            continue
-        known = fields & options.keys()
-        found: list[ConfigIssue] = []
-        beside = {name: options[name] for name in extras & options.keys()}
-        chosen = {name: options[name] for name in known}
-        config = _dataclass({**own, **chosen}, schema, where, found, root=schema)
-        scale = _dataclass(beside, extra, where, found, root=extra)
-        problems += [one for one in found if one.key.removeprefix(f"{where}.") in options]
-        typed[str(pattern)] = {}
-        for name, value in options.items():
-            if name in known or name in beside:
-                typed[str(pattern)][name] = getattr(config if name in known else scale, name)
-            elif is_free:
-                typed[str(pattern)][str(name)] = value
-            else:
-                message = unknown("option of a group", str(name), sorted(fields | extras))
-                problems.append(ConfigIssue(f"{where}.{name}", message, value))
-    return typed
 
 
 def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> Any:

@@ -93,7 +93,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "optimizer.momentum=0.5",
         [
-            "optimizer.momentum=0.5: there is no such key here, only in optimizer=sgd",
+            "optimizer.momentum=0.5: there is no such key here, only in optimizer=sgd or muon",
         ],
     ),
     (
