@@ -173,11 +173,11 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
 
 def described(
     folder: Path,
-) -> tuple[GPTConfig | LlamaConfig, PythonSourceConfig | SyntheticTokensConfig]:
+) -> tuple[GPTConfig | LlamaConfig | HuggingFaceConfig, PythonSourceConfig | SyntheticTokensConfig]:
     """Return the model of a folder of safetensors, and data such as it was trained on.
 
-    What was exported from here says what that was; another model with a vocabulary of 256 is taken
-    to be one of bytes of text.
+    What was exported from here says what that was, and may be any model of transformers; another
+    one with a vocabulary of 256 is taken to be one of bytes of text.
 
     Raises:
         ConfigError: Its ``config.json`` can't be read, or is not of a model of ours.
@@ -193,17 +193,33 @@ def described(
             "are; only model.weights reads it"
         )
         raise ConfigError([ConfigIssue("", message)])
-    model = hugging_face.typed(content, where=str(file))
+    model: GPTConfig | LlamaConfig | HuggingFaceConfig
+    try:
+        model = hugging_face.typed(content, where=str(file))
+    except ConfigError:
+        trained_on = content.get(TRAINED_ON, {})
+        if not _is_text(str(trained_on.get("data"))):
+            raise
+        model = HuggingFaceConfig(path=str(folder.absolute()), init="random")
+        return model, PythonSourceConfig(sequence_length=trained_on["sequence_length"])
     assumed = {"data": "text" if model.vocab_size == NUM_BYTES else "tokens"}
     trained_on = content.get(TRAINED_ON, assumed)
     length = trained_on.get("sequence_length", model.max_position_embeddings)
     name = str(trained_on["data"])
-    if DATASETS.is_registered(name) and DATASETS.facts(name).is_text:
+    if _is_text(name):
         return model, PythonSourceConfig(sequence_length=length)
     return model, SyntheticTokensConfig(vocab_size=model.vocab_size, sequence_length=length)
 
 
-def read_folder(folder: Path, model: GPTConfig | LlamaConfig) -> dict[str, Tensor]:
+def _is_text(name: str) -> bool:
+    """Say whether a dataset of this name is registered and gives bytes of text."""
+    facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
+    return facts is not None and facts.is_text
+
+
+def read_folder(
+    folder: Path, model: GPTConfig | LlamaConfig | HuggingFaceConfig
+) -> dict[str, Tensor]:
     """Read all weights of a folder of safetensors, by our names.
 
     Raises:
@@ -216,9 +232,8 @@ def read_folder(folder: Path, model: GPTConfig | LlamaConfig) -> dict[str, Tenso
     from axonlaunch.models import hugging_face
 
     source = Reader(folder, model)
-    known = hugging_face.places(model)
-    assert known is not None
     shapes = source.shapes()
+    known = hugging_face.places(model) or shapes  # others' are held against the model by who reads
     if wrong := [f"{name} is missing" for name in known if name not in shapes]:
         raise ConfigError([ConfigIssue("", f"{folder}: {first(wrong)}")])
     state = {name: torch.empty(shapes[name]) for name in known}

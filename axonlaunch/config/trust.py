@@ -43,10 +43,11 @@ def _named(tree: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         if keys.get("trust_remote_code"):
             message = "run code that comes with the model"
             yield f"{group}.trust_remote_code", keys["trust_remote_code"], message
-        registry, name = REGISTRIES.get(group), str(keys.get("name"))
-        if registry is not None and not registry.is_registered(name):
-            for point in registry.offers(name):
-                yield f"{group}.name", name, f"import {point.value}, of an installed package"
+    for key, registry in REGISTRIES.items():
+        for path, name in _chosen(tree, key):
+            if not registry.is_registered(name):
+                for point in registry.offers(name):
+                    yield path, name, f"import {point.value}, of an installed package"
 
 
 def _groups(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -55,5 +56,15 @@ def _groups(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         for item in keys if isinstance(keys, list) else [keys]:
             if isinstance(item, dict):
                 yield group, item
-            elif group in REGISTRIES and isinstance(item, str):
-                yield group, {"name": item}
+
+
+def _chosen(tree: dict[str, Any], key: str) -> Iterator[tuple[str, str]]:
+    """Yield the names that a key chooses: as its value, its ``name``, or of each of its items."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, str):
+            yield key, item
+        elif isinstance(item, dict) and isinstance(item.get("name"), str):
+            yield f"{key}.name", item["name"]

@@ -272,7 +272,7 @@ def default_name(config: RunConfig) -> str:
     """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
     shares = layout(config, world_size=world_size(config))
     degrees = {"context": shares.context, "tensor": shares.tensor, "pipeline": shares.pipeline}
-    kinds: list[str] = [] if shares.data_parallel == "none" else [shares.data_parallel]
+    kinds: list[str] = [] if shares.facts.averages == "nothing" else [shares.data_parallel]
     kinds += [axis for axis, degree in degrees.items() if degree > 1]
     return "-".join([config.model.name, *(kinds or ["single"])])
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
+from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.layout import world_size
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
@@ -79,6 +80,9 @@ def folder() -> Path:
 
 def _is_ours(config: RunConfig) -> bool:
     """Tell whether all that is traced is of this package."""
+    kind = config.strategy.data_parallel
+    if kind is not None and not DATA_PARALLEL.is_included(kind):
+        return False
     return not config.plugins and all(
         REGISTRIES[group].is_included(getattr(config, group).name)
         and not hasattr(getattr(config, group), "target")

@@ -14,7 +14,7 @@ from torch import nn
 
 from axonlaunch import data
 from axonlaunch.comm import nccl
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.loggers import CustomLoggerConfig
@@ -71,7 +71,10 @@ def obstacles(config: RunConfig) -> list[ConfigIssue]:
 def _resolved(config: RunConfig, *, here: bool) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
     config = resolved(config, accelerators=accelerators())
-    problems = fetch(config, here=here) or check(config, here=here)
+    if problems := fetch(config, here=here):
+        raise ConfigError(problems)
+    config = _wherever_it_is_read(config)
+    problems = check(config, here=here)
     if problems:
         raise ConfigError(problems)
     return config
@@ -128,6 +131,14 @@ def fetch(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+def _wherever_it_is_read(config: RunConfig) -> RunConfig:
+    """Return a configuration whose model's folder is found from any working folder."""
+    path = getattr(config.model, "path", None)
+    if not isinstance(config.model, HuggingFaceConfig) or path is None or not Path(path).is_dir():
+        return config
+    return with_values(config, {"model.path": str(Path(path).absolute())})
 
 
 def accelerators() -> int:
@@ -270,9 +281,12 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Con
     count = sum(p.numel() for p in model.parameters())
     held = count // (shares.tensor * shares.pipeline)
     states = FP32 * share_of_states(config)
-    whole = 2 * FP32 + states
-    share = {"fsdp": whole / shares.dp_shard, "zero1": 2 * FP32 + states / shares.data_ranks}
-    per_rank = int(held * share.get(shares.data_parallel, whole))
+    per_element = (
+        FP32 / shares.parameter_shards
+        + FP32 / shares.gradient_shards
+        + states / shares.optimizer_shards
+    )
+    per_rank = int(held * per_element)
     memory, where = min(_rooms(config))
     offload = config.strategy.fsdp.cpu_offload
     if per_rank > memory and offload == "none":

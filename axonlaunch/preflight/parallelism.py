@@ -12,7 +12,7 @@ from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.errors import one_of
-from axonlaunch.config.layout import stages_per_rank
+from axonlaunch.config.layout import data_parallel_facts, stages_per_rank
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import block_names, cuttable, kept_everywhere, missing_ends
 from axonlaunch.engines.pipeline.tied_weights import tied_names
@@ -61,15 +61,15 @@ def sharding_problems(
     config: RunConfig, spec: ModelSpec, model: nn.Module
 ) -> Iterator[ConfigIssue]:
     """Yield what keeps ``fully_shard`` from dividing the model's parameters."""
-    if config.strategy.data_parallel != "fsdp":
+    if not data_parallel_facts(config.strategy).shards_parameters:
         return
-    key = "strategy.data_parallel"
+    key, kind = "strategy.data_parallel", config.strategy.data_parallel
     if scalars := [name for name, one in model.named_parameters() if one.ndim == 0]:
         message = (
             f"{listed(scalars)} has no dim that can be sharded; give it the shape [1], or use ddp "
             "or zero1"
         )
-        yield ConfigIssue(key, message, "fsdp")
+        yield ConfigIssue(key, message, kind)
     # Each block is gathered by itself, and the rest together; what is gathered is of one type.
     blocks = {f"{name}.": block for name, block in spec.blocks(model).items()}
     units: dict[str, dict[torch.dtype, str]] = {}
@@ -80,7 +80,7 @@ def sharding_problems(
         if len(types) > 1:
             seen = " and ".join(f"{name} is {dtype}" for dtype, name in types.items())
             message = f"{seen}, and they are gathered together; give them one type, or use ddp"
-            yield ConfigIssue(key, message.replace("torch.", ""), "fsdp")
+            yield ConfigIssue(key, message.replace("torch.", ""), kind)
 
 
 def listed(names: Sequence[str]) -> str:

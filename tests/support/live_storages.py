@@ -133,7 +133,13 @@ def _measured(overrides: tuple[str, ...], world: World) -> int | None:
 
 def chosen(overrides: Sequence[str], *, ranks: int) -> RunConfig:
     """Return a small model's configuration as a command resolves it."""
-    return run_config([*SMALL, f"launch.nproc={ranks}", *overrides])
+    return run_config([*small(overrides), f"launch.nproc={ranks}", *overrides])
+
+
+def small(overrides: Sequence[str]) -> list[str]:
+    """Return what makes a run small; a model of transformers has its figures in its folder."""
+    is_theirs = "model=hf" in overrides
+    return [word for word in SMALL if not (is_theirs and word.startswith("model."))]
 
 
 def _engine(

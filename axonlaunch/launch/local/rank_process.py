@@ -210,12 +210,14 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
         reason = plain_error(error)
     if cause in ("disk", "files", "folder"):
         text = None
+    beat = place.pulse.read(place.local_rank)
     report = report_of_rank(
         rank,
         "connection" if _is_connection(error) else "error",
         reason,
         log=place.log,
-        heartbeat=place.pulse.read(place.local_rank),
+        step=beat.step,
+        doing=beat.phase,
     )
     return dataclasses.replace(
         report,

@@ -216,15 +216,15 @@ def states(
     whole, layer, ends = (size / shares.tensor for size in (whole, layer, ends))
     moments = state_share * whole
     cast = 0.0 if half == 1 else whole * half  # autocast keeps what it casts until a forward ends
-    if shares.data_parallel != "fsdp":
-        moments /= shares.gradient_ranks if shares.data_parallel == "zero1" else 1
+    if not shares.facts.shards_parameters:
+        moments /= shares.optimizer_shards
         return {"parameters": whole, "gradients": whole, "optimizer": moments, "temporary": cast}
     working = _WORKING_LAYERS * layer * half + max(layer, ends) * (1 + half)
     if shares.pipeline > 1:
         working = whole * (1 + half)
     elif config.strategy.fsdp.sharding == "shard_grad_op":
         working = whole * half + max(layer, ends)
-    offload, shard = config.strategy.fsdp.cpu_offload, 1 / (shares.dp_shard * shares.context)
+    offload, shard = config.strategy.fsdp.cpu_offload, 1 / shares.parameter_shards
     kept = 0.0 if offload in ("params", "full") else whole * shard
     moments = 0.0 if offload in ("optimizer_states", "full") else moments * shard
     return {"parameters": kept, "gradients": kept, "optimizer": moments, "communication": working}

@@ -249,7 +249,7 @@ def _named(candidate: Candidate) -> str:
     """Describe a layout, with what its axes don't show."""
     config, shares = candidate.config, candidate.shares
     words = [str(shares)]
-    if shares.data_parallel == "fsdp" and config.strategy.fsdp.sharding == "shard_grad_op":
+    if shares.facts.shards_parameters and config.strategy.fsdp.sharding == "shard_grad_op":
         words.append("shard_grad_op")
     if candidate.offload != "none":
         words.append(f"{candidate.offload.replace('_', ' ')} offloaded")

@@ -129,31 +129,27 @@ class _Scaled:
     def _step(self, share: Share, *, part: float = 1.0) -> Share:
         """Return what is done once a step: the update, and what replicas agree on."""
         shares = self._shares
-        sharded = shares.data_parallel in ("fsdp", "zero1")
-        over = shares.tensor * (self._sharders if sharded else 1)
+        facts = shares.facts
+        over = shares.tensor * shares.optimizer_shards
         found: Work = {
             key: Amount(amount.count, *_times(amount, part / over))
             for key, amount in share.work.items()
             if key.phase == "update"
         }
         held = part * share.gradient_bytes / shares.tensor
-        if shares.data_parallel == "zero1":
+        if facts.gathers_updates:
             _put(found, Exchange("update", "all_gather", ("dp_replicate",)), Amount(1, held))
-        hybrid = shares.data_parallel == "fsdp" and shares.dp_replicate > 1
-        if hybrid:
+        if facts.averages == "parameters" and shares.gradient_ranks > 1:
+            period = facts.period(self._config.strategy.options) if facts.period else 1
+            _put(
+                found, Exchange("update", "all_reduce", self._axes), Amount(1, held) * (1 / period)
+            )
+        elif facts.shards_parameters and shares.dp_replicate > 1:
             summed = Exchange("backward", "all_reduce", ("dp_replicate",))
             _put(found, summed, Amount(1, held / shares.dp_shard))
-        elif shares.data_parallel in ("ddp", "zero1") and shares.gradient_ranks > 1:
+        elif facts.sums_gradients and shares.gradient_ranks > 1:
             _put(found, Exchange("backward", "all_reduce", self._axes), Amount(1, held))
         return Share(found, held)
-
-    @property
-    def _sharders(self) -> int:
-        """Ranks that parameters or states are divided among."""
-        shares = self._shares
-        if shares.data_parallel == "zero1":
-            return shares.gradient_ranks
-        return shares.dp_shard * shares.context
 
     @property
     def _axes(self) -> tuple[str, ...]:
@@ -172,7 +168,7 @@ class _Scaled:
                 for kind in kinds:
                     key = Exchange(phase, kind, ("tp",))  # type: ignore[arg-type]
                     _put(found, key, Amount(2, 2 * self._stream))
-        if shares.data_parallel == "fsdp":
+        if shares.facts.shards_parameters:
             axes = tuple(name for name in ("dp_shard", "cp") if shares.axes[name] > 1)
             whole = gradient_bytes / shares.tensor
             gathered = whole * self._type / FP32

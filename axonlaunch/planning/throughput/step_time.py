@@ -109,7 +109,8 @@ class StepTime:
             ConfigError: The host's cores do the update.
         """
         shares, offload = self._shares, self._config.strategy.fsdp.cpu_offload
-        if shares.data_parallel != "fsdp" or offload == "none" or self._links.takes_cores:
+        is_copied = shares.facts.shards_parameters and offload != "none"
+        if not is_copied or self._links.takes_cores:
             return 0.0
         if offload == "full":
             message = "the speed of updates on the host's cores can't be estimated; use params"
@@ -133,7 +134,7 @@ class StepTime:
         total = self._once(stage, layers)
         for part in (forward, backward):
             total.put_all(part, times=self._shares.micro_batches)
-        if self._shares.data_parallel in ("ddp", "zero1"):
+        if self._shares.facts.sums_gradients:
             total.put("communication dp", self._reduced_in_backward(stage, layers, backward))
         return total
 
@@ -256,8 +257,8 @@ class StepTime:
 
     def _is_gathered(self, key: Exchange) -> bool:
         small = key.kind == "all_reduce" and self._shares.dp_replicate == 1
-        fsdp = self._shares.data_parallel == "fsdp"
-        return fsdp and bool(key.axes) and _DATA_AXES.issuperset(key.axes) and not small
+        sharded = self._shares.facts.shards_parameters
+        return sharded and bool(key.axes) and _DATA_AXES.issuperset(key.axes) and not small
 
     def _reduced_in_backward(self, stage: StageWork, layers: int, backward: Parts) -> float:
         """Return what is left of the gradients' all-reduce after the last backward.
@@ -298,7 +299,7 @@ class StepTime:
         ]
 
     def _is_bucket(self, key: Exchange) -> bool:
-        replicated = self._shares.data_parallel in ("ddp", "zero1")
+        replicated = self._shares.facts.sums_gradients
         alone = self._shares.pipeline == 1 and key.phase == "backward"
         return replicated and alone and bool(key.axes) and _DATA_AXES.issuperset(key.axes)
 

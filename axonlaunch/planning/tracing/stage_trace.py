@@ -15,6 +15,7 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import data_parallel_facts
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
@@ -231,6 +232,6 @@ def step(
 
 def host_categories(config: RunConfig) -> tuple[Category, ...]:
     """Return what a run keeps in host memory."""
-    if config.strategy.data_parallel != "fsdp":
+    if not data_parallel_facts(config.strategy).shards_parameters:
         return ()
     return _ON_HOST[CPUOffload(config.strategy.fsdp.cpu_offload)]
