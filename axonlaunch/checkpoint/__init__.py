@@ -5,12 +5,12 @@ torch.distributed.checkpoint does the storage; any layout reads what any layout 
 """
 
 from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
-from axonlaunch.checkpoint.reader import differences, load, load_model, saved_states
+from axonlaunch.checkpoint.reader import model_differences, load, load_model, saved_states
 from axonlaunch.checkpoint.step_folders import (
     Retention,
     corrupt_checkpoints,
     latest,
-    listed,
+    list_checkpoints,
     resolve,
     sweep_partial,
 )

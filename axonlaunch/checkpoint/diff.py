@@ -43,7 +43,7 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
         return found
     model = on_meta(config.model, seed=config.seed)
     try:
-        return reader.differences(checkpoint, model)
+        return reader.model_differences(checkpoint, model)
     except CorruptCheckpointError as error:
         return [str(error).removeprefix(f"{checkpoint.path} ")]
 

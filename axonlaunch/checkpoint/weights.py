@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint import reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint
-from axonlaunch.checkpoint.storage import place
+from axonlaunch.checkpoint.storage import storage_path
 from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
 from axonlaunch.config.data import DATASETS, NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
@@ -43,7 +43,7 @@ def start(engine: Engine, model: Any, *, world: World) -> None:
     if given is None:
         return
     state = engine.state_dict()
-    where = place(given[1])
+    where = storage_path(given[1])
     found = step_folders.resolve(where)
     if found is not None:
         reader.load(found, {"model": state["model"]}, world=world)
@@ -67,7 +67,7 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     """
     found = step_folders.resolve(path)
     if found is not None:
-        return reader.differences(found, model)
+        return reader.model_differences(found, model)
     from axonlaunch.checkpoint.safetensors import Reader
 
     buffers = {name for name, _ in model.named_buffers()}
@@ -129,8 +129,8 @@ def export(
     if length := getattr(config.data, "sequence_length", None):
         content[TRAINED_ON]["sequence_length"] = length
     content["dtype"] = str(dtype or entries[names[0]].properties.dtype).removeprefix("torch.")
-    (folder / safetensors.CONFIG).write_text(json.dumps(content, indent=1) + "\n")
-    return [*written, safetensors.CONFIG, *copied]
+    (folder / safetensors.CONFIG_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    return [*written, safetensors.CONFIG_FILE, *copied]
 
 
 def _naturally(name: str) -> list[tuple[bool, int, str]]:
@@ -182,10 +182,10 @@ def described(
     Raises:
         ConfigError: Its ``config.json`` can't be read, or is not of a model of ours.
     """
-    from axonlaunch.checkpoint.safetensors import CONFIG, read_json
+    from axonlaunch.checkpoint.safetensors import CONFIG_FILE, read_json
     from axonlaunch.models import hugging_face
 
-    file = folder / CONFIG
+    file = folder / CONFIG_FILE
     content = read_json(file)
     if "model_type" not in content and "name" in content:
         message = (

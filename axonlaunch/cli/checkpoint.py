@@ -27,14 +27,14 @@ EXAMPLES = """Examples:
   axonlaunch checkpoint export runs/gpt-fsdp exported
   axonlaunch checkpoint import exported runs/imported
 """
-SHOWN = 10
+MAX_SHOWN_TENSORS = 10
 GB = 10**9
 
 
 def _place(text: str) -> Path:
-    from axonlaunch.checkpoint.storage import place
+    from axonlaunch.checkpoint.storage import storage_path
 
-    return place(text)
+    return storage_path(text)
 
 
 RunDir = Annotated[
@@ -124,10 +124,10 @@ def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
         for path, wrong in problems.items():
             verdict = "[red]corrupt[/red]" if wrong else "[green]whole[/green]"
             console.print(f"{verdict}  {escape(path)}", soft_wrap=True)
-            for line in wrong[:SHOWN]:
+            for line in wrong[:MAX_SHOWN_TENSORS]:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
-            if len(wrong) > SHOWN:
-                console.print(f"  {len(wrong) - SHOWN} more")
+            if len(wrong) > MAX_SHOWN_TENSORS:
+                console.print(f"  {len(wrong) - MAX_SHOWN_TENSORS} more")
     raise typer.Exit(0 if passed else 1)
 
 
@@ -168,14 +168,14 @@ def _show_differences(found: list[Difference]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("tensor", "largest", "relative"):
         table.add_column(name, justify="left" if name == "tensor" else "right", overflow="fold")
-    for one in found[: 2 * SHOWN]:
+    for one in found[: 2 * MAX_SHOWN_TENSORS]:
         if one.largest is None or one.relative is None:
             table.add_row(escape(one.name), escape(one.reason), "")
         else:
             table.add_row(escape(one.name), f"{one.largest:.3g}", f"{one.relative:.3g}")
     console.print(table)
-    if len(found) > 2 * SHOWN:
-        console.print(f"{len(found) - 2 * SHOWN} more; --json has all")
+    if len(found) > 2 * MAX_SHOWN_TENSORS:
+        console.print(f"{len(found) - 2 * MAX_SHOWN_TENSORS} more; --json has all")
 
 
 @app.command(
@@ -246,10 +246,10 @@ def _about(found: Checkpoint) -> dict[str, Any]:
 
 def _all(path: Path) -> list[Checkpoint]:
     """Return the checkpoint that a path is, or those of the run that it is."""
-    from axonlaunch.checkpoint import listed, step_folders
+    from axonlaunch.checkpoint import list_checkpoints, step_folders
 
-    one = step_folders.read(step_folders.named(path))
-    return [one] if one else listed(path)
+    one = step_folders.read_checkpoint(step_folders.named(path))
+    return [one] if one else list_checkpoints(path)
 
 
 def _checkpoint(path: Path) -> Checkpoint:

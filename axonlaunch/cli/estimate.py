@@ -93,7 +93,7 @@ def command(
             print_json(to_json_dict(found, *searched(context, config, found)))
             return
         console = Console(file=sys.stdout, highlight=False)
-        show(found, console)
+        print_estimate(found, console)
         show_remedies(context, config, found, console)
     if plot is not None:
         console.print(f"\nplot          {plot}", markup=False, soft_wrap=True)
@@ -103,9 +103,9 @@ def searched(
     context: ForkServerContext, config: RunConfig, found: Forecast
 ) -> tuple[list[Remedy], Searched]:
     """Return every change that makes a run fit, and how the search for them ended."""
-    from axonlaunch.planning.estimate import remedies
+    from axonlaunch.planning.estimate import suggest_changes
 
-    search = remedies(context, config, found)
+    search = suggest_changes(context, config, found)
     changes: list[Remedy] = []
     while True:
         try:
@@ -131,7 +131,7 @@ def to_json_dict(found: Forecast, changes: Sequence[Remedy], ended: Searched) ->
     }
 
 
-def show(found: Forecast, console: Console) -> None:
+def print_estimate(found: Forecast, console: Console) -> None:
     """Print an estimate: what it is of, a table, bars, and whether it fits."""
     from rich.text import Text
 
@@ -161,9 +161,9 @@ def show_remedies(
     context: ForkServerContext, config: RunConfig, found: Forecast, console: Console
 ) -> None:
     """Print each change that makes a run fit as soon as it is found, and how the search ended."""
-    from axonlaunch.planning.estimate import remedies
+    from axonlaunch.planning.estimate import suggest_changes
 
-    search, count = remedies(context, config, found), 0
+    search, count = suggest_changes(context, config, found), 0
     while True:
         try:
             with spinner("searching for changes that make it fit"):

@@ -74,7 +74,7 @@ def command(
         print_json(to_json_dict(found, seconds))
         return
     console = Console(file=sys.stdout, highlight=False)
-    show(found, console, seconds=seconds)
+    print_plan(found, console, seconds=seconds)
     if write is not None:
         console.print(f"\nwritten to {write}", markup=False, soft_wrap=True)
         if write.parent.name == "experiment":
@@ -93,7 +93,7 @@ def to_json_dict(found: Plan, seconds: float) -> dict[str, Any]:
     }
 
 
-def show(found: Plan, console: Console, *, seconds: float) -> None:
+def print_plan(found: Plan, console: Console, *, seconds: float) -> None:
     """Print a table, the words to paste and why the second is second."""
     from rich.text import Text
 
@@ -101,7 +101,7 @@ def show(found: Plan, console: Console, *, seconds: float) -> None:
 
     console.print(f"[bold]{found.workload}[/bold]")
     console.print(f"{found.searched:,} layouts in {seconds:.0f} s, the fastest that fit first\n")
-    console.print(plan_table.table(found))
+    console.print(plan_table.build_plan_table(found))
     for number, planned in enumerate(found.candidates, 1):
         console.print()
         console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.estimate import searched, show, show_remedies, to_json_dict
+from axonlaunch.cli.estimate import searched, print_estimate, show_remedies, to_json_dict
 from axonlaunch.cli.options import (
     STARTED,
     ConfigDir,
@@ -155,7 +155,7 @@ def _dry_run(
         for number, run in enumerate(runs):
             if number:
                 console.print()
-            show(run.forecast, console)
+            print_estimate(run.forecast, console)
             show_remedies(context, run.config, run.forecast, console)
             _show_obstacles(run.obstacles, console)
         _show_elsewhere(runs, overrides, console)

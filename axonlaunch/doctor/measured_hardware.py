@@ -34,7 +34,7 @@ def of_this_node(
         hardware: As composed.
         ranks: Of the run, all on this node.
     """
-    figures = _kept(ranks) or measure(context, ranks=ranks)
+    figures = _kept(ranks) or measure_hardware(context, ranks=ranks)
     given = dataclasses.asdict(hardware)
     empty = dataclasses.asdict(HardwareConfig(name=hardware.name))
     return HardwareConfig(
@@ -42,7 +42,7 @@ def of_this_node(
     )
 
 
-def measure(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
+def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
     """Measure this node with so many ranks at once, and keep what was found."""
     threads = host.threads(ranks=ranks)
     with tempfile.TemporaryDirectory() as folder:

@@ -89,7 +89,7 @@ def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> li
         ready: The same, with the ranks that it would have here.
     """
     if config.launch.name == "slurm":
-        return slurm.problems(config)  # a job's nodes are not this node
+        return slurm.job_issues(config)  # a job's nodes are not this node
     found: list[ConfigIssue] = forked_call.call(
         context, "axonlaunch.preflight.checks:obstacles", ready
     )

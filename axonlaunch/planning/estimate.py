@@ -110,7 +110,7 @@ def forecast(
     )
 
 
-def remedies(
+def suggest_changes(
     context: ForkServerContext, config: RunConfig, found: Forecast
 ) -> Generator[Remedy, None, Searched]:
     """Yield changes after which a run fits, the cheapest first, as they are found.
@@ -152,7 +152,7 @@ def estimated(context: ForkServerContext, config: RunConfig, *, exact: bool = Fa
     kept = estimate_cache.read(config, exact=exact)
     if kept is None:
         kept = forked_call.call(context, "axonlaunch.planning.estimate:trace", config, exact)
-        estimate_cache.write(config, kept, exact=exact)
+        estimate_cache.write_estimate(config, kept, exact=exact)
     return kept
 
 
@@ -223,10 +223,10 @@ def remedied(config: RunConfig, found: Estimate) -> Generator[Remedy, None, Sear
                 resolve_anywhere(changed), memory=room, until=began + SEARCH_S
             )
             if kept is not None:
-                estimate_cache.write(changed, kept)
+                estimate_cache.write_estimate(changed, kept)
         return kept
 
-    untried = yield from remedies.remedies(
+    untried = yield from remedies.search_changes(
         config,
         found,
         memory=room,
@@ -247,7 +247,7 @@ def without_tracing(config: RunConfig) -> Estimate:
     from axonlaunch.preflight.checks import resolve_anywhere
 
     import_plugins(config.plugins)
-    return states_only.estimate(resolve_anywhere(config))
+    return states_only.estimate_states(resolve_anywhere(config))
 
 
 def _on_named_hardware(config: RunConfig) -> RunConfig:

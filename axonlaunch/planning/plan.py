@@ -47,10 +47,10 @@ def plan(
     config = configuration.typed(
         naming_files(composed.tree), composed.problems, origins=composed.origins
     )
-    return searched(context, composed, config, devices=devices, config_dirs=config_dirs)
+    return search_composed(context, composed, config, devices=devices, config_dirs=config_dirs)
 
 
-def searched(
+def search_composed(
     context: ForkServerContext,
     composed: Composed,
     config: RunConfig,

@@ -31,7 +31,7 @@ from axonlaunch.preflight.model_outputs import output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
-    listed,
+    first_four,
     pipeline_problems,
     sharding_problems,
     tensor_problems,
@@ -40,7 +40,7 @@ from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
-FP32 = 4
+FP32_BYTES = 4
 """Bytes of a parameter's element and of its gradient."""
 
 
@@ -203,7 +203,7 @@ def _model(
     if spec.initializers is not None:
         started = spec.initializers(model)
         if unstarted := [name for name, _ in model.named_parameters() if name not in started]:
-            message = f"initializers= gives nothing for {listed(unstarted)}; add it by that name"
+            message = f"initializers= gives nothing for {first_four(unstarted)}; add it by that name"
             return spec, None, [ConfigIssue("model", message, config.model.name)]
     return spec, model, []
 
@@ -280,10 +280,10 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Con
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
     held = count // (shares.tensor * shares.pipeline)
-    states = FP32 * share_of_states(config)
+    states = FP32_BYTES * share_of_states(config)
     per_element = (
-        FP32 / shares.parameter_shards
-        + FP32 / shares.gradient_shards
+        FP32_BYTES / shares.parameter_shards
+        + FP32_BYTES / shares.gradient_shards
         + states / shares.optimizer_shards
     )
     per_rank = int(held * per_element)
@@ -318,7 +318,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     kept = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    needed = int(count * FP32 * (1 + share_of_states(config))) * kept
+    needed = int(count * FP32_BYTES * (1 + share_of_states(config))) * kept
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
         return

@@ -66,7 +66,7 @@ def sharding_problems(
     key, kind = "strategy.data_parallel", config.strategy.data_parallel
     if scalars := [name for name, one in model.named_parameters() if one.ndim == 0]:
         message = (
-            f"{listed(scalars)} has no dim that can be sharded; give it the shape [1], or use ddp "
+            f"{first_four(scalars)} has no dim that can be sharded; give it the shape [1], or use ddp "
             "or zero1"
         )
         yield ConfigIssue(key, message, kind)
@@ -83,7 +83,7 @@ def sharding_problems(
             yield ConfigIssue(key, message.replace("torch.", ""), kind)
 
 
-def listed(names: Sequence[str]) -> str:
+def first_four(names: Sequence[str]) -> str:
     """Return the first four names."""
     return ", ".join([*names[:4], "..."] if len(names) > 4 else names)
 
@@ -155,7 +155,7 @@ def pipeline_problems(
         return
     if kept := kept_everywhere(spec, model):
         message = (
-            f"every stage would train its own {listed(kept)}; name what holds it among the ends"
+            f"every stage would train its own {first_four(kept)}; name what holds it among the ends"
         )
         yield ConfigIssue("model.ends", message)
     per_rank = stages_per_rank(config.strategy)

@@ -212,7 +212,7 @@ def save_reference(config: RunConfig, steps: int, folder: str) -> ParityResult |
     return None
 
 
-def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> ParityResult | None:
+def verify_on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> ParityResult | None:
     """Verify a layout as one of its real ranks; rank 0 judges.
 
     Args:

@@ -15,7 +15,7 @@ from command import TINY, Command, Served
 from rich.console import Console
 from served import Server
 
-from axonlaunch.cli.estimate import show, to_json_dict
+from axonlaunch.cli.estimate import print_estimate, to_json_dict
 from axonlaunch.cli.plotting import save
 from axonlaunch.planning.records import (
     Estimate,
@@ -113,7 +113,7 @@ REMEDY = Remedy(["train.micro_batch_size=1"], ["smaller matrix products"], 10 * 
 
 def shown(found: Forecast, *, width: int, **options: Any) -> str:
     stream = io.StringIO()
-    show(found, Console(file=stream, width=width, highlight=False, **options))
+    print_estimate(found, Console(file=stream, width=width, highlight=False, **options))
     return stream.getvalue()
 
 

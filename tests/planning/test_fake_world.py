@@ -71,7 +71,7 @@ def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
             trace.finish()
         return max(on_device(point) for event in trace.events for point in event.points)
 
-    assert forked_map.run([largest]) == [4 << 20]
+    assert forked_map.map_forked([largest]) == [4 << 20]
 
 
 def test_a_backward_is_told_by_its_graph_task() -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonlaunch.comm.mock.exchange import (
-    Call,
+    CollectiveCall,
     Exchange,
     PendingMessage,
     PendingOperation,
@@ -92,7 +92,7 @@ class MockProcessGroup(dist.ProcessGroup):
             key,
             ranks,
             self._global_rank,
-            Call("exchange", "", ()),
+            CollectiveCall("exchange", "", ()),
             (line, lines),
             work,
             label=label,
@@ -200,7 +200,7 @@ class MockProcessGroup(dist.ProcessGroup):
             for rank, (targets, _) in enumerate(payloads):
                 _copy_all(targets, [sources[rank] for _, sources in payloads])
 
-        asked = Call("all_to_all", f"of {inputs[0].dtype}" if inputs else "", ())
+        asked = CollectiveCall("all_to_all", f"of {inputs[0].dtype}" if inputs else "", ())
         return self._collective(asked, (_raw(outputs), _raw(inputs)), work, outputs)
 
     def all_to_all_single(
@@ -220,7 +220,7 @@ class MockProcessGroup(dist.ProcessGroup):
         return work
 
     def barrier(self, opts: Any = None) -> MockWork:
-        return self._collective(Call("barrier", "", ()), None, lambda _: None, [])
+        return self._collective(CollectiveCall("barrier", "", ()), None, lambda _: None, [])
 
     # Messages.
 
@@ -270,7 +270,7 @@ class MockProcessGroup(dist.ProcessGroup):
 
     def _collective(
         self,
-        asked: Call,
+        asked: CollectiveCall,
         payload: Any,
         work: Callable[[list[Any]], None],
         result: Any,
@@ -302,7 +302,7 @@ class MockProcessGroup(dist.ProcessGroup):
         return self._collective(call(name, inputs, detail=detail), payload, work, outputs)
 
     def _reduce_scatter(
-        self, asked: Call, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
+        self, asked: CollectiveCall, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
     ) -> MockWork:
         def work(payloads: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
             for index in range(len(outputs)):

@@ -39,7 +39,7 @@ Source: 4 A100 with NVLink, NVIDIA/nccl#964. Not checked against a run.
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceMemory:
     """Bytes of device memory.
 
     Attributes:
@@ -66,7 +66,7 @@ def held(
     capacity: int | None = None,
     expandable: bool = False,
     workspace: int = CUBLAS_WORKSPACE,
-) -> Held:
+) -> DeviceMemory:
     """Return what a process holds at most.
 
     Args:
@@ -82,7 +82,7 @@ def held(
     allocator = Allocator(capacity=capacity, expandable=expandable)
     allocator.replay([Change(-1, workspace), Change(-2, workspace)])
     allocator.replay(changes)
-    return Held(
+    return DeviceMemory(
         allocator=allocator.peak_reserved + max(0, peak_bytes - _most(changes)),
         context=CUDA_CONTEXT,
         communicators=communicators(groups),

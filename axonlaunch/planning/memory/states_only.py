@@ -22,7 +22,7 @@ from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 _FP32 = 4
 
 
-def estimate(config: RunConfig) -> Estimate:
+def estimate_states(config: RunConfig) -> Estimate:
     """Estimate the states of every rank of a run.
 
     Args:

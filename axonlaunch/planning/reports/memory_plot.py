@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from axonlaunch.planning.records import Forecast
-from axonlaunch.planning.reports.memory_table import COLOURS, place
+from axonlaunch.planning.reports.memory_table import COLOURS, stage_name
 from axonlaunch.system.formatting import MIB, figures, size, unit_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def draw(found: Forecast) -> Figure:
         widest = max(widest, memory)
     axes.set_xlim(0, widest * 1.08)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(rows, [place(one, estimate) for one in estimate.ranks])
+    axes.set_yticks(rows, [stage_name(one, estimate) for one in estimate.ranks])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlabel(

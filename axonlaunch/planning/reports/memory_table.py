@@ -33,7 +33,7 @@ _SHORT: dict[Category, str] = {
 }
 
 
-def place(rank: RankEstimate, found: Estimate) -> str:
+def stage_name(rank: RankEstimate, found: Estimate) -> str:
     """Name the ranks that an entry stands for."""
     return f"pp {rank.coords['pp']}" if found.mesh["pp"] > 1 else "all"
 
@@ -53,7 +53,7 @@ def table(found: Estimate) -> Table:
         numbers = [one.peak_bytes, *(one.breakdown[category] for category in COLOURS)]
         if has_host:
             numbers.append(one.host_bytes)
-        drawn.add_row(place(one, found), *(figures(number / unit) for number in numbers))
+        drawn.add_row(stage_name(one, found), *(figures(number / unit) for number in numbers))
     return drawn
 
 
@@ -101,7 +101,7 @@ def bars(found: Estimate, *, memory_bytes: int | None, width: int) -> Text:
         memory_bytes: Of a device; None draws no line.
         width: Of the terminal, columns.
     """
-    names = [place(one, found) for one in found.ranks]
+    names = [stage_name(one, found) for one in found.ranks]
     head = max(map(len, names)) + 2
     room = max(width - head - 1, 20)
     whole = max(found.peak_bytes, memory_bytes or 0)

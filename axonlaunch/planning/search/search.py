@@ -180,7 +180,7 @@ def _fastest(
         ConfigError: Why the first can't be traced, if none can.
     """
     runs = [partial(_timed, candidate.config, hardware) for candidate in first]
-    works = forked_map.run(runs, memory=fake_tensor_cache.recipes)
+    works = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
     found = [
         (candidate, one)
         for candidate, one in zip(first, works, strict=True)

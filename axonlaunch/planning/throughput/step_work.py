@@ -119,7 +119,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     stages = min(2, shares.stages_per_rank)
     ranks = (0, 1) if shares.pipeline > 1 else (0,)
     runs = {
-        (d, m): shortened(config, world_size=world_size, layers=d, micro_batches=m)
+        (d, m): reduced_config(config, world_size=world_size, layers=d, micro_batches=m)
         for d in depths
         for m in counts
     }
@@ -131,7 +131,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     ]
     if shares.pipeline > 1:
         functions.append(partial(_split, config))
-    results = forked_map.run(functions, memory=fake_tensor_cache.recipes)
+    results = forked_map.map_forked(functions, memory=fake_tensor_cache.recipes)
     layers = tuple(results[-1]) if shares.pipeline > 1 else (depth or 0,)
     traced = {
         (rank, *key): one
@@ -151,7 +151,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     return StepWork(first, last, layers, parameters, length)
 
 
-def shortened(config: RunConfig, *, world_size: int, layers: int, micro_batches: int) -> RunConfig:
+def reduced_config(config: RunConfig, *, world_size: int, layers: int, micro_batches: int) -> RunConfig:
     """Return a run like this one in every axis but a shorter pipeline, in a world to fit.
 
     Args:

@@ -25,7 +25,7 @@ from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule, fake_world
 from axonlaunch.planning.tracing.dry_run import DryRun
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, Event, StorageTrace
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, TraceEvent, StorageTrace
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 
 _ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
@@ -50,7 +50,7 @@ class Traced:
         sharded: What the rank holds of parameters that are sharded; None where none are.
     """
 
-    events: list[Event]
+    events: list[TraceEvent]
     fed: int
     received: Mapping[Category, int]
     sharded: FSDPMemoryStats | None
@@ -98,14 +98,14 @@ class StageTrace:
             for key, fewer in self._keys().items()
         }
 
-    def short_step(self, done: Mapping[Key, Traced]) -> list[Event]:
+    def short_step(self, done: Mapping[Key, Traced]) -> list[TraceEvent]:
         """Return the step of the short run, as deep as the place is."""
         traces = [done[key].events for key in self._keys()]
         return (
             extrapolate_depth.extrapolate(*traces, blocks=self.spare) if self.spare else traces[0]
         )
 
-    def events(self, short_step: list[Event], done: Mapping[Key, Traced]) -> list[Event]:
+    def events(self, short_step: list[TraceEvent], done: Mapping[Key, Traced]) -> list[TraceEvent]:
         """Return the place's step."""
         trace = done[next(iter(self._keys()))]
         short, whole = self.short.shares, self.whole.shares
@@ -135,7 +135,7 @@ class StageTrace:
             )
         )
 
-    def left_by_forward(self, short_step: list[Event]) -> list[int]:
+    def left_by_forward(self, short_step: list[TraceEvent]) -> list[int]:
         """Return what a micro-batch leaves for its backward on each of the rank's stages."""
         if self.whole.shares.pipeline == 1:
             return []
@@ -158,14 +158,14 @@ def traced(blueprint: ReducedRun, rank: int) -> Traced:
         ConfigError: It can't be traced.
     """
     trace = StorageTrace(on_host=host_categories(blueprint.config))
-    extrapolate_schedule.watch(trace)
+    extrapolate_schedule.watch_actions(trace)
     world = fake_world.join(rank=rank, world_size=blueprint.world_size)
     with refusing_untraceable(blueprint.config):
         dry = DryRun(blueprint, world, trace=trace)
         batch, spec = dry.batch(), spec_for(blueprint.config.model)
         with dry.storing():
             dry.settle()
-            measure(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
+            measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
     shares = blueprint.shares
     fed = (batch.inputs.nbytes + batch.targets.nbytes) // (shares.micro_batches * shares.context)
     if shares.pipeline == 1:
@@ -183,7 +183,7 @@ def _of_parameters(stats: FSDPMemoryStats | None) -> dict[str, int]:
     }
 
 
-def measure(
+def measure_stage(
     engine: Engine,
     batch: Batch,
     trace: StorageTrace,
