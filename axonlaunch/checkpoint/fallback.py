@@ -55,11 +55,15 @@ def newest_good(where: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     Raises:
         OSError: They can't be listed or read.
     """
-    newest = step_folders.resolve(where)
+    newest = step_folders.find_checkpoint(where)
     if newest is None:
         return None, step_folders.corrupt_checkpoints(where) | put_aside_before(where)
     wrong: dict[Path, str] = {}
-    before = [] if newest.path == step_folders.named(where) else step_folders.list_checkpoints(where)[:-1]
+    before = (
+        []
+        if newest.path == step_folders.named(where)
+        else step_folders.list_checkpoints(where)[:-1]
+    )
     for found in [newest, *reversed(before)]:
         reason = reader.index_fault(found)
         if reason is None:

@@ -168,7 +168,7 @@ def _of_ours(
     return found, tuple(sizes.keys() - used)
 
 
-def write(
+def write_safetensors(
     folder: Path,
     model: Any,
     tensors: Iterator[tuple[str, Tensor]],

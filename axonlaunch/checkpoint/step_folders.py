@@ -85,7 +85,7 @@ def latest(run_dir: Path) -> Checkpoint | None:
     return found[-1] if found else None
 
 
-def resolve(path: Path) -> Checkpoint | None:
+def find_checkpoint(path: Path) -> Checkpoint | None:
     """Return the checkpoint that a path means: itself, or a run's newest; None where neither.
 
     A link that a user names is followed; those that a folder holds are not.

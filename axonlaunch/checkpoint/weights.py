@@ -44,7 +44,7 @@ def start(engine: Engine, model: Any, *, world: World) -> None:
         return
     state = engine.state_dict()
     where = storage_path(given[1])
-    found = step_folders.resolve(where)
+    found = step_folders.find_checkpoint(where)
     if found is not None:
         reader.load(found, {"model": state["model"]}, world=world)
     else:
@@ -65,7 +65,7 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     Raises:
         ConfigError: The path holds no weights.
     """
-    found = step_folders.resolve(path)
+    found = step_folders.find_checkpoint(path)
     if found is not None:
         return reader.model_differences(found, model)
     from axonlaunch.checkpoint.safetensors import Reader
@@ -116,7 +116,9 @@ def export(
     contents = {f"{reader.MODEL}{name}": entry for name, entry in entries.items()}
     read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in names], contents)
     tensors = zip(names, read, strict=True)
-    written = safetensors.write(folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes)
+    written = safetensors.write_safetensors(
+        folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes
+    )
     copied: list[str] = []
     if isinstance(config.model, HuggingFaceConfig):
         from axonlaunch.models.hf import exported

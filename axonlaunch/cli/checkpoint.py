@@ -14,7 +14,7 @@ from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
     from axonlaunch.checkpoint import Checkpoint
-    from axonlaunch.checkpoint.diff import Difference
+    from axonlaunch.checkpoint.diff import TensorDifference
     from axonlaunch.config import RunConfig
 
 HELP = "Inspect, verify, export and import checkpoints."
@@ -45,16 +45,18 @@ RunDir = Annotated[
         help="Folder or fsspec URL of a run, or of one of its checkpoints.",
     ),
 ]
-app = typer.Typer(help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True)
+checkpoint_app = typer.Typer(
+    help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True
+)
 
 
-@app.callback()
+@checkpoint_app.callback()
 def _root(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-@app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
+@checkpoint_app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
 def ls(run_dir: RunDir, as_json: Json = False) -> None:
     """List a run's checkpoints."""
     from axonlaunch.checkpoint import corrupt_checkpoints, fallback, step_folders
@@ -100,7 +102,9 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
         console.print(f"[yellow]moved aside[/yellow]  {escape(f'{path} {reason}')}", soft_wrap=True)
 
 
-@app.command("check", help="Verify the checksum of every file and the presence of every parameter.")
+@checkpoint_app.command(
+    "check", help="Verify the checksum of every file and the presence of every parameter."
+)
 def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     """Verify the checksum of every file and the presence of every parameter."""
     from axonlaunch.checkpoint import corrupt_checkpoints, diff
@@ -131,7 +135,9 @@ def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     raise typer.Exit(0 if passed else 1)
 
 
-@app.command("diff", help="Compare two checkpoints; exit status 1 if any tensor differs.")
+@checkpoint_app.command(
+    "diff", help="Compare two checkpoints; exit status 1 if any tensor differs."
+)
 def diff(
     first: Annotated[
         Path, typer.Argument(metavar="A", parser=_place, help="A run or a checkpoint.")
@@ -148,7 +154,7 @@ def diff(
     from axonlaunch.checkpoint.storage import reaching
 
     with spinner("comparing"), reaching(first), reaching(second):
-        found = diff.compare(_checkpoint(first), _checkpoint(second))
+        found = diff.compare_checkpoints(_checkpoint(first), _checkpoint(second))
     if as_json:
         print_json({"equal": not found, "differences": [asdict(one) for one in found]})
     elif found:
@@ -158,7 +164,7 @@ def diff(
     raise typer.Exit(1 if found else 0)
 
 
-def _show_differences(found: list[Difference]) -> None:
+def _show_differences(found: list[TensorDifference]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -178,7 +184,7 @@ def _show_differences(found: list[Difference]) -> None:
         console.print(f"{len(found) - 2 * MAX_SHOWN_TENSORS} more; --json has all")
 
 
-@app.command(
+@checkpoint_app.command(
     "export", help="Export weights as safetensors, in Hugging Face's format where there is one."
 )
 def export(
@@ -218,7 +224,9 @@ def export(
         typer.echo(f"{out / name}")
 
 
-@app.command("import", help="Create a run at step 0 from Hugging Face GPT-2 or Llama weights.")
+@checkpoint_app.command(
+    "import", help="Create a run at step 0 from Hugging Face GPT-2 or Llama weights."
+)
 def import_(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="Folder with config.json and *.safetensors.")
@@ -253,12 +261,12 @@ def _all(path: Path) -> list[Checkpoint]:
 
 
 def _checkpoint(path: Path) -> Checkpoint:
-    from axonlaunch.checkpoint import corrupt_checkpoints, resolve
+    from axonlaunch.checkpoint import corrupt_checkpoints, find_checkpoint
     from axonlaunch.checkpoint.storage import reaching
 
     _folder(path)
     with reaching(path):
-        found = resolve(path)
+        found = find_checkpoint(path)
         wrong = (
             "" if found else "; ".join(f"{p} {why}" for p, why in corrupt_checkpoints(path).items())
         )

@@ -75,10 +75,10 @@ def command(
     with forkserver.warm() as context:
         from rich.console import Console
 
-        from axonlaunch.planning.estimate import forecast, load
+        from axonlaunch.planning.estimate import forecast, load_for_estimate
 
         with spinner("tracing a step"):
-            config = load(
+            config = load_for_estimate(
                 context,
                 overrides or [],
                 config_name=config_name,
@@ -86,11 +86,11 @@ def command(
             )
             found = forecast(context, config, exact=exact, analytic=analytic)
         if plot is not None:
-            from axonlaunch.planning.reports.memory_plot import draw
+            from axonlaunch.planning.reports.memory_plot import draw_memory
 
-            save(draw(found), plot)
+            save(draw_memory(found), plot)
         if as_json:
-            print_json(to_json_dict(found, *searched(context, config, found)))
+            print_json(estimate_to_json(found, *search_all_changes(context, config, found)))
             return
         console = Console(file=sys.stdout, highlight=False)
         print_estimate(found, console)
@@ -99,7 +99,7 @@ def command(
         console.print(f"\nplot          {plot}", markup=False, soft_wrap=True)
 
 
-def searched(
+def search_all_changes(
     context: ForkServerContext, config: RunConfig, found: Forecast
 ) -> tuple[list[Remedy], Searched]:
     """Return every change that makes a run fit, and how the search for them ended."""
@@ -114,7 +114,7 @@ def searched(
             return changes, end.value
 
 
-def to_json_dict(found: Forecast, changes: Sequence[Remedy], ended: Searched) -> dict[str, Any]:
+def estimate_to_json(found: Forecast, changes: Sequence[Remedy], ended: Searched) -> dict[str, Any]:
     """Return what ``--json`` prints."""
     notes = [*found.notes, *([_UNSEARCHED + ended.reason] if ended.reason else [])]
     return {
@@ -144,7 +144,7 @@ def print_estimate(found: Forecast, console: Console) -> None:
     console.print(f"[bold]{found.layout}[/bold]: {of}\n")
     for note in found.notes:
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
-    console.print(memory_table.table(known))
+    console.print(memory_table.build_memory_table(known))
     console.print()
     width = console.width
     console.print(

@@ -50,7 +50,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Search the fastest layouts that fit."""
-    from axonlaunch.planning.plan import experiment, plan
+    from axonlaunch.planning.plan import experiment, plan_run
     from axonlaunch.system import forkserver
 
     count = _checked(devices, write)
@@ -59,7 +59,7 @@ def command(
         from rich.console import Console
 
         with spinner("searching layouts"):
-            found = plan(
+            found = plan_run(
                 context,
                 overrides or [],
                 devices=count,
@@ -71,7 +71,7 @@ def command(
         write.parent.mkdir(parents=True, exist_ok=True)
         write.write_text(experiment(overrides or [], found.candidates[0].overrides))
     if as_json:
-        print_json(to_json_dict(found, seconds))
+        print_json(plan_to_json(found, seconds))
         return
     console = Console(file=sys.stdout, highlight=False)
     print_plan(found, console, seconds=seconds)
@@ -82,7 +82,7 @@ def command(
             console.print(f"axonlaunch train {there}", markup=False, soft_wrap=True)
 
 
-def to_json_dict(found: Plan, seconds: float) -> dict[str, Any]:
+def plan_to_json(found: Plan, seconds: float) -> dict[str, Any]:
     """Return what ``--json`` prints."""
     candidates = [{**asdict(planned), "fits": planned.fits} for planned in found.candidates]
     return {

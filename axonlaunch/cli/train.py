@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.estimate import searched, print_estimate, show_remedies, to_json_dict
+from axonlaunch.cli.estimate import (
+    estimate_to_json,
+    print_estimate,
+    search_all_changes,
+    show_remedies,
+)
 from axonlaunch.cli.options import (
     STARTED,
     ConfigDir,
@@ -162,7 +167,7 @@ def _dry_run(
 
 
 def _as_object(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
-    found = to_json_dict(run.forecast, *searched(context, run.config, run.forecast))
+    found = estimate_to_json(run.forecast, *search_all_changes(context, run.config, run.forecast))
     return {**found, "obstacles": problems_as_objects(run.obstacles)}
 
 

@@ -67,7 +67,9 @@ class Record:
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Self:
         """Read what ``to_json`` wrote, parsed."""
-        calls = (OpenCollective(**{**call, "ranks": tuple(call["ranks"])}) for call in content["open"])
+        calls = (
+            OpenCollective(**{**call, "ranks": tuple(call["ranks"])}) for call in content["open"]
+        )
         return cls(begun=content["begun"], open=tuple(calls))
 
 

@@ -49,7 +49,7 @@ def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any
         store = str(Path(folder) / "store")
         calls = [(rank, ranks, threads, store) for rank in range(ranks)]
         found, *_ = forked_call.call_together(
-            context, "axonlaunch.doctor.microbenchmarks:on_rank", calls
+            context, "axonlaunch.doctor.microbenchmarks:run_microbenchmarks", calls
         )
     figures = {name: _rounded(value) for name, value in found.items()}
     figures |= {

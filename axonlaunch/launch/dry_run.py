@@ -49,7 +49,7 @@ def dry_runs(context: ForkServerContext, request: Request) -> list[DryRun]:
         return dataclasses.replace(found, tree=naming_files(found.tree))
 
     load = partial(
-        auto_strategy.load,
+        auto_strategy.load_auto_strategy,
         compose=with_files,
         server=lambda: context,
         config_dirs=request.config_dirs,

@@ -44,7 +44,10 @@ class BackgroundEstimate:
         self._is_hopeless = False
         self.peak_bytes: int | None = None
         self.reason, self.traceback = "no step was done", ""
-        if (kept := estimate_cache.read(self._config) or estimate_cache.read(named)) is not None:
+        if (
+            kept := estimate_cache.read_estimate(self._config)
+            or estimate_cache.read_estimate(named)
+        ) is not None:
             self._take(kept)
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ _IDLE = (
 )
 
 
-def read(config: RunConfig, *, exact: bool = False) -> Estimate | None:
+def read_estimate(config: RunConfig, *, exact: bool = False) -> Estimate | None:
     """Return the estimate of a configuration, if one was kept.
 
     Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from axonlaunch.checkpoint import fallback, reader, step_folders, weights
 from axonlaunch.checkpoint.manifest import Checkpoint
-from axonlaunch.checkpoint.storage import storage_path, reaching
+from axonlaunch.checkpoint.storage import reaching, storage_path
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.optimizer import OPTIMIZERS
 from axonlaunch.config.parameter_groups import states_of, with_options

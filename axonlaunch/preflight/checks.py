@@ -203,7 +203,9 @@ def _model(
     if spec.initializers is not None:
         started = spec.initializers(model)
         if unstarted := [name for name, _ in model.named_parameters() if name not in started]:
-            message = f"initializers= gives nothing for {first_four(unstarted)}; add it by that name"
+            message = (
+                f"initializers= gives nothing for {first_four(unstarted)}; add it by that name"
+            )
             return spec, None, [ConfigIssue("model", message, config.model.name)]
     return spec, model, []
 

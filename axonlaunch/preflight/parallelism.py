@@ -16,8 +16,7 @@ from axonlaunch.config.layout import data_parallel_facts, stages_per_rank
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import block_names, cuttable, kept_everywhere, missing_ends
 from axonlaunch.engines.pipeline.tied_weights import tied_names
-from axonlaunch.engines.tensor.parallelize import problems as plan_problems
-from axonlaunch.engines.tensor.plan_checks import styled
+from axonlaunch.engines.tensor.plan_checks import plan_issues, styled
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
@@ -66,8 +65,8 @@ def sharding_problems(
     key, kind = "strategy.data_parallel", config.strategy.data_parallel
     if scalars := [name for name, one in model.named_parameters() if one.ndim == 0]:
         message = (
-            f"{first_four(scalars)} has no dim that can be sharded; give it the shape [1], or use ddp "
-            "or zero1"
+            f"{first_four(scalars)} has no dim that can be sharded; give it the shape [1], or "
+            "use ddp or zero1"
         )
         yield ConfigIssue(key, message, kind)
     # Each block is gathered by itself, and the rest together; what is gathered is of one type.
@@ -109,7 +108,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         yield ConfigIssue("strategy.tensor.sequence_parallel", message, True)
         return
     yield from _undivided_length(config)
-    found = plan_problems(
+    found = plan_issues(
         model, plan, degree=tensor.degree, sequence_parallel=tensor.sequence_parallel
     )
     for pattern, message in found:

@@ -22,7 +22,7 @@ _LONGEST = 107 - len("/axonlaunch-01234567/listener-01234567")
 
 
 @contextmanager
-def private_folder() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """Make a folder that this user alone can enter, and delete it on leaving.
 
     It is in TMPDIR, unless a socket's address below that would be too long or nothing can be made
@@ -56,9 +56,9 @@ def keep_kernels(otherwise: Path) -> None:
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     try:
-        kept = host.private_folder(cache.cache_folder() / "inductor")
+        kept = host.temporary_folder(cache.cache_folder() / "inductor")
     except (OSError, RuntimeError):  # no home, or not a writable one
-        kept = host.private_folder(otherwise / "inductor")
+        kept = host.temporary_folder(otherwise / "inductor")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
 
 

@@ -141,7 +141,7 @@ def denied(*_: Any, **__: Any) -> Any:
 
 LISTINGS: dict[str, Callable[[Path], object]] = {
     "latest": checkpoint.latest,
-    "resolve": checkpoint.resolve,
+    "resolve": checkpoint.find_checkpoint,
     "corrupt_checkpoints": checkpoint.corrupt_checkpoints,
     "newest_good": fallback.newest_good,
     "sweep_partial": checkpoint.sweep_partial,

@@ -308,7 +308,7 @@ def test_a_checkpoint_that_is_a_link_is_refused_unless_a_user_names_it(tmp_path:
     link.symlink_to(elsewhere.path)
     assert checkpoint.list_checkpoints(run_dir) == []
     assert checkpoint.corrupt_checkpoints(run_dir) == {link: "is a link"}
-    named = checkpoint.resolve(link)
+    named = checkpoint.find_checkpoint(link)
     assert named is not None
     assert named.path == elsewhere.path
 

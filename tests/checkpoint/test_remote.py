@@ -58,7 +58,7 @@ def test_what_was_saved_is_read(bucket: Path) -> None:
     assert steps(bucket) == [1, 2]
     assert values(bucket) == {2.0}
     first, second = checkpoint.list_checkpoints(bucket)
-    assert {one.name for one in diff.compare(first, second)} == {"model.w0", "model.w1"}
+    assert {one.name for one in diff.compare_checkpoints(first, second)} == {"model.w0", "model.w1"}
     assert all(step_folders.damage(one) == [] for one in (first, second))
 
 

@@ -15,7 +15,7 @@ from served import Server
 from axonlaunch import config
 from axonlaunch.cli.plan import print_plan
 from axonlaunch.planning.plan import experiment
-from axonlaunch.planning.records import HostMemory, ParityResult, Plan, Planned, Workload
+from axonlaunch.planning.records import FitVerdict, HostMemory, Plan, Planned, Workload
 from axonlaunch.planning.reports.plan_table import why_slower
 
 GIB = 1024**3
@@ -30,7 +30,7 @@ MODEL = [
 ]
 
 
-def planned(*, step_s: float, verdict: ParityResult = "fits", **breakdown: float) -> Planned:
+def planned(*, step_s: float, verdict: FitVerdict = "fits", **breakdown: float) -> Planned:
     return Planned(
         overrides=["strategy.data_parallel=fsdp", "launch.nproc=64"],
         layout="fsdp 64, micro-batch 1, selective recomputation",

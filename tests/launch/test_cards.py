@@ -88,7 +88,9 @@ def test_our_own_frames_are_left_out_of_a_users_error_alone() -> None:
 
 
 def waiting(rank: int, *, begun: int, op: str = "", num_bytes: int = 8) -> Report:
-    call = OpenCollective(group="g", axis="dp", ranks=(0, 1), number=begun, op=op, num_bytes=num_bytes)
+    call = OpenCollective(
+        group="g", axis="dp", ranks=(0, 1), number=begun, op=op, num_bytes=num_bytes
+    )
     record = Record(begun={"g": begun}, open=(call,) if op else ())
     kind = "waiting" if op else "hang"
     return replace(report(rank, kind, "waiting" if op else "it sleeps"), record=record)

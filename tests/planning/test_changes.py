@@ -50,7 +50,9 @@ def formula(chosen: RunConfig) -> float:
 
 
 def told(chosen: RunConfig, memory: int) -> list[list[str]]:
-    found = [*search_changes(chosen, estimate(chosen), memory=memory, formula=formula, estimate=estimate)]
+    found = [
+        *search_changes(chosen, estimate(chosen), memory=memory, formula=formula, estimate=estimate)
+    ]
     assert all(one.process_bytes <= memory and one.costs for one in found)
     return [one.overrides for one in found]
 
@@ -182,7 +184,9 @@ def test_changes_come_one_by_one_until_the_time_is_over() -> None:
         tried.append(one)
         return estimate(one)
 
-    search = search_changes(chosen, estimate(chosen), memory=600, formula=formula, estimate=counting)
+    search = search_changes(
+        chosen, estimate(chosen), memory=600, formula=formula, estimate=counting
+    )
     assert [next(search).overrides] == told(chosen, 600)[:1]
     assert len(tried) == 1
     assert searched(chosen, estimate=counting, is_over=lambda: True) == ([], TRACED)
@@ -227,7 +231,9 @@ def test_what_is_offloaded_is_told_per_rank_and_node_and_needs_the_host(
         )
 
     found = [
-        *search_changes(chosen, estimate(chosen), memory=1e9, formula=lambda _: 1.0, estimate=offloading)
+        *search_changes(
+            chosen, estimate(chosen), memory=1e9, formula=lambda _: 1.0, estimate=offloading
+        )
     ]
     assert bool(found) == (fits is not False)
     for one in found:

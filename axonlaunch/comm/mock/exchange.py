@@ -43,7 +43,7 @@ class CollectiveCall(NamedTuple):
         return f"{self.name}{f' {self.detail}' if self.detail else ''}{of}"
 
 
-def call(name: str, tensors: Sequence[Tensor] = (), *, detail: str = "") -> CollectiveCall:
+def describe_call(name: str, tensors: Sequence[Tensor] = (), *, detail: str = "") -> CollectiveCall:
     """Describe a call on tensors."""
     return CollectiveCall(name, detail, tuple((tensor.dtype, tensor.shape) for tensor in tensors))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch.engines.pipeline.schedule import ActionKind
-from axonlaunch.engines.pipeline.timeline import TimelineSlot, Timeline
+from axonlaunch.engines.pipeline.timeline import Timeline, TimelineSlot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # By Okabe and Ito, distinguishable in all common kinds of colour vision; of each a light one for a
 # rank's first stage, with dark numbers, and a dark one for its later stages, with white numbers.
-COLOURS: dict[ActionKind, tuple[str, str]] = {
+ACTION_COLOURS: dict[ActionKind, tuple[str, str]] = {
     "F": ("#8fcdf0", "#0072b2"),
     "B": ("#f7b955", "#a84b00"),
     "I": ("#f0e442", "#8a7d00"),
@@ -33,7 +33,7 @@ MAX_PLOT_INCHES = 40.0  # inches; numbers that would be too small are left out t
 SMALLEST = 4.0  # points
 
 
-def draw(timeline: Timeline) -> Figure:
+def draw_timeline(timeline: Timeline) -> Figure:
     """Draw a timeline: a row per rank, time to the right, a micro-batch's number on each action."""
     # A figure of its own draws by Agg or SVG as savefig asks; pyplot would keep it in a global
     # list and choose a backend for the whole process.
@@ -74,7 +74,7 @@ def _bar(axes: Axes, slot: TimelineSlot, *, later: bool, size: float) -> None:
         slot.stop - slot.start,
         left=slot.start,
         height=0.86,
-        color=COLOURS[slot.action.kind][later],
+        color=ACTION_COLOURS[slot.action.kind][later],
         edgecolor="white",
         linewidth=0.8,
     )
@@ -97,7 +97,7 @@ def _add_legend(figure: Figure, timeline: Timeline) -> None:
     kinds = {slot.action.kind for slot in timeline.slots}
     shades = 2 if timeline.schedule.stages_per_rank > 1 else 1
     entries: dict[str, Any] = {
-        label: tuple(Patch(color=colour) for colour in COLOURS[kind][:shades])
+        label: tuple(Patch(color=colour) for colour in ACTION_COLOURS[kind][:shades])
         for kind, label in LABELS.items()
         if kind in kinds
     }

@@ -22,9 +22,9 @@ from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup, leave
 from axonlaunch.engines.tensor.local_parameters import (
     TensorAxis,
     convert_module,
-    to_local,
     own_entries,
     refuse_indivisible,
+    to_local,
 )
 from axonlaunch.models.attention import Attention, RotaryTable
 

@@ -22,7 +22,7 @@ from axonlaunch.comm.autograd import copy_to_group, sum_over
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.config.errors import divisor_of
 
-ModuleT = TypeVar("Kind", bound=nn.Module)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class TensorAxis:

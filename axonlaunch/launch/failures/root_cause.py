@@ -73,7 +73,9 @@ def _missing(reports: Sequence[Report]) -> dict[int, list[MissingPeers]]:
     }
 
 
-def _waited_for(call: OpenCollective, records: Mapping[int, Record], mute: set[int]) -> MissingPeers:
+def _waited_for(
+    call: OpenCollective, records: Mapping[int, Record], mute: set[int]
+) -> MissingPeers:
     there = {rank: records[rank] for rank in call.ranks if rank in records}
     absent = [r for r, record in there.items() if record.begun.get(call.group, 0) < call.number]
     silent = [rank for rank in call.ranks if rank in mute]

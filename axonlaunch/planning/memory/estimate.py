@@ -122,7 +122,9 @@ class _Run:
             runs["process", recorded] = _recorded(self.blueprint, recorded)
         for place in places:
             runs |= {key: one for key, one in place.traces().items() if key not in self.done}
-        found = forked_map.map_forked([*runs.values()], memory=fake_tensor_cache.recipes, until=self.until)
+        found = forked_map.map_forked(
+            [*runs.values()], memory=fake_tensor_cache.recipes, until=self.until
+        )
         self.done.update(zip(runs, found, strict=True))
 
     def rank(self, place: StageTrace) -> RankEstimate:

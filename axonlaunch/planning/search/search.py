@@ -20,7 +20,7 @@ from axonlaunch.config.layout import world_size
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.records import Estimate, ParityResult, Plan, Planned, verdict
+from axonlaunch.planning.records import Estimate, FitVerdict, Plan, Planned, verdict
 from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.throughput.analytic_work import scaled
@@ -38,7 +38,7 @@ _REFUSED = 200
 """Layouts that a run's own checks may refuse before the search gives up."""
 
 
-def plan(
+def search_layouts(
     config: RunConfig,
     *,
     devices: int,
@@ -239,7 +239,7 @@ def _estimated(
     return sorted(found, key=lambda planned: not planned.fits)
 
 
-def _verdict(found: Estimate, config: RunConfig) -> ParityResult:
+def _verdict(found: Estimate, config: RunConfig) -> FitVerdict:
     assert config.hardware is not None
     memory = figure(config.hardware, "memory_gib") * GIB
     return verdict(found.process_bytes, memory=memory, margin=config.estimate.margin)

@@ -142,7 +142,9 @@ class _Scaled:
         if facts.averages == "parameters" and shares.gradient_ranks > 1:
             period = facts.period(self._config.strategy.options) if facts.period else 1
             _put(
-                found, CollectiveOp("update", "all_reduce", self._axes), Amount(1, held) * (1 / period)
+                found,
+                CollectiveOp("update", "all_reduce", self._axes),
+                Amount(1, held) * (1 / period),
             )
         elif facts.shards_parameters and shares.dp_replicate > 1:
             summed = CollectiveOp("backward", "all_reduce", ("dp_replicate",))
@@ -180,7 +182,9 @@ class _Scaled:
                 _put(found, CollectiveOp("backward", "reduce_scatter", axes), Amount(1, reduced))
         if shares.context > 1:
             _put(found, CollectiveOp("forward", "all_gather", ("cp",)), Amount(1, 2 * self._stream))
-            _put(found, CollectiveOp("backward", "all_gather", ("cp",)), Amount(2, 4 * self._stream))
+            _put(
+                found, CollectiveOp("backward", "all_gather", ("cp",)), Amount(2, 4 * self._stream)
+            )
             merged = _RING * shares.context * self._stream / shares.tensor
             _put(found, Kernel("forward", "ring"), Amount(1, merged))
         return found

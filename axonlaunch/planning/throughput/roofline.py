@@ -17,7 +17,13 @@ import torch
 
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.planning.throughput.operations import Amount, AttentionOp, Kernel, Operation, Product
+from axonlaunch.planning.throughput.operations import (
+    Amount,
+    AttentionOp,
+    Kernel,
+    Operation,
+    Product,
+)
 
 _TILE = (128, 256)
 """Rows and columns of the largest tile that cuBLAS gives one multiprocessor (NVIDIA's guide)."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from axonlaunch.planning.tracing.storage_trace import TraceEvent, Point, StorageTrace, on_device
+from axonlaunch.planning.tracing.storage_trace import Point, StorageTrace, TraceEvent, on_device
 
 NEAR = 2
 """Blocks at each end of a shallow model: FSDP gathers one ahead while another's shards go out."""
@@ -23,7 +23,7 @@ SHALLOW = 2 * NEAR
 _Name: TypeAlias = tuple[str | int, ...]
 
 
-def watch(blocks: Mapping[int, Sequence[nn.Module]], trace: StorageTrace) -> None:
+def watch_blocks(blocks: Mapping[int, Sequence[nn.Module]], trace: StorageTrace) -> None:
     """Begin an event of the trace wherever a block begins its forward or its backward.
 
     Args:
@@ -41,7 +41,9 @@ def peak(events: Iterable[TraceEvent]) -> tuple[Point, int]:
     return max(points, key=on_device), max(point[-1] for point in points)
 
 
-def extrapolate(shallow: Sequence[TraceEvent], deeper: Sequence[TraceEvent], *, blocks: int) -> list[TraceEvent]:
+def extrapolate(
+    shallow: Sequence[TraceEvent], deeper: Sequence[TraceEvent], *, blocks: int
+) -> list[TraceEvent]:
     """Return what a deeper model's events hold.
 
     Args:

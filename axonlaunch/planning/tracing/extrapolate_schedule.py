@@ -21,9 +21,9 @@ from axonlaunch.engines.pipeline.schedule import Action, ActionKind
 from axonlaunch.planning.tracing.storage_trace import (
     CATEGORIES,
     Category,
-    TraceEvent,
     Point,
     StorageTrace,
+    TraceEvent,
     on_device,
 )
 
@@ -128,7 +128,9 @@ def watch_actions(trace: StorageTrace) -> None:
     begin("backward_weight_one_chunk", lambda _: "W")
 
 
-def extend_schedule(events: Sequence[TraceEvent], *, rounds: Sequence[Sequence[Action]]) -> list[TraceEvent]:
+def extend_schedule(
+    events: Sequence[TraceEvent], *, rounds: Sequence[Sequence[Action]]
+) -> list[TraceEvent]:
     """Return what a step of more actions holds.
 
     Args:

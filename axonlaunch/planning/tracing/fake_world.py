@@ -24,7 +24,7 @@ from axonlaunch.comm.backend import Backend
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 
-def join(*, rank: int, world_size: int) -> World:
+def join_fake_world(*, rank: int, world_size: int) -> World:
     """Stand as one rank in a world whose other ranks are not there.
 
     Raises:
