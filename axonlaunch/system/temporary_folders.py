@@ -56,9 +56,9 @@ def keep_kernels(otherwise: Path) -> None:
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     try:
-        kept = host.temporary_folder(cache.cache_folder() / "inductor")
+        kept = host.private_folder(cache.cache_folder() / "inductor")
     except (OSError, RuntimeError):  # no home, or not a writable one
-        kept = host.temporary_folder(otherwise / "inductor")
+        kept = host.private_folder(otherwise / "inductor")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
 
 
