@@ -115,6 +115,8 @@ if TYPE_CHECKING:
     from axonlaunch.config import (
         RunConfig as RunConfig,
     )
+    from axonlaunch.config.optimizer_states import OptimizerState as OptimizerState
+    from axonlaunch.data.registry import register_dataset as register_dataset
     from axonlaunch.data.sampler import DistributedSampler as DistributedSampler
     from axonlaunch.engines.data_parallel.ddp import DDP as DDP
     from axonlaunch.engines.data_parallel.fsdp import (
@@ -138,6 +140,11 @@ if TYPE_CHECKING:
     from axonlaunch.engines.data_parallel.gradient_synchronizer import (
         GradSyncStrategy as GradSyncStrategy,
     )
+    from axonlaunch.engines.data_parallel.registry import (
+        register_data_parallel as register_data_parallel,
+    )
+    from axonlaunch.engines.data_parallel.replicas import Replicas as Replicas
+    from axonlaunch.engines.optimizer.registry import register_optimizer as register_optimizer
     from axonlaunch.engines.pipeline.pipeline import (
         Pipeline as Pipeline,
     )
@@ -161,12 +168,15 @@ if TYPE_CHECKING:
     from axonlaunch.engines.tensor.loss import (
         vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
     )
+    from axonlaunch.launch.registry import register_launcher as register_launcher
     from axonlaunch.models import (
         ModelSpec as ModelSpec,
     )
     from axonlaunch.models import (
         register_model as register_model,
     )
+    from axonlaunch.training.loggers.base import Logger as Logger
+    from axonlaunch.training.loggers.registry import register_logger as register_logger
 
 __all__ = [
     "Backend",
@@ -183,9 +193,11 @@ __all__ = [
     "GradSyncStrategy",
     "GradientBucket",
     "GradientSynchronizer",
+    "Logger",
     "MismatchError",
     "ModelSpec",
     "NcclError",
+    "OptimizerState",
     "PeerFailedError",
     "Pipeline",
     "PipelineMemoryStats",
@@ -194,6 +206,7 @@ __all__ = [
     "ProcessGroup",
     "RankFailedError",
     "ReduceOp",
+    "Replicas",
     "RowParallelLinear",
     "RunConfig",
     "ShardingStrategy",
@@ -217,7 +230,12 @@ __all__ = [
     "recv",
     "reduce_scatter_mean",
     "reduce_scatter_sum",
+    "register_data_parallel",
+    "register_dataset",
+    "register_launcher",
+    "register_logger",
     "register_model",
+    "register_optimizer",
     "scatter_tensor",
     "send",
     "sync_gradient",
@@ -228,6 +246,8 @@ __all__ = [
 
 _ROOMS = {
     "axonlaunch.config": ("ConfigError", "RunConfig"),
+    "axonlaunch.config.optimizer_states": ("OptimizerState",),
+    "axonlaunch.data.registry": ("register_dataset",),
     "axonlaunch.data.sampler": ("DistributedSampler",),
     "axonlaunch.engines.data_parallel.ddp": ("DDP",),
     "axonlaunch.engines.data_parallel.fsdp": ("CPUOffload", "FSDP", "ShardingStrategy"),
@@ -236,6 +256,9 @@ _ROOMS = {
         "GradSyncStrategy",
         "GradientSynchronizer",
     ),
+    "axonlaunch.engines.optimizer.registry": ("register_optimizer",),
+    "axonlaunch.engines.data_parallel.registry": ("register_data_parallel",),
+    "axonlaunch.engines.data_parallel.replicas": ("Replicas",),
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline.schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline.timeline": ("PipelineMemoryStats",),
@@ -246,7 +269,10 @@ _ROOMS = {
         "VocabParallelEmbedding",
     ),
     "axonlaunch.engines.tensor.loss": ("vocab_parallel_cross_entropy_sum",),
+    "axonlaunch.launch.registry": ("register_launcher",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
+    "axonlaunch.training.loggers.base": ("Logger",),
+    "axonlaunch.training.loggers.registry": ("register_logger",),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 

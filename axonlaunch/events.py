@@ -106,6 +106,13 @@ class SampleGenerated:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """Something that a user should know and that does not end the run."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Finished:
     """The run's end, after its last step or an interruption.
 
@@ -138,7 +145,7 @@ def ignore_heartbeat(phase: str, *, step: int | None) -> None:
     del phase, step
 
 
-Event = Started | StepLogged | StepDone | Evaluated | Saved | SampleGenerated | Finished
+Event = Started | StepLogged | StepDone | Evaluated | Saved | SampleGenerated | Noted | Finished
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from axonlaunch.events import (
     StepLogged,
 )
 from axonlaunch.training import worker
-from axonlaunch.training.metrics import MetricsFile
+from axonlaunch.training.loggers.jsonl import JSONLLogger
 
 TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
 TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
@@ -198,17 +198,6 @@ def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
 
 
 def test_metrics_take_no_event_without_numbers(tmp_path: Path) -> None:
-    write = MetricsFile(tmp_path / "metrics.jsonl", resumed_at=None)
+    write = JSONLLogger(tmp_path / "metrics.jsonl", resumed_at=None)
     write(Saved(step=1, path="x", seconds=0.1, stalled_s=0.1))
     assert (tmp_path / "metrics.jsonl").read_text() == ""
-
-
-def test_tensorboard_holds_the_losses(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    words = ["train.steps=3", "train.log_every=1", "train.tensorboard=true"]
-    losses = [event.loss for event in of(StepLogged, train(tmp_path, *words))]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses)

@@ -23,6 +23,8 @@ LISTS = {
     "optimizers": "optimizer",
     "schedulers": "scheduler",
     "launchers": "launch",
+    "loggers": "loggers",
+    "data_parallel": "strategy.data_parallel",
     "hardware": "hardware",
     "experiments": "experiment",
 }
@@ -30,6 +32,7 @@ LISTS = {
 ALIASES = {group: name for name, group in LISTS.items()} | {
     "datasets": "data",
     "launches": "launchers",
+    "logger": "loggers",
     "schedules": "schedulers",
 }
 """Other names of a list: its group as overrides write it, and other plurals."""
@@ -44,13 +47,13 @@ def command(
     as_json: Json = False,
 ) -> None:
     """List the options of each configuration group."""
-    from axonlaunch.config import Composer, ConfigError, ConfigIssue
+    from axonlaunch.config import ConfigError, ConfigIssue, composer_of
     from axonlaunch.registry import unknown
 
     chosen = list(LISTS) if group is None else [ALIASES.get(group, group)]
     if group is not None and chosen[0] not in LISTS:
         raise ConfigError([ConfigIssue("", unknown("group", group, LISTS.values()))])
-    composer = Composer(config_dirs=config_dir or [])
+    composer = composer_of(config_dir or [])
     listed = {name: composer.options(LISTS[name]) for name in chosen}
     if as_json:
         print_json(listed)

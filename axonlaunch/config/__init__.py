@@ -13,11 +13,10 @@ from typing import Any
 
 from axonlaunch.config.compose import DEFAULT_ORIGIN, Composed, Composer
 from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.config.plain import LARGEST_YAML, flatten, read_yaml, to_tree, to_yaml, with_values
-from axonlaunch.config.plugins import import_entry_point, import_plugins, search_here
+from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.rules import find_rule_violations
-from axonlaunch.config.schema import RunConfig
+from axonlaunch.config.schema import REGISTRIES, RunConfig
 from axonlaunch.config.trust import foreign_code
 from axonlaunch.config.validate import validate
 from axonlaunch.system.files import read_text
@@ -31,6 +30,7 @@ __all__ = [
     "ConfigIssue",
     "RunConfig",
     "compose",
+    "composer_of",
     "flatten",
     "import_code",
     "load",
@@ -79,16 +79,21 @@ def compose(
     Raises:
         ConfigError: The files themselves can't be composed.
     """
-    composer = Composer(config_dirs=config_dirs) if config_dirs else _of_ours()
+    composer = composer_of(config_dirs) if config_dirs else _of_ours()
     composed = composer.compose(overrides, config_name=config_name)
-    problems = _import_models(composed.tree) + composed.problems
-    return _with_registered_model(dataclasses.replace(composed, problems=problems))
+    problems = _import_plugins(composed.tree) + composed.problems
+    return _with_registered(dataclasses.replace(composed, problems=problems))
+
+
+def composer_of(config_dirs: Sequence[str | Path] = ()) -> Composer:
+    """Return what composes from a user's folders and ours, and knows what is registered."""
+    return Composer(config_dirs=config_dirs, registries=REGISTRIES)
 
 
 @functools.cache
 def _of_ours() -> Composer:
     """Return what composes from our own YAML alone, which does not change."""
-    return Composer()
+    return composer_of()
 
 
 def typed(
@@ -133,50 +138,41 @@ def _placed(problem: ConfigIssue, origins: Mapping[str, str]) -> ConfigIssue:
     return dataclasses.replace(problem, message=message)
 
 
-def _import_models(tree: dict[str, Any]) -> list[ConfigIssue]:
-    """Import what registers models: plugins, and the package that offers the chosen model."""
-    modules, model = tree.get("plugins"), tree.get("model")
-    problems = import_plugins(modules) if isinstance(modules, list) else []
-    if isinstance(model, dict):
-        problems += import_entry_point(str(model.get("name")), MODEL_CONFIGS)
-        if model.get("name") == "custom":
-            search_here()  # for model.target
-    return problems
+def _import_plugins(tree: dict[str, Any]) -> list[ConfigIssue]:
+    """Import the modules that register what the configuration may choose."""
+    modules = tree.get("plugins")
+    return import_plugins(modules) if isinstance(modules, list) else []
 
 
 def import_code(config: RunConfig) -> None:
-    """Import what a configuration names, in a process that received it as a value.
+    """Import the plugins of a configuration, in a process that received it as a value.
 
     Raises:
         ConfigError: A module can't be imported.
     """
-    named = {"plugins": config.plugins, "model": {"name": config.model.name}}
-    if problems := _import_models(named):
+    if problems := import_plugins(config.plugins):
         raise ConfigError(problems)
 
 
-def _with_registered_model(composed: Composed) -> Composed:
-    """Let ``model=NAME`` choose a model that a plugin registered, for which there is no YAML.
+def _with_registered(composed: Composed) -> Composed:
+    """Let ``GROUP=NAME`` choose what a plugin or a package registers, for which there is no YAML.
 
-    Its group then holds the name and what overrides set, nothing of the default model's.
+    Such a group then holds the name and what overrides set, of the default option's keys those
+    alone that all entries have.
     """
+    tree, given, problems = dict(composed.tree), dict(composed.given), []
     for problem in composed.problems:
-        if problem.key != "model":
+        registry, name = REGISTRIES.get(problem.key), str(problem.value)
+        if registry is None or name not in registry:
+            problems.append(problem)
             continue
-        name = str(problem.value)
-        import_entry_point(name, MODEL_CONFIGS)
-        if name not in MODEL_CONFIGS:
-            continue
-        group = composed.tree.get("model", {})
-        given = {key.split(".")[1] for key in composed.given if key.startswith("model.")}
-        chosen = {"name": name, **{key: group[key] for key in sorted(given)}}
-        return dataclasses.replace(
-            composed,
-            tree={**composed.tree, "model": chosen},
-            given={**composed.given, "model.name": f"model={name}"},
-            problems=[other for other in composed.problems if other is not problem],
-        )
-    return composed
+        group = tree.get(problem.key, {})
+        inside = f"{problem.key}."
+        keys = {key.split(".")[1] for key in composed.given if key.startswith(inside)}
+        keys |= group.keys() - {"name"} if registry.shares_keys else set()
+        tree[problem.key] = {"name": name, **{key: group[key] for key in sorted(keys)}}
+        given[f"{inside}name"] = f"{problem.key}={name}"
+    return dataclasses.replace(composed, tree=tree, given=given, problems=problems)
 
 
 def read(path: str | Path, *, trusted: bool = False) -> RunConfig:
@@ -202,7 +198,7 @@ def read(path: str | Path, *, trusted: bool = False) -> RunConfig:
     tree = _read_tree(text, name=str(file))
     if not trusted and (problems := foreign_code(tree, text, file=str(file))):
         raise ConfigError(problems)
-    return typed(tree, _import_models(tree))
+    return typed(tree, _import_plugins(tree))
 
 
 def meant_below_runs(path: Path) -> str:
@@ -218,7 +214,7 @@ def parsed(text: str, *, name: str = "the frozen configuration") -> RunConfig:
         ConfigError: It does not fit this version's schema.
     """
     tree = _read_tree(text, name=name)
-    return typed(tree, _import_models(tree))
+    return typed(tree, _import_plugins(tree))
 
 
 def _read_tree(text: str, *, name: str) -> dict[str, Any]:

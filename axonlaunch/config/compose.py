@@ -6,38 +6,20 @@ Everything of Hydra that is not public API is used here alone. Nothing here know
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.other_names import FOREIGN_OPTIONS
+from axonlaunch.config.override_text import too_much, without_quoted_keys, without_spaces
 from axonlaunch.config.plain import flatten, read_yaml
-from axonlaunch.registry import nearest, unknown
-
-_LONGEST, _DEEPEST = 8192, 32
-"""Characters and levels of an override: Hydra's parser takes seconds for a multiple of it."""
-_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+from axonlaunch.registry import Registry, nearest, unknown
 
 OVERRIDE_ORIGIN = "override "
 DEFAULT_ORIGIN = "default"
-
-FOREIGN_OPTIONS = {
-    "strategy=context_parallel": "strategy.context.degree=2",
-    "strategy=data_parallel": "ddp",
-    "strategy=deepspeed": "zero1, zero2 or fsdp",
-    "strategy=dp": "ddp",
-    "strategy=full_shard": "fsdp",
-    "strategy=hybrid_shard": "hsdp",
-    "strategy=none": "single",
-    "strategy=pp": "pipeline",
-    "strategy=shard_grad_op": "zero2",
-    "strategy=tp": "tensor",
-    "strategy=zero3": "fsdp",
-}
-"""What other tools call an option, to what it is here."""
-
 
 PRESET = "preset"
 """A key of the group ``model``: what its size makes sense with, by a key of ``PRESETS``. It is a
@@ -87,7 +69,13 @@ def packaged_configs() -> Path:
 class Composer:
     """Composes configurations from our own YAML and a user's folders, which come first."""
 
-    def __init__(self, *, config_dirs: Sequence[str | Path] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        config_dirs: Sequence[str | Path] = (),
+        registries: Mapping[str, Registry[Any, Any]] | None = None,
+    ) -> None:
+        """Find a user's folders; what ``registries`` list are options of their groups too."""
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
         from hydra._internal.utils import create_config_search_path
 
@@ -100,14 +88,19 @@ class Composer:
                 )
             search_path.prepend("user", folder.as_uri())
         self._loader = ConfigLoaderImpl(search_path)
+        self._registries = dict(registries or {})
         self._in_defaults: dict[str, frozenset[str]] = {}
 
     def options(self, group: str) -> dict[str, str]:
-        """Return ``{option: first comment line of its YAML}`` of a group, sorted by name."""
-        found: dict[str, str] = {}
-        for name in sorted(self._loader.get_group_options(group)):
+        """Return ``{option: what it is in a line}`` of a group, sorted by name.
+
+        Options are files of YAML, and what is registered or offered by installed packages.
+        """
+        registry = self._registries.get(group)
+        found = {} if registry is None else registry.summaries()
+        for name in self._loader.get_group_options(group):
             found[name] = self._summary(f"{group}/{name}.yaml")
-        return found
+        return dict(sorted(found.items()))
 
     def contents(self, group: str) -> dict[str, dict[str, Any]]:
         """Return ``{option: what its YAML says}`` of a group, sorted by name."""
@@ -164,9 +157,9 @@ class Composer:
 
         parser = OverridesParser.create(config_loader=self._loader)
         parsed = []
-        words, problems = _without_spaces(overrides)
-        for text in words:
-            if reason := _too_much(text):
+        words, problems = without_spaces(overrides)
+        for text in map(without_quoted_keys, words):
+            if reason := too_much(text):
                 problems.append(ConfigIssue("", f"{text[:60]}...: {reason}"))
                 continue
             try:
@@ -238,9 +231,12 @@ class Composer:
             message = f"it takes one option; to run several in turn write -m {group}={several}"
             return [], [ConfigIssue(group, message, value)]
         if str(value) not in options:
+            registry = self._registries.get(group)
+            options = sorted({*options, *(registry.names() if registry else ())})
             close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
             meant = f"did you mean {close}? " if close else ""
-            own = "; plugins=[module] registers your own" if group == "model" else ""
+            is_open = registry is not None and registry.entry_points is not None
+            own = "; plugins=[module] registers your own" if is_open else ""
             message = f"there is no such option; {meant}known: {', '.join(options)}{own}"
             return [], [ConfigIssue(group, message, value)]
         text = override.input_line.lstrip("+")
@@ -303,21 +299,6 @@ class Composer:
         return ""
 
 
-def _too_much(text: str) -> str:
-    """Say what is too much of an override to be parsed in a second; empty if nothing is."""
-    if len(text) > _LONGEST:
-        return (
-            f"is longer than {_LONGEST} characters; write it to a YAML file, and give its folder "
-            "by --config-dir"
-        )
-    depth = 0
-    for mark in re.sub(_QUOTED, "", text):
-        depth += (mark in "[{(") - (mark in ")}]")
-        if depth > _DEEPEST:
-            return f"is nested deeper than {_DEEPEST} levels; write it to a YAML file"
-    return ""
-
-
 def _taken_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:
     """Take a model's preset out of a composed tree, where it has had its effect."""
     model = tree.get("model")
@@ -333,20 +314,6 @@ def _taken_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:
         for name, value in preset.items()
         if name not in known
     ]
-
-
-def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[ConfigIssue]]:
-    """Part words from ``key = value``, of which a shell makes three."""
-    rest, problems = [*words], []
-    while "=" in rest:
-        at = rest.index("=")
-        of_it = slice(max(0, at - 1), at + 2)
-        written = rest[of_it]
-        problems.append(
-            ConfigIssue("", f"{' '.join(written)}: has spaces; write {''.join(written)}")
-        )
-        del rest[of_it]
-    return rest, problems
 
 
 def _omegaconf_problem(error: Any) -> ConfigIssue:

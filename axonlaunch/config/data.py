@@ -5,8 +5,12 @@ It holds values; ``axonlaunch.data`` reads what they name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+from axonlaunch.config.errors import target_problems
+from axonlaunch.registry import Entry, Needs, Registry
 
 IGNORE_INDEX: Final = -100
 """The target that a loss does not count: torch's own default for ``ignore_index``."""
@@ -112,11 +116,130 @@ class DigitsConfig:
     """share of the images held out for evaluation"""
 
 
-DATA_CONFIGS: dict[str, type] = {
-    "python_source": PythonSourceConfig,
-    "text": TextConfig,
-    "tokens": TokensConfig,
-    "synthetic_tokens": SyntheticTokensConfig,
-    "synthetic_images": SyntheticImagesConfig,
-    "digits": DigitsConfig,
-}
+@dataclass(frozen=True, kw_only=True)
+class CustomDataConfig:
+    """A user's own dataset, named by where it is imported from."""
+
+    name: str = "custom"
+    """name in the registry of datasets"""
+    target: str
+    """what makes the dataset, package.module:Class; called with the arguments"""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """keyword arguments of the target"""
+    num_classes: int | None = field(default=None, metadata={"min": 1})
+    """classes, or tokens of the vocabulary; null: as the dataset itself says"""
+    eval_fraction: float = field(default=0.05, metadata={"min": 0, "below": 1})
+    """share of a map-style dataset held out for evaluation: the last samples"""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for values that don't fit each other."""
+        return target_problems(self.target, "Class")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeDataConfig:
+    """Configuration of a registered dataset that brought no dataclass of its own."""
+
+    name: str
+    """name in the registry of datasets"""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """keyword arguments of the dataset"""
+
+
+Kind = Literal["tokens", "images"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleShape:
+    """What one sample is, as far as memory and time depend on it."""
+
+    kind: Kind
+    """tokens are int64, images fp32"""
+    shape: tuple[int, ...]
+    """of one input, [T] or [C, H, W]"""
+    num_classes: int | None = None
+    """tokens of the vocabulary, or classes; None: only the data knows"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetFacts:
+    """What others must know of a dataset without reading it."""
+
+    sample: Callable[[Any], SampleShape] | None = None
+    """from its configuration; None: the dataset is made to find out"""
+    files: tuple[str, ...] = ()
+    """required keys that name files, which an estimate does without"""
+    is_text: bool = False
+    """whether its tokens are bytes of text"""
+
+
+def _bytes(config: PythonSourceConfig | TextConfig) -> SampleShape:
+    return SampleShape(kind="tokens", shape=(config.sequence_length,), num_classes=NUM_BYTES)
+
+
+def _tokens(config: TokensConfig | SyntheticTokensConfig) -> SampleShape:
+    return SampleShape(
+        kind="tokens", shape=(config.sequence_length,), num_classes=config.vocab_size
+    )
+
+
+def _images(config: SyntheticImagesConfig) -> SampleShape:
+    shape = (config.num_channels, config.image_size, config.image_size)
+    return SampleShape(kind="images", shape=shape, num_classes=config.num_classes)
+
+
+def _digits(config: DigitsConfig) -> SampleShape:
+    shape = (1, config.image_size, config.image_size)
+    return SampleShape(kind="images", shape=shape, num_classes=10)
+
+
+DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
+    "dataset",
+    {
+        "python_source": Entry(
+            "axonlaunch.data.python_source:PythonSource",
+            "source of Python's standard library",
+            PythonSourceConfig,
+            DatasetFacts(sample=_bytes, is_text=True),
+        ),
+        "text": Entry(
+            "axonlaunch.data.text:Text",
+            "your own files as bytes, data.files",
+            TextConfig,
+            DatasetFacts(sample=_bytes, files=("files",), is_text=True),
+        ),
+        "tokens": Entry(
+            "axonlaunch.data.tokens:TokenFile",
+            "uint16 or uint32 tokens, memory-mapped, data.path",
+            TokensConfig,
+            DatasetFacts(sample=_tokens, files=("path",)),
+        ),
+        "synthetic_tokens": Entry(
+            "axonlaunch.data.synthetic:SyntheticTokens",
+            "made-up sequences that count up",
+            SyntheticTokensConfig,
+            DatasetFacts(sample=_tokens),
+        ),
+        "synthetic_images": Entry(
+            "axonlaunch.data.synthetic:SyntheticImages",
+            "made-up images, a noisy pattern a class",
+            SyntheticImagesConfig,
+            DatasetFacts(sample=_images),
+        ),
+        "digits": Entry(
+            "axonlaunch.data.digits:Digits",
+            "1797 real handwritten digits",
+            DigitsConfig,
+            DatasetFacts(sample=_digits),
+            needs=Needs("sklearn", "scikit-learn", "axonlaunch[digits]"),
+        ),
+        "custom": Entry(
+            "axonlaunch.data.custom:build_custom",
+            "your own dataset, data.target",
+            CustomDataConfig,
+            DatasetFacts(),
+        ),
+    },
+    entry_points="axonlaunch.datasets",
+    free_config=FreeDataConfig,
+)

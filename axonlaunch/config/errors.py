@@ -61,6 +61,14 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
+def target_problems(target: str | None, attribute: str) -> list[tuple[str, str]]:
+    """Return ``(field, message)`` if a ``target`` does not name something to import."""
+    module, _, name = (target or "").partition(":")
+    if module and name:
+        return []
+    return [("target", f"is not of the form package.module:{attribute}")]
+
+
 def divisors(number: int) -> list[int]:
     """Return what divides a number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -59,6 +59,9 @@ def _keys(config: Any, prefix: str) -> Iterator[Key]:
         name, value = f"{prefix}{spec.name}", getattr(config, spec.name)
         if dataclasses.is_dataclass(value):
             yield from _keys(value, f"{name}.")
+        elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
+            for number, item in enumerate(value):
+                yield from _keys(item, f"{name}[{number}].")
         else:
             allowed = _allowed(hints[spec.name], spec.metadata)
             yield Key(name, value, allowed, meanings.get(spec.name, ""))
@@ -67,6 +70,8 @@ def _keys(config: Any, prefix: str) -> Iterator[Key]:
 def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
     if "words" in limits:
         return str(limits["words"])
+    if "names" in limits:
+        return " | ".join([*limits["names"].names(), "null"])
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " | ".join(_allowed(option, limits) for option in inside)

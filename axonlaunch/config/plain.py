@@ -43,7 +43,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     if dataclasses.is_dataclass(tree):
         tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
     if not isinstance(tree, dict) or not tree:
-        return {prefix: tree} if prefix else {}
+        return {prefix: to_tree(tree)} if prefix else {}
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))

@@ -1,21 +1,21 @@
-"""A user's own modules, imported so that what they register has a name.
+"""A user's own modules, imported for what they register or for what a ``target`` names.
 
-They come from ``plugins`` and from the entry points of installed packages; nothing else is
-imported on a configuration's word.
+They come from ``plugins`` and ``target``; what installed packages offer by entry points is imported
+by the registry that lists it, and nothing else is imported on a configuration's word.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
-from collections.abc import Container, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from axonlaunch.config.errors import ConfigIssue
-
-ENTRY_POINT_GROUP = "axonlaunch.models"
+from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.registry import load
 
 
 def import_plugins(modules: Sequence[str]) -> list[ConfigIssue]:
@@ -42,17 +42,44 @@ def search_here() -> None:
         sys.path.append(here)
 
 
-def import_entry_point(model: str, known: Container[str]) -> list[ConfigIssue]:
-    """Import the installed package that offers a model of this name, if it is not known yet."""
-    if model in known:
-        return []
-    problems = []
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=model):
-        try:
-            point.load()
-        except Exception as error:  # someone else's package may fail in any way
-            problems.append(ConfigIssue("model.name", _reason(point.value, error), model))
-    return problems
+def import_target(target: str) -> Any:
+    """Import ``package.module:attribute``, of the working folder or of an installed package.
+
+    Raises:
+        ValueError: The text is not of that form.
+        ImportError: The module or the attribute does not exist.
+    """
+    search_here()
+    return load(target)
+
+
+def import_callable(key: str, target: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """Import what is to be called with arguments.
+
+    Raises:
+        ConfigError: It can't be imported or called, or does not take these arguments.
+    """
+    try:
+        found = import_target(target)
+    except Exception as error:  # a user's module may fail in any way
+        what = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        message = f"{what}{error}; write package.module:Class, importable from where you start"
+        raise ConfigError([ConfigIssue(key, message, target)]) from error
+    if not callable(found):
+        message = f"is {type(found).__name__}, not a class or function"
+        raise ConfigError([ConfigIssue(key, message, target)])
+    builder: Callable[..., Any] = found
+    try:
+        signature = inspect.signature(builder)
+    except (ValueError, TypeError):
+        return builder  # some of what is written in C has none
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "none"
+        message = f"{error}; arguments that it takes: {takes}"
+        raise ConfigError([ConfigIssue(key, message, target)]) from error
+    return builder
 
 
 def _reason(name: str, error: BaseException) -> str:

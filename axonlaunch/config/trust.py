@@ -7,13 +7,11 @@ until a user says whom he trusts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from typing import Any
 
 from axonlaunch.config.errors import ConfigIssue
-from axonlaunch.config.model import MODEL_CONFIGS
 from axonlaunch.config.plain import line_of
-from axonlaunch.config.plugins import ENTRY_POINT_GROUP
+from axonlaunch.config.schema import REGISTRIES
 
 
 def foreign_code(tree: dict[str, Any], text: str, *, file: str) -> list[ConfigIssue]:
@@ -39,16 +37,34 @@ def _named(tree: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     plugins = tree.get("plugins") or []
     for module in plugins if isinstance(plugins, list) else [plugins]:
         yield "plugins", module, "import it"
-    for group, keys in tree.items():
-        if not isinstance(keys, dict):
-            continue
+    for group, keys in _groups(tree):
         if keys.get("target"):
             yield f"{group}.target", keys["target"], "import and call it"
         if keys.get("trust_remote_code"):
             message = "run code that comes with the model"
             yield f"{group}.trust_remote_code", keys["trust_remote_code"], message
-    model = tree.get("model")
-    name = str(model.get("name")) if isinstance(model, dict) else ""
-    if name not in MODEL_CONFIGS:
-        for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-            yield "model.name", name, f"import {point.value}, of an installed package"
+    for key, registry in REGISTRIES.items():
+        for path, name in _chosen(tree, key):
+            if not registry.is_registered(name):
+                for point in registry.offers(name):
+                    yield path, name, f"import {point.value}, of an installed package"
+
+
+def _groups(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each group with its keys; of a list of groups, each item."""
+    for group, keys in tree.items():
+        for item in keys if isinstance(keys, list) else [keys]:
+            if isinstance(item, dict):
+                yield group, item
+
+
+def _chosen(tree: dict[str, Any], key: str) -> Iterator[tuple[str, str]]:
+    """Yield the names that a key chooses: as its value, its ``name``, or of each of its items."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, str):
+            yield key, item
+        elif isinstance(item, dict) and isinstance(item.get("name"), str):
+            yield f"{key}.name", item["name"]

@@ -13,56 +13,9 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
 from axonlaunch.config.errors import ConfigIssue, one_of, plain
-from axonlaunch.registry import nearest, unknown
-
-FOREIGN_NAMES = {
-    "batch": "train.global_batch_size",
-    "batch_size": "train.global_batch_size",
-    "devices": "launch.nproc",
-    "epochs": "train.steps",
-    "gpus": "launch.nproc",
-    "gradient_accumulation_steps": "train.micro_batch_size",
-    "gradient_checkpointing": "train.activation_checkpointing",
-    "learning_rate": "optimizer.lr",
-    "max_epochs": "train.steps",
-    "max_grad_norm": "train.grad_clip",
-    "max_steps": "train.steps",
-    "mixed_precision": "train.precision",
-    "nproc_per_node": "launch.nproc",
-    "num_epochs": "train.steps",
-    "num_gpus": "launch.nproc",
-    "num_processes": "launch.nproc",
-    "output_dir": "run_dir",
-    "pipeline_parallel_size": "strategy.pipeline.degree",
-    "pp": "strategy.pipeline.degree",
-    "tensor_parallel_size": "strategy.tensor.degree",
-    "tp": "strategy.tensor.degree",
-}
-"""What other tools call a key, to the key that it is here."""
-
-RENAMED_KEYS = {
-    "checkpoint.keep": "checkpoint.keep_last",
-    "checkpoint.keep_every": "checkpoint.keep_every_n_steps",
-    "hardware.attention_sustained": "hardware.attention_efficiency",
-    "hardware.host_sustained": "hardware.host_efficiency",
-    "hardware.link_gather_gb_s": "hardware.allgather_bw_gb_s",
-    "hardware.link_sustained": "hardware.link_efficiency",
-    "hardware.matrix_sustained": "hardware.matrix_efficiency",
-    "hardware.memory_sustained": "hardware.memory_efficiency",
-    "hardware.moved_bytes": "hardware.kernel_bytes",
-    "hardware.moved_us": "hardware.kernel_latency_us",
-    "hardware.network_sustained": "hardware.network_efficiency",
-    "launch.account": "launch.slurm.account",
-    "launch.partition": "launch.slurm.partition",
-    "launch.sbatch": "launch.slurm.extra_args",
-    "launch.setup": "launch.slurm.prologue",
-    "launch.time_limit": "launch.slurm.time",
-    "strategy.planned": "strategy.auto",
-    "train.prompt": "sample.prompt",
-    "train.sample_tokens": "sample.max_new_tokens",
-}
-"""What an earlier version called a key, to the key that it is now."""
-
+from axonlaunch.config.group_options import typed_groups
+from axonlaunch.config.other_names import FOREIGN_NAMES, RENAMED_KEYS
+from axonlaunch.registry import EntryPointError, Registry, nearest, unknown
 
 _ELSEWHERE = 0.75
 """How like a key of another group a name must be: ``stepz`` is meant for ``train.steps`` (0.8), and
@@ -105,6 +58,12 @@ def _dataclass(
     values: dict[str, Any] = {}
     for name, spec in fields.items():
         key = f"{prefix}.{name}" if prefix else name
+        if "typed_by" in spec.metadata:
+            sibling = spec.metadata["typed_by"]
+            registry = fields[sibling].metadata["names"]
+            chosen = values.get(sibling)
+            values[name] = _options(tree.get(name), registry, chosen, key, problems, root)
+            continue
         if name not in tree:
             if spec.default is MISSING and spec.default_factory is MISSING:
                 problems.append(ConfigIssue(key, f"is missing; write {key}=..."))
@@ -114,13 +73,20 @@ def _dataclass(
             problems.append(ConfigIssue(key, f"is missing; write {key}=..."))
             continue
         variants = spec.metadata.get("variants")
-        if variants is not None:
+        if "each" in spec.metadata:
+            values[name] = _each(value, spec.metadata["each"], key, problems, root)
+        elif (of_a_group := spec.metadata.get("groups")) is not None:
+            values[name] = typed_groups(
+                value, schema, of_a_group, tree, key, problems, type_one=_dataclass
+            )
+        elif variants is not None:
             values[name] = _variant(value, variants, spec, key, problems, root)
         elif (nested := _nested(hints[name], value)) is not None:
             values[name] = _dataclass(value, nested, key, problems, root=root)
         else:
             try:
                 values[name] = _convert(value, hints[name])
+                _is_named(values[name], spec.metadata.get("names"))
                 _in_range(values[name], spec.metadata, or_null=type(None) in get_args(hints[name]))
             except _Rejected as reason:
                 values.pop(name, None)
@@ -146,7 +112,7 @@ def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> 
 
 def _variant(
     tree: Any,
-    variants: dict[str, type],
+    variants: Registry[Any, Any],
     spec: Any,
     key: str,
     problems: list[ConfigIssue],
@@ -154,18 +120,82 @@ def _variant(
 ) -> Any:
     """Type a subtree by the dataclass that its ``name`` stands for."""
     if not isinstance(tree, dict):
-        message = f"is a group; choose one with {key}=NAME: {one_of(sorted(variants))}"
+        message = f"is a group; choose one with {key}=NAME: {one_of(variants.names())}"
         problems.append(ConfigIssue(key, message, tree))
         return _default(spec)
     name = tree.get("name", getattr(_default(spec), "name", None))
-    if name not in variants:
-        message = unknown(key, plain(name), sorted(variants))
+    if not isinstance(name, str) or name not in variants:
+        what = variants.kind if spec is None else key
+        message = unknown(what, plain(name), variants.names())
         problems.append(ConfigIssue(f"{key}.name", message, name))
         return _default(spec)
-    return _dataclass(tree, variants[name], key, problems, root=root)
+    try:
+        schema = variants.config(name)
+    except EntryPointError as error:
+        problems.append(ConfigIssue(f"{key}.name", str(error), name))
+        return _default(spec)
+    return _dataclass(tree, schema, key, problems, root=root)
+
+
+def _options(
+    tree: Any,
+    variants: Registry[Any, Any],
+    name: str | None,
+    key: str,
+    problems: list[ConfigIssue],
+    root: type,
+) -> Any:
+    """Type the options of what another field names; None where that has none."""
+    schema = None if name is None else variants.entry(name).config
+    if schema is not None:
+        named = {"name": name, **(tree or {})} if isinstance(tree, dict | None) else tree
+        return _dataclass(named, schema, key, problems, root=root)
+    if tree:
+        message = f"{plain(name)} has no options; remove this setting"
+        problems.append(ConfigIssue(key, message, tree))
+    return None
+
+
+def _is_named(value: Any, registry: Registry[Any, Any] | None) -> None:
+    """Refuse a name that a registry does not list, or can't import.
+
+    Raises:
+        _Rejected: It says why.
+    """
+    if registry is None or value is None:
+        return
+    if value not in registry:
+        close = nearest(value, registry.names())
+        meant = f"did you mean {close}? " if close else ""
+        raise _Rejected(f"{meant}use {one_of(registry.names())}; or null")
+    try:
+        registry.entry(value)
+    except EntryPointError as error:
+        raise _Rejected(str(error)) from error
+
+
+def _each(
+    tree: Any, variants: Registry[Any, Any], key: str, problems: list[ConfigIssue], root: type
+) -> list[Any]:
+    """Type a list of which each item is a name, a group with one, or a group with a target."""
+    if not isinstance(tree, list):
+        example = plain(tree) if isinstance(tree, str) else variants.names()[0]
+        problems.append(ConfigIssue(key, f"expected a list; write {key}=[{example}]", tree))
+        return []
+    typed = []
+    for number, item in enumerate(tree):
+        group = {"name": item} if isinstance(item, str) else item
+        if isinstance(group, dict) and "target" in group:
+            group = {"name": "custom", **group}
+        one = _variant(group, variants, None, f"{key}[{number}]", problems, root)
+        typed += [] if one is None else [one]
+    return typed
 
 
 def _default(spec: Any) -> Any:
+    """Return a field's default; an item of a list has none."""
+    if spec is None:
+        return None
     return spec.default_factory() if spec.default is MISSING else spec.default
 
 
@@ -321,8 +351,9 @@ def _paths(schema: type, prefix: str = "") -> list[str]:
         key = f"{prefix}{spec.name}"
         found.append(key)
         nested = _nested(hints[spec.name], {})
-        variants = spec.metadata.get("variants", {}).values()
-        for option in variants or ([nested] if nested else []):
+        variants = spec.metadata.get("variants")
+        options = [*variants.configs().values()] if variants else [nested] if nested else []
+        for option in options:
             found += _paths(option, f"{key}.")
     return found
 
@@ -330,8 +361,9 @@ def _paths(schema: type, prefix: str = "") -> list[str]:
 def _variants(root: type, key: str) -> list[tuple[str, set[str]]]:
     """Return ``(name, its keys)`` of each variant of a top-level group."""
     spec = {f.name: f for f in dataclasses.fields(root)}[key]
-    variants = spec.metadata.get("variants", {})
-    return [(name, {f.name for f in dataclasses.fields(v)}) for name, v in variants.items()]
+    variants = spec.metadata.get("variants")
+    known = variants.configs() if variants else {}
+    return [(name, {f.name for f in dataclasses.fields(v)}) for name, v in known.items()]
 
 
 def _first_key(schema: type) -> str:

@@ -15,16 +15,14 @@ from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.mesh import Mesh
-from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import StepResult
 from axonlaunch.engines.context.context import ContextAxis
-from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
-from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
-from axonlaunch.engines.forward_backward import ForwardBackward, Loss
+from axonlaunch.engines.data_parallel.replicas import Replicas
+from axonlaunch.engines.forward_backward import ForwardBackward, Loss, Outputs
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision import LossScale
@@ -39,7 +37,7 @@ class MeshEngine:
         passes: ForwardBackward,
         *,
         update: Update,
-        replicas: DDP | None,
+        replicas: Replicas | None,
         sharded: Sequence[FSDP],
         tied: TiedGradients | None,
         aliases: Mapping[str, str],
@@ -54,14 +52,15 @@ class MeshEngine:
         loss_scale: LossScale | None,
         grad_clip: float | None,
         seed: int,
-        rate: Callable[[int], float],
+        rate: Callable[..., float],
+        peak_rate: float,
     ) -> None:
         """Take over a model that is on its device, divided and initialised.
 
         Args:
             passes: Forward and backward.
             update: The optimizer's side.
-            replicas: Who averages gradients that forward and backward leave apart; None: nobody.
+            replicas: Keeps whole copies of the parameters in step; None: there are none.
             sharded: What of the model fully_shard divides.
             tied: Sums gradients of weights that two pipeline stages share.
             aliases: ``{name here: name in the whole model}`` of this rank's copies of a weight
@@ -77,7 +76,9 @@ class MeshEngine:
             loss_scale: fp16's; None: the loss is not scaled.
             grad_clip: Largest norm of the whole model's gradient; None: any.
             seed: Of what the model draws in training.
-            rate: Learning rate of a step.
+            rate: A step, and the peak of a group of parameters as ``peak``, to the group's
+                learning rate in that step.
+            peak_rate: The optimizer's own peak.
         """
         self.step = 0
         self.num_parameters = num_parameters
@@ -99,13 +100,13 @@ class MeshEngine:
         self._grad_clip = grad_clip
         self._seed = seed
         self._rate = rate
+        self._peak_rate = peak_rate
         self._pipeline: ProcessGroup | None = mesh.group("pp") if layout.pipeline > 1 else None
         self._buffers = [b for module in self.modules for b in persistent_buffers(module)]
-        self._has_stepped = False
         for module in self.modules:
             if not module.training:  # as pretrained models come; parts that a model froze stay so
                 module.train()
-        # Ranks of a tensor axis compute the same loss: one of them tells it.
+        # Ranks of a tensor axis compute the same loss: one of them reports it.
         self._tells_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
 
     def memory_stats(self) -> FSDPMemoryStats | None:
@@ -137,12 +138,12 @@ class MeshEngine:
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
 
-        def scaled(outputs: Tensor, targets: Tensor) -> Tensor:
+        def scaled(outputs: Outputs, targets: Tensor) -> Tensor:
             nonlocal factor
             if factor is None:
                 _wait(counting)
                 # Gradients are averaged over the data ranks, but the losses must be summed.
-                factor = (self._layout.gradient_ranks / tokens.clamp(min=1)).to(outputs.device)
+                factor = (self._layout.gradient_ranks / tokens.clamp(min=1)).to(targets.device)
             loss = self._loss(outputs, targets) * factor
             return loss if self._scale is None else loss * self._scale.value
 
@@ -203,13 +204,13 @@ class MeshEngine:
         return outputs[:, :length] if missing else outputs
 
     def learning_rate(self) -> float:
-        """Return the rate that the next step uses."""
-        return self._rate(self.step)
+        """Return the rate that the next step uses; groups of parameters may have others."""
+        return self._rate(self.step, peak=self._peak_rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, buffers, optimizer states and counters; divided ones as DTensors."""
         self._agree_on_buffers()
-        # Without fp16 there is no scale, told as 0: a run may go on in another precision.
+        # Without fp16 there is no scale, saved as 0: a run may resume in another precision.
         scale = self._scale or LossScale(value=0.0)
         counters = {
             "step": torch.tensor(self.step),
@@ -222,6 +223,8 @@ class MeshEngine:
         optimizer: dict[str, Tensor] = {}
         for key, value in self._update.state_dict().items():
             optimizer.setdefault(self._state_name(key), value)
+        if self._replicas is not None:
+            self._replicas.agree([*model.values(), *optimizer.values()])
         return {"model": model, "optimizer": optimizer, "counters": counters}
 
     @torch.no_grad()
@@ -232,11 +235,12 @@ class MeshEngine:
             if tensor is not saved:
                 tensor.copy_(saved)
         saved_states = state["optimizer"]
-        self._update.load_state_dict(
-            {key: saved_states[self._state_name(key)] for key in self._update.state_dict()}
-        )
         counters = state["counters"]
         self.step = int(counters["step"])
+        self._update.load_state_dict(
+            {key: saved_states[self._state_name(key)] for key in self._update.state_dict()},
+            has_stepped=self.step > 0,
+        )
         if self._scale is not None and float(counters["loss_scale"]) > 0:
             self._scale.value = float(counters["loss_scale"])
             self._scale.good_steps = int(counters["good_steps"])
@@ -258,19 +262,15 @@ class MeshEngine:
             if overflowed:
                 self._update.forget_gradients()
                 return norm, True
-        self._update.apply(learning_rate=self._rate(self.step - 1))
+        self._update.apply(rate=lambda peak: self._rate(self.step - 1, peak=peak))
+        if self._replicas is not None:
+            self._replicas.after_update(step=self.step)
         return norm, False
 
     def _synchronise(self) -> None:
         """Do what forward and backward have left: average replicas, sum tied weights."""
-        if self._replicas is not None and self._replicas.sync is GradSyncStrategy.NO_SYNC:
-            self._replicas.sync_gradients()
-        if self._replicas is not None and not self._has_stepped:
-            self._has_stepped = True
-            if names := self._replicas.parameters_without_grad():
-                listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-                message = f"{listed} got no gradient, for which the others wait; use synchronous"
-                raise ConfigError([ConfigIssue("strategy.ddp.sync", message, "overlapped")])
+        if self._replicas is not None:
+            self._replicas.after_backward()
         if self._tied is not None:
             self._tied.sync()
 

@@ -5,9 +5,8 @@ Importing it imports no torch; a name's code is imported when it is first asked 
 
 from __future__ import annotations
 
-from axonlaunch.models.registry import MODELS, announce_entry_points, register_model
+from axonlaunch.config.model import MODELS
+from axonlaunch.models.registry import register_model
 from axonlaunch.models.spec import ModelSpec
 
 __all__ = ["MODELS", "ModelSpec", "register_model"]
-
-announce_entry_points()

@@ -5,13 +5,15 @@ It refuses what can't be imported or is no module; what the builder itself raise
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import CustomConfig
+from axonlaunch.config.plugins import import_target
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
-from axonlaunch.registry import load
 
 
 def build_custom(config: CustomConfig) -> nn.Module:
@@ -21,7 +23,7 @@ def build_custom(config: CustomConfig) -> nn.Module:
         ConfigError: It can't be imported, can't be called, or does not return a module.
     """
     try:
-        builder = load(config.target)
+        builder = import_target(config.target)
     except ImportError as reason:
         message = f"{reason}; write package.module:build, importable from where you start"
         raise ConfigError([ConfigIssue("model.target", message, config.target)]) from reason
@@ -35,4 +37,9 @@ def build_custom(config: CustomConfig) -> nn.Module:
     return module
 
 
-SPEC = ModelSpec(build=build_custom, loss=cross_entropy_sum, inputs="any")
+SPEC = ModelSpec(
+    build=build_custom,
+    loss=cross_entropy_sum,
+    inputs="any",
+    adapt=lambda spec, config: replace(spec, layers=config.layers),
+)

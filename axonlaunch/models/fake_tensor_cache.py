@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from axonlaunch.models import fake_kernels
+
 _NAMESPACES = frozenset({"aten", "fsdp", "_c10d_functional"})
 _WITHOUT_TENSORS = frozenset(
     {
@@ -57,6 +59,7 @@ def tensors_without_bytes() -> FakeTensorMode:
 
     It is of torch's very type, by which operators that run others find their rules.
     """
+    fake_kernels.install()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__torch_dispatch__ = MethodType(_Memory(), mode)  # type: ignore[method-assign]
     return mode
@@ -113,7 +116,7 @@ class _Memory:
         return made
 
     def _recipe(self, mode: FakeTensorMode, result: Any, tensors: Sequence[Any]) -> _Recipe | None:
-        """Return what makes another result like this one; None: it can't be told."""
+        """Return what makes another result like this one; None: it can't be determined."""
         if result is None:
             return _Nothing()
         if type(result) in (tuple, list):
@@ -237,7 +240,7 @@ def _describe_each(
 def _overlap(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """Return which tensors are one, and which stand in one storage; nothing where none do.
 
-    A result does not tell whose place it took of several that could have been it.
+    A result does not show whose place it took of several that could have been it.
     """
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}

@@ -1,22 +1,15 @@
-"""How models join: built in, by decorator, or by an installed package's entry point.
+"""How a model joins: ``register_model``, in a plug-in or in a package that offers it.
 
-It lists names without importing what stands behind them.
+The table itself is ``config.model``'s; it lists names without importing what stands behind them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import inspect
-import warnings
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from axonlaunch.config.model import MODEL_CONFIGS, FreeModelConfig
-from axonlaunch.config.plugins import ENTRY_POINT_GROUP
+from axonlaunch.config.model import MODELS
 from axonlaunch.models.spec import Inputs, ModelSpec, TensorPlan
-from axonlaunch.registry import Entry, Registry
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,69 +17,6 @@ if TYPE_CHECKING:
     from axonlaunch.models.initialization import Initializer
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
-
-
-class ModelRegistry(Registry[ModelSpec]):
-    """Models by name; an entry point's module registers its model when it is first wanted."""
-
-    def add(self, name: str, target: ModelSpec | str, *, summary: str) -> None:
-        """List a model; one that an entry point announced takes that entry's place."""
-        known = self._entries.get(name)
-        if known is not None and isinstance(known.target, _Announced):
-            del self._entries[name]
-        super().add(name, target, summary=summary)
-
-    def announce(self, name: str, target: str, *, summary: str) -> None:
-        """List a model that importing ``package.module[:attribute]`` will register."""
-        if name in self:
-            warnings.warn(
-                f"the entry point {name} = {target} is passed over: {name} is a model already",
-                stacklevel=2,
-            )
-            return
-        self._entries[name] = Entry(_Announced(target), summary)
-
-    def get(self, name: str) -> ModelSpec:
-        """Import and return what a name stands for.
-
-        Raises:
-            UnknownNameError: The name is not listed.
-            ValueError: An entry point's module did not register the model that it announced.
-        """
-        known = self._entries.get(name)
-        if known is not None and isinstance(known.target, _Announced):
-            importlib.import_module(known.target.partition(":")[0])
-            if self._entries[name] is known:
-                raise ValueError(
-                    f"the entry point {name} = {known.target} registers no model {name!r}; "
-                    f'decorate it with @register_model("{name}")'
-                )
-        return super().get(name)
-
-
-class _Announced(str):
-    """The value of an entry point that has not been imported yet."""
-
-    __slots__ = ()
-
-
-MODELS = ModelRegistry(
-    "model",
-    {
-        "mlp": Entry("axonlaunch.models.mlp:SPEC", "linear layers with ReLU, for images"),
-        "gpt": Entry("axonlaunch.models.gpt:SPEC", "decoder with learned positions, as GPT-2"),
-        "llama": Entry("axonlaunch.models.llama:SPEC", "decoder with RoPE and GQA, as Llama 3"),
-        "vit": Entry("axonlaunch.models.vit:SPEC", "vision transformer, for images"),
-        "custom": Entry("axonlaunch.models.custom:SPEC", "your own builder, model.target"),
-    },
-)
-
-
-def announce_entry_points() -> None:
-    """List the models that installed packages announce, without importing them."""
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        origin = point.dist.name if point.dist else point.value
-        MODELS.announce(point.name, point.value, summary=f"from {origin}")
 
 
 def register_model(
@@ -123,22 +53,12 @@ def register_model(
     Raises:
         ValueError: The name is taken, or the configuration is no dataclass with a name.
     """
-    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
-    if config is not None and "name" not in [field.name for field in fields]:
-        raise ValueError(
-            f"register_model({name!r}, config={config.__name__}): it is not a dataclass with a "
-            f'field name; write name: str = "{name}" in one'
-        )
 
-    def register(builder: Builder) -> Builder:
+    def make_spec(build: Callable[[Any], nn.Module]) -> ModelSpec:
         from axonlaunch.models.loss import cross_entropy_sum  # brings torch
 
-        def build_free(free: FreeModelConfig) -> nn.Module:
-            module: nn.Module = builder(**free.arguments)
-            return module
-
-        spec = ModelSpec(
-            build=builder if config else build_free,
+        return ModelSpec(
+            build=build,
             loss=loss or cross_entropy_sum,
             layers=layers,
             ends=ends,
@@ -147,9 +67,5 @@ def register_model(
             tensor_plan=tensor_plan,
             sequence_parallel=sequence_parallel,
         )
-        described = summary or (inspect.getdoc(builder) or f"from {builder.__module__}")
-        MODELS.add(name, spec, summary=described.splitlines()[0])
-        MODEL_CONFIGS[name] = config or FreeModelConfig
-        return builder
 
-    return register
+    return MODELS.register(name, config=config, summary=summary, make_target=make_spec)

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 
 from axonlaunch.checkpoint import fallback, reader, step_folders, weights
 from axonlaunch.checkpoint.manifest import Checkpoint
-from axonlaunch.checkpoint.storage import place, reaching
+from axonlaunch.checkpoint.storage import reaching, storage_path
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.optimizer_states import OPTIMIZER_STATES, optimizer_states
+from axonlaunch.config.optimizer import OPTIMIZERS
+from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.models.build import initial_weights, spec_for
+from axonlaunch.models.parameter_facts import parameter_facts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,36 +46,39 @@ def _unreached(error: ConfigError, key: str, where: str) -> Iterator[ConfigIssue
 
 
 def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
-    path = getattr(config.model, "weights", None)
-    if path is None:
+    try:
+        named = initial_weights(config.model)
+    except ConfigError as error:
+        yield from error.problems
         return
+    if named is None:
+        return
+    key, path = named
     if config.checkpoint.resume not in ("auto", "never"):
         message = (
             f"checkpoint.resume={config.checkpoint.resume} brings weights of its own; use null"
         )
-        yield ConfigIssue("model.weights", message, path)
+        yield ConfigIssue(key, message, path)
         return
     try:
-        there = place(path)
+        there = storage_path(path)
         with reaching(there):
             is_folder = there.is_dir()
     except ConfigError as error:
-        yield from _unreached(error, "model.weights", path)
+        yield from _unreached(error, key, path)
         return
     if not is_folder:
         message = "there is no such folder; give a run, a checkpoint, or a folder of safetensors"
-        yield ConfigIssue("model.weights", message, path)
+        yield ConfigIssue(key, message, path)
         return
     try:
         wrong = weights.differences(there, config.model, model)
     except ConfigError as error:
-        yield from (
-            ConfigIssue("model.weights", problem.message, path) for problem in error.problems
-        )
+        yield from (ConfigIssue(key, problem.message, path) for problem in error.problems)
     else:
         if wrong:
             message = f"they were saved with a different model: {weights.first(wrong)}"
-            yield ConfigIssue("model.weights", message, path)
+            yield ConfigIssue(key, message, path)
 
 
 def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -81,9 +87,9 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
         yield from _overwritten(kept)
         return
     if resume != "auto":
-        folder = place(resume)
+        folder = storage_path(resume)
     elif kept is not None:
-        folder = place(kept)
+        folder = storage_path(kept)
     elif config.run_dir == config.name == "auto":
         return
     else:
@@ -102,8 +108,8 @@ def _overwritten(kept: str | None) -> Iterator[ConfigIssue]:
     """Refuse to start from step 0 where another run keeps its checkpoints."""
     if kept is None:
         return
-    with reaching(place(kept)):
-        found = step_folders.latest(place(kept))
+    with reaching(storage_path(kept)):
+        found = step_folders.latest(storage_path(kept))
     if found is not None:
         message = f"{found.path} is there; use another checkpoint.path, or resume from it with auto"
         yield ConfigIssue("checkpoint.resume", message, "never")
@@ -128,37 +134,53 @@ def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterat
         )
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if reader.is_of_a_run(found):
-        yield from _other_states(config, found)
+        yield from _other_states(config, found, model)
     else:
         message = (
             f"{found.path} contains weights only (no optimizer state); "
             f"use never, and model.weights={found.path}"
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
-    differences = reader.differences(found, model)
+    differences = reader.model_differences(found, model)
     if differences:
         message = f"{found.path} was saved with a different model: {weights.first(differences)}"
         yield ConfigIssue("checkpoint.resume", message, resume)
 
 
-def _other_states(config: RunConfig, found: Checkpoint) -> Iterator[ConfigIssue]:
+def _other_states(config: RunConfig, found: Checkpoint, model: nn.Module) -> Iterator[ConfigIssue]:
     """Refuse optimizer states that this run's optimizer does not have, or has and lacks here."""
     optimizer, saved = config.optimizer, reader.saved_states(found)
-    wanted = {state.name for state in optimizer_states(optimizer)}
+    facts = parameter_facts(spec_for(config.model), model)
+    wanted = {
+        f"{name}.{state}"
+        for name, one in facts.items()
+        for state in states_of(with_options(optimizer, one), one.shape)
+    }
     if saved == wanted:
         return
+    kinds, wanted_kinds = _kinds(saved), _kinds(wanted)
     # Of SGD with and without momentum that field is at fault, not the optimizer.
-    depends_on = {state.name: state.absent_at_zero for state in OPTIMIZER_STATES[optimizer.name]}
-    fields = {depends_on.get(name) for name in saved ^ wanted}
+    known = OPTIMIZERS.facts(optimizer.name).states or ()
+    depends_on = {state.name: state.absent_at_zero for state in known}
+    fields = {depends_on.get(name) for name in kinds ^ wanted_kinds}
     field = fields.pop() if len(fields) == 1 else None
     if field is not None:
         use = "use what it was saved with, above 0" if saved else "use 0, as it was saved with"
-        message = f"{found.path} has {_listed(saved)}; {use}"
+        message = f"{found.path} has {_listed(kinds)}; {use}"
         yield ConfigIssue(f"optimizer.{field}", message, getattr(optimizer, field))
-        return
-    message = f"{found.path} was saved with a different optimizer; it has {_listed(saved)}"
-    yield ConfigIssue("optimizer.name", message, optimizer.name)
+    elif kinds == wanted_kinds:
+        other = sorted(saved ^ wanted)[0]
+        where = "has" if other in saved else "lacks"
+        message = f"{found.path} was saved with other groups: it {where} {other}; use the same"
+        yield ConfigIssue("optimizer.groups", message, getattr(optimizer, "groups", ...))
+    else:
+        message = f"{found.path} was saved with a different optimizer; it has {_listed(kinds)}"
+        yield ConfigIssue("optimizer.name", message, optimizer.name)
 
 
-def _listed(states: set[str]) -> str:
-    return f"states {', '.join(sorted(states))}" if states else "no states"
+def _kinds(states: set[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in states}
+
+
+def _listed(kinds: set[str]) -> str:
+    return f"states {', '.join(sorted(kinds))}" if kinds else "no states"

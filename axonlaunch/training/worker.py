@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build
 from axonlaunch.events import NOBODY, Event, Finished, Monitor, SampleGenerated, Started
 from axonlaunch.models.generation import generate
-from axonlaunch.training.metrics import MetricsFile, TensorBoard
+from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.peak_memory import DevicePeak, Watch
 from axonlaunch.training.trainer import fit
 
@@ -49,7 +50,6 @@ def run(
     """
     monitor.beat("building", step=None)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    run_dir = Path(config.run_dir)
     shares = layout(config, world_size=world.world_size)
     dataset = data.build(config.data)
     loader = rank_loader(
@@ -67,7 +67,7 @@ def run(
     if resumed.checkpoint is None:
         start(engine, config.model, world=world)
     kept = storage.root(config)
-    report, notes = _on_main(monitor.report, run_dir, resumed.checkpoint, config, world)
+    report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
     monitor = dataclasses.replace(monitor, report=report)
     monitor.report(
         Started(
@@ -101,18 +101,19 @@ def run(
             layout=str(shares),
             background=config.checkpoint.async_save,
         )
-    finished = fit(
-        engine,
-        loader,
-        config.train,
-        world=world,
-        monitor=monitor,
-        watch=watch,
-        saver=saver,
-        loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
-    )
-    if not finished.interrupted:
-        _sample(config, engine, dataset, monitor.report)
+    with loggers:
+        finished = fit(
+            engine,
+            loader,
+            config.train,
+            world=world,
+            monitor=monitor,
+            watch=watch,
+            saver=saver,
+            loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
+        )
+        if not finished.interrupted:
+            _sample(config, engine, dataset, monitor.report)
     return finished
 
 
@@ -138,7 +139,7 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
             world=world,
             passes_over=config.checkpoint.fallback,
         )
-    elif (found := checkpoint.resolve(storage.place(resume))) is not None:
+    elif (found := checkpoint.find_checkpoint(storage.storage_path(resume))) is not None:
         resumed = Resumed(found, checkpoint.load(found, engine.state_dict(), world=world))
     else:
         raise checkpoint.CorruptCheckpointError(
@@ -150,25 +151,17 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
 
 
 def _on_main(
-    report: Report, run_dir: Path, resumed: Checkpoint | None, config: RunConfig, world: World
-) -> tuple[Report, tuple[str, ...]]:
-    """Return what takes events on this rank, and what is to be said of the files of before.
+    report: Report, resumed: Checkpoint | None, config: RunConfig, world: World
+) -> tuple[Report, tuple[str, ...], AbstractContextManager[object]]:
+    """Return what takes events on this rank, what is to be said of earlier files, and the loggers.
 
     On the main rank those are files and the given listener, on others nothing is.
     """
     if not world.is_main:
-        return lambda event: None, ()
-    step = None if resumed is None else resumed.step
-    metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_at=step)
-    writers: list[Report] = [metrics, report]
-    if config.train.tensorboard:
-        writers.append(TensorBoard(run_dir / "tensorboard", after_step=step or 0))
-
-    def write(event: Event) -> None:
-        for writer in writers:
-            writer(event)
-
-    return write, metrics.notes
+        return lambda event: None, (), nullcontext()
+    resumed_at = None if resumed is None else resumed.step
+    loggers = RunLoggers(config, resumed_at=resumed_at, report=report)
+    return loggers, loggers.notes, loggers
 
 
 def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report) -> None:
@@ -198,8 +191,9 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
     """Say what a setting can't do on this device, or in this world."""
     notes = []
     strategy = config.strategy
-    is_hybrid = strategy.data_parallel == "fsdp" and strategy.fsdp.sharding == "hybrid_shard"
-    if is_hybrid and layout(config, world_size=world.world_size).dp_replicate == 1:
+    shares = layout(config, world_size=world.world_size)
+    is_hybrid = shares.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"
+    if is_hybrid and shares.dp_replicate == 1:
         notes.append(
             "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
             "strategy.fsdp.replicate=2 makes two"

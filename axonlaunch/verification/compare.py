@@ -25,13 +25,14 @@ from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.layout import layout, world_size
-from axonlaunch.config.optimizer import AdamWConfig
+from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.system import host
 from axonlaunch.training.unknown_tokens import naming_unknown_tokens
@@ -43,8 +44,9 @@ from axonlaunch.verification.result import (
     tolerance_of,
 )
 
-# AdamW divides by a gradient's size. Where that is nothing but rounding, as for the bias of keys,
-# which softmax ignores, the usual eps of 1e-8 would make whole steps in random directions of it.
+# AdamW divides by a gradient's size, and Lion takes its sign. Where that is nothing but rounding,
+# as for the bias of keys, which softmax ignores, their usual eps would make whole steps in random
+# directions of it.
 _LEAST_EPS = 1e-4
 _SAVED = "reference.pt"
 _DROPOUTS = (
@@ -121,7 +123,7 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
 
     def run(world: World) -> Reference:
         engine, loader = _engine(_in_one_process(config, micro_batch_size="auto"), world)
-        if _mixes_samples(engine.modules):
+        if spec_for(config.model).mixes_samples or _mixes_samples(engine.modules):
             same = _in_one_process(config, micro_batch_size=shares.micro_batch_size)
             engine, loader = _engine(same, world)
         losses, norms, gradients = [], [], []
@@ -210,7 +212,7 @@ def save_reference(config: RunConfig, steps: int, folder: str) -> ParityResult |
     return None
 
 
-def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> ParityResult | None:
+def verify_on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> ParityResult | None:
     """Verify a layout as one of its real ranks; rank 0 judges.
 
     Args:
@@ -314,8 +316,10 @@ def _drop_nothing(modules: Iterable[nn.Module]) -> None:
     for module in (one for whole_module in modules for one in whole_module.modules()):
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
-        elif isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0
+        for name, value in vars(module).items():
+            # What a module hands to functional.dropout: MultiheadAttention's dropout, and others'.
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _has_drawn() -> bool:
@@ -325,10 +329,18 @@ def _has_drawn() -> bool:
 
 
 def _with_smooth_updates(config: RunConfig) -> RunConfig:
-    if not isinstance(config.optimizer, AdamWConfig):
-        return config
-    eps = max(config.optimizer.eps, _LEAST_EPS)
-    return with_values(config, {"optimizer.eps": eps})
+    """Return a run whose updates don't jump where a gradient is nothing but rounding."""
+    optimizer, eps = config.optimizer, getattr(config.optimizer, "eps", None)
+    if isinstance(optimizer, MuonConfig):
+        # Its iteration multiplies what is small by 3.4445 each time, and rounds to bf16 before it:
+        # five of them make 1e-3 of a gradient's last bit.
+        eps = max(optimizer.adamw_eps, _LEAST_EPS)
+        return with_values(config, {"optimizer.adamw_eps": eps, "optimizer.ns_steps": 1})
+    if isinstance(eps, tuple):  # Adafactor's: of squares, and of parameters' sizes
+        return with_values(config, {"optimizer.eps": (max(eps[0] or 0, _LEAST_EPS), *eps[1:])})
+    if isinstance(eps, float):
+        return with_values(config, {"optimizer.eps": max(eps, _LEAST_EPS)})
+    return config
 
 
 def _of_number(step: int, kind: str, seen: float, expected: float) -> Difference:

@@ -108,10 +108,10 @@ def test_a_model_of_an_entry_point_is_foreign_code(
 ) -> None:
     from importlib.metadata import EntryPoint
 
-    from axonlaunch.config import plugins, trust
+    from axonlaunch.models import MODELS
 
-    point = EntryPoint("announced", "evil", plugins.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(trust, "entry_points", lambda group, name: [point])
+    point = EntryPoint("announced", "evil", "axonlaunch.models")
+    monkeypatch.setattr(MODELS, "offers", lambda name=None: [point])
     file = freeze(foreign, model={"name": "announced"})
     with pytest.raises(
         config.ConfigError, match=r"model\.name=announced: would import evil, of an"

@@ -93,13 +93,13 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "optimizer.momentum=0.5",
         [
-            "optimizer.momentum=0.5: there is no such key here, only in optimizer=sgd",
+            "optimizer.momentum=0.5: there is no such key here, only in optimizer=sgd or muon",
         ],
     ),
     (
         "optimizer=sgd optimizer.betas=[0.9,0.9]",
         [
-            "optimizer.betas=[0.9,0.9]: there is no such key here, only in optimizer=adamw",
+            "optimizer.betas=[0.9,0.9]: there is no such key here, only in optimizer=adamw, adam, nadam or lion",
         ],
     ),
     (
@@ -477,19 +477,19 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "model=gpt2",
         [
-            "model=gpt2: there is no such option; did you mean gpt? known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
+            "model=gpt2: there is no such option; did you mean gpt? known: custom, gpt, llama, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
         ],
     ),
     (
         "data=texts",
         [
-            "data=texts: there is no such option; did you mean text? known: auto, digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
+            "data=texts: there is no such option; did you mean text? known: auto, custom, digits, python_source, synthetic_images, synthetic_tokens, text, tokens; plugins=[module] registers your own",
         ],
     ),
     (
-        "optimizer=adam",
+        "optimizer=adan",
         [
-            "optimizer=adam: there is no such option; did you mean adamw? known: adamw, sgd",
+            "optimizer=adan: there is no such option; did you mean adam? known: adafactor, adam, adamw, custom, lion, muon, nadam, sgd; plugins=[module] registers your own",
         ],
     ),
     (
@@ -591,19 +591,19 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "data.name=texts",
         [
-            "data.name=texts: there is no data 'texts'; did you mean text? known: digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
+            "data.name=texts: there is no data 'texts'; did you mean text? known: custom, digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
         ],
     ),
     (
         "optimizer.name=adma",
         [
-            "optimizer.name=adma: there is no optimizer 'adma'; did you mean adamw? known: adamw, sgd",
+            "optimizer.name=adma: there is no optimizer 'adma'; did you mean adam? known: adafactor, adam, adamw, custom, lion, muon, nadam, sgd",
         ],
     ),
     (
         "model=5",
         [
-            "model=5: there is no such option; known: custom, gpt, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
+            "model=5: there is no such option; known: custom, gpt, llama, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
         ],
     ),
     (

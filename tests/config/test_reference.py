@@ -9,16 +9,11 @@ import pytest
 
 from axonlaunch import config
 from axonlaunch.config import RunConfig
-from axonlaunch.config.data import DATA_CONFIGS
 from axonlaunch.config.key_reference import Key, reference
-from axonlaunch.config.model import MODEL_CONFIGS
-from axonlaunch.config.optimizer import OPTIMIZER_CONFIGS, SCHEDULER_CONFIGS
+from axonlaunch.config.schema import REGISTRIES
 
 VARIANTS = [
-    *(("model", kind) for kind in MODEL_CONFIGS.values()),
-    *(("data", kind) for kind in DATA_CONFIGS.values()),
-    *(("optimizer", kind) for kind in OPTIMIZER_CONFIGS.values()),
-    *(("scheduler", kind) for kind in SCHEDULER_CONFIGS.values()),
+    (group, kind) for group, registry in REGISTRIES.items() for kind in registry.configs().values()
 ]
 
 
@@ -36,7 +31,10 @@ def test_no_key_is_without_a_meaning(group: str, kind: type) -> None:
     needed: dict[str, Any] = {
         spec.name: None for spec in fields(kind) if spec.default is spec.default_factory is MISSING
     }
-    chosen = replace(config.load(["hardware=h200"]), **{group: kind(**needed)})
+    chosen = replace(
+        config.load(["hardware=h200"]),
+        **{group: [kind(**needed)] if group == "loggers" else kind(**needed)},
+    )
     assert [key.name for key in reference(chosen) if not key.meaning] == []
 
 

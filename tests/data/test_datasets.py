@@ -16,7 +16,7 @@ from axonlaunch.config.data import (
     TokensConfig,
 )
 from axonlaunch.config.errors import ConfigError
-from axonlaunch.data import DATASETS, TEXT_DATASETS, build
+from axonlaunch.data import DATASETS, build
 
 
 @pytest.fixture
@@ -342,10 +342,10 @@ def test_each_dataset_says_what_a_model_must_fit(token_file):
         "synthetic_images": SyntheticImagesConfig(),
         "digits": DigitsConfig(),
     }
-    assert sorted(configs) == DATASETS.names()
+    assert {*configs, "custom"} == {*DATASETS.names()}
     for name, config in configs.items():
         dataset = build(config)
-        assert dataset.is_text == (name in TEXT_DATASETS)
+        assert dataset.is_text == DATASETS.facts(name).is_text
         for split in ("train", "eval"):
             batch = dataset.samples([0, 1], split=split)
             assert batch.inputs.shape == (2, *dataset.sample_shape)

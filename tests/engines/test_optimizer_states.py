@@ -17,10 +17,9 @@ from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import resolved
 from axonlaunch.config.optimizer import AdamWConfig, OptimizerConfig, SGDConfig
-from axonlaunch.config.optimizer_states import optimizer_states, states_per_element
+from axonlaunch.config.parameter_groups import states_of
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer.offload import StreamedUpdate
-from axonlaunch.engines.optimizer.optimizers import build_optimizer
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.models.build import build as build_model
 from axonlaunch.models.dtensor_regions import whole
@@ -74,7 +73,7 @@ def test_states_before_the_first_step_are_those_that_torch_makes_in_it(
             tensor.grad = torch.ones_like(tensor)
         for optimizer in stepped.optimizers:
             assert not optimizer.state
-        stepped.apply(learning_rate=0.0)
+        stepped.apply(rate=lambda _: 0.0)
         assert about(fresh.state_dict()) == about(stepped.state_dict())
         assert all(not whole(t).any() for t in fresh.state_dict().values())
 
@@ -85,15 +84,14 @@ def test_states_before_the_first_step_are_those_that_torch_makes_in_it(
 def test_the_table_of_states_is_what_torch_keeps(name: str) -> None:
     config, weight = CONFIGS[name], nn.Parameter(torch.randn(5, 4))
     weight.grad = torch.randn(5, 4)
-    optimizer = build_optimizer(config, [weight])
+    update = Update(config, {"weight": weight})
+    [optimizer] = update.optimizers
     optimizer.step()
-    kept = optimizer.state.get(weight, {})
-    assert {state.name for state in optimizer_states(config)} == set(kept)
-    for state in optimizer_states(config):
-        like = weight if state.elementwise else torch.zeros(())
-        assert (kept[state.name].shape, kept[state.name].dtype) == (like.shape, like.dtype)
-    elements = sum(t.numel() for t in kept.values() if t.ndim)
-    assert states_per_element(config) * weight.numel() == elements
+    kept, expected = optimizer.state.get(weight, {}), states_of(config, (5, 4))
+    assert kept.keys() == expected.keys()
+    for key, state in expected.items():
+        assert kept[key].shape == state.shape((5, 4))
+        assert kept[key].dtype == torch.float32
 
 
 def test_weight_decay_leaves_no_trace_in_momentum_before_the_first_step() -> None:
@@ -126,7 +124,11 @@ def test_states_asked_for_at_any_time_change_no_bit_of_what_torch_optim_does(nam
         plain = torch.optim.AdamW([matrices, vectors], lr=0.1, betas=config.betas, fused=True)
     else:
         plain = torch.optim.SGD(
-            [matrices, vectors], lr=0.1, momentum=config.momentum, nesterov=config.nesterov
+            [matrices, vectors],
+            lr=0.1,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            fused=True,
         )
     update = Update(config, dict(ours.named_parameters()))
     for step in range(4):
@@ -135,7 +137,7 @@ def test_states_asked_for_at_any_time_change_no_bit_of_what_torch_optim_does(nam
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             one.grad = torch.randn(one.shape, generator=generator)
             other.grad = one.grad.clone()
-        update.apply(learning_rate=0.1)
+        update.apply(rate=lambda _: 0.1)
         plain.step()
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(one, other)

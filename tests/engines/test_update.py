@@ -18,6 +18,7 @@ from axonlaunch.config.optimizer import (
     ConstantConfig,
     CosineConfig,
     LinearConfig,
+    LionConfig,
     SchedulerConfig,
     SGDConfig,
     WSDConfig,
@@ -101,7 +102,7 @@ def updated(update: Update, own: dict[str, nn.Parameter]) -> dict[str, Tensor]:
             own[name].grad = gradient
         update.collect_gradients()
         update.clip_gradients(1.0)
-        update.apply(learning_rate=0.1 / (step + 1))
+        update.apply(rate=lambda _, step=step: 0.1 / (step + 1))  # type: ignore[misc]
     assert all(p.grad is None for p in own.values())
     return {name: p.detach().clone() for name, p in own.items()}
 
@@ -171,16 +172,16 @@ def test_a_streamed_update_keeps_states_where_it_is_told() -> None:
     """A device that is not the host is stood in for by one that holds no data at all."""
     meta, cpu = torch.device("meta"), torch.device("cpu")
     own = {name: nn.Parameter(p.to(meta)) for name, p in parameters().items()}
-    update = StreamedUpdate(SGDConfig(lr=0.1), own, device=meta, states_on=meta)
+    update = StreamedUpdate(LionConfig(), own, device=meta, states_on=meta)
     for p in own.values():
         p.grad = torch.zeros_like(p)
-    update.apply(learning_rate=0.1)
+    update.apply(rate=lambda _: 0.1)
     assert {state.device for state in update.state_dict().values()} == {meta}
     on_host = parameters()
-    update = StreamedUpdate(SGDConfig(lr=0.1), on_host, device=cpu, states_on=cpu)
+    update = StreamedUpdate(LionConfig(), on_host, device=cpu, states_on=cpu)
     for p in on_host.values():
         p.grad = torch.zeros_like(p)
-    update.apply(learning_rate=0.1)
+    update.apply(rate=lambda _: 0.1)
     assert {state.device for state in update.state_dict().values()} == {cpu}
 
 
@@ -224,4 +225,4 @@ def test_a_stage_without_parameters_has_nothing_to_update() -> None:
     update = Update(AdamWConfig(), {})
     assert update.state_dict() == {}
     assert float(update.clip_gradients(1.0)) == 0
-    update.apply(learning_rate=1.0)
+    update.apply(rate=lambda _: 1.0)

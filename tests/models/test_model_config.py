@@ -58,7 +58,9 @@ def test_every_field_says_what_it_means(module):
 
 
 @pytest.mark.parametrize(
-    "configs", [model_config.MODEL_CONFIGS, data_config.DATA_CONFIGS], ids=["model", "data"]
+    "configs",
+    [model_config.MODELS.configs(), data_config.DATASETS.configs()],
+    ids=["model", "data"],
 )
 def test_each_name_stands_for_a_dataclass_of_that_name(configs):
     for name, config in configs.items():

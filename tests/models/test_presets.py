@@ -3,13 +3,14 @@ from pathlib import Path
 import pytest
 
 from axonlaunch import config, data
-from axonlaunch.config.data import DATA_CONFIGS
-from axonlaunch.config.model import MODEL_CONFIGS
+from axonlaunch.config.data import DATASETS
+from axonlaunch.config.model import MODELS
 from axonlaunch.models.build import build, construct
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 REQUIRED = {
     "model/custom": ["model.target=torch.nn:Linear"],
+    "data/custom": ["data.target=mine:Data"],
     "data/text": ["data.files=[notes.txt]"],
     "data/tokens": ["data.path=tokens.bin"],
 }
@@ -24,7 +25,7 @@ def test_the_promised_models_and_datasets_are_there():
         *("mlp", "gpt", "vit", "custom"),
         *("llama_debug", "llama3_8b", "llama3_70b", "llama3_405b"),
     }
-    assert set(options("data")) == {*DATA_CONFIGS, "auto"}
+    assert set(options("data")) == {*DATASETS.configs(), "auto"}
 
 
 @pytest.mark.parametrize("option", [f"{g}/{o}" for g in ("model", "data") for o in options(g)])
@@ -35,7 +36,7 @@ def test_each_yaml_says_what_it_is_and_composes(option):
     assert len(first) < 90
     composed = config.load([f"{group}={name}", *REQUIRED.get(option, [])])
     chosen = getattr(composed, group)
-    assert type(chosen) is {**MODEL_CONFIGS, **DATA_CONFIGS}[chosen.name]
+    assert type(chosen) is {"model": MODELS, "data": DATASETS}[group].config(chosen.name)
 
 
 @pytest.mark.parametrize(

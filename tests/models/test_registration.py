@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from axonlaunch.config.errors import ConfigError
-from axonlaunch.config.model import MODEL_CONFIGS, CustomConfig, FreeModelConfig
+from axonlaunch.config.model import CustomConfig, FreeModelConfig
 from axonlaunch.models import MODELS, register_model
 from axonlaunch.models.build import build, spec_for
-from axonlaunch.models.registry import announce_entry_points
-from axonlaunch.registry import UnknownNameError
+from axonlaunch.registry import EntryPointError, UnknownNameError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ def test_a_class_with_a_dataclass_joins():
             super().__init__()
             self.blocks = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(2))
 
-    assert MODEL_CONFIGS["wide"] is WideConfig
+    assert MODELS.configs()["wide"] is WideConfig
     assert MODELS.summaries()["wide"] == "A wide model."
     config = WideConfig(width=5)
     spec, model = spec_for(config), build(config)
@@ -47,7 +46,7 @@ def test_a_function_without_a_dataclass_takes_the_arguments():
     def narrow(width: int = 2) -> nn.Module:
         return nn.Linear(width, 1)
 
-    assert MODEL_CONFIGS["narrow"] is FreeModelConfig
+    assert MODELS.configs()["narrow"] is FreeModelConfig
     model = build(FreeModelConfig(name="narrow", arguments={"width": 7}))
     assert model.in_features == 7
 
@@ -109,14 +108,13 @@ def test_an_entry_point_is_listed_without_import_and_registers_when_wanted(tmp_p
         """,
     )
     monkeypatch.syspath_prepend(tmp_path)
-    announce_entry_points()
     assert MODELS.summaries()["offered"] == "from offered"
     assert "offered_models" not in sys.modules
     try:
         config = FreeModelConfig(name="offered", arguments={"in_features": 2, "out_features": 3})
         assert build(config).out_features == 3
         assert spec_for(config).inputs == "images"
-        assert MODEL_CONFIGS["offered"] is FreeModelConfig
+        assert MODELS.configs()["offered"] is FreeModelConfig
         assert MODELS.summaries()["offered"] == "An offered model."
     finally:
         sys.modules.pop("offered_models", None)
@@ -125,9 +123,8 @@ def test_an_entry_point_is_listed_without_import_and_registers_when_wanted(tmp_p
 def test_an_entry_point_that_registers_nothing_is_told(tmp_path, monkeypatch):
     offer(tmp_path, "empty", "empty_models:Thing", "Thing = 1")
     monkeypatch.syspath_prepend(tmp_path)
-    announce_entry_points()
     try:
-        with pytest.raises(ValueError, match=r'decorate it with @register_model\("empty"\)'):
+        with pytest.raises(EntryPointError, match=r'decorate it with @register_model\("empty"\)'):
             MODELS.get("empty")
     finally:
         sys.modules.pop("empty_models", None)
@@ -136,8 +133,9 @@ def test_an_entry_point_that_registers_nothing_is_told(tmp_path, monkeypatch):
 def test_an_entry_point_does_not_replace_a_model_of_ours(tmp_path, monkeypatch):
     offer(tmp_path, "gpt", "other_models:Thing", "")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.warns(UserWarning, match="gpt is a model already"):
-        announce_entry_points()
+    with pytest.warns(UserWarning, match="gpt is an included model"):
+        assert MODELS.summaries()["gpt"] == "decoder with learned positions, as GPT-2"
+    assert MODELS.get("gpt").layers == "layers"
 
 
 def test_custom_builds_what_the_target_names():

@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from axonlaunch.config.optimizer import OptimizerConfig
-from axonlaunch.config.optimizer_states import optimizer_states, states_per_element
+from axonlaunch.config.optimizer_states import ParameterFacts
+from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.engines.optimizer.optimizers import new_state
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,20 @@ class FSDPMemoryEstimate:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def estimate(module: nn.Module, optimizer: OptimizerConfig) -> FSDPMemoryEstimate:
+def estimate_fsdp_memory(module: nn.Module, optimizer: OptimizerConfig) -> FSDPMemoryEstimate:
     """Count what a sharded module's parameters take with gradients and an optimizer's states."""
     sharded = [_local(p) for p in module.parameters()]
-    trained = [_local(p) for p in module.parameters() if p.requires_grad]
-    states = optimizer_states(optimizer)
-    numbers = sum(not state.elementwise for state in states) * torch.float32.itemsize
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     return FSDPMemoryEstimate(
         parameter_bytes=sum(part.nbytes for part in sharded),
-        gradient_bytes=sum(part.nbytes for part in trained),
+        gradient_bytes=sum(_local(p).nbytes for p in trained.values()),
         optimizer_bytes=sum(
-            part.nbytes * states_per_element(optimizer) + numbers for part in trained
+            new_state(state, p.to("meta"), device=torch.device("meta")).nbytes
+            for name, p in trained.items()
+            for state in states_of(
+                with_options(optimizer, ParameterFacts(name=name, shape=tuple(p.shape))),
+                tuple(p.shape),
+            ).values()
         ),
     )
 

@@ -8,7 +8,7 @@ Models", 2020, stage 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from axonlaunch.comm.gradient_bucket import buckets
 from axonlaunch.comm.torch_compat import all_gather_single
 from axonlaunch.config.optimizer import OptimizerConfig
+from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.engines.optimizer.step import Update, local_part
 
 _LARGE = 4 * 2**20
@@ -42,6 +43,7 @@ class ShardedUpdate(Update):
         *,
         mesh: DeviceMesh,
         axis: str = "dp_replicate",
+        facts: Mapping[str, ParameterFacts] | None = None,
     ) -> None:
         """Divide parameters by rows.
 
@@ -51,13 +53,13 @@ class ShardedUpdate(Update):
                 DTensors on ``mesh["tp"]``.
             mesh: The run's.
             axis: The ranks that divide the states.
+            facts: What else is known of the parameters, by the same names; None: nothing.
         """
         self._parameters = dict(parameters)
         self._root = mesh
         self._mesh = mesh[axis]
-        super().__init__(
-            config, {name: nn.Parameter(self._rows(p)) for name, p in parameters.items()}
-        )
+        rows = {name: nn.Parameter(self._rows(p)) for name, p in parameters.items()}
+        super().__init__(config, rows, parameters=facts)
 
     def _rows(self, parameter: Tensor) -> DTensor:
         """Return a DTensor whose local part is a view of this rank's rows of a parameter."""
@@ -101,9 +103,9 @@ class ShardedUpdate(Update):
             shard = self.tensors[name]
             shard.grad = None if whole.grad is None else self._rows(whole.grad)
 
-    def apply(self, *, learning_rate: float) -> None:
+    def apply(self, *, rate: Callable[[float], float]) -> None:
         """Update this rank's rows and gather everyone's."""
-        super().apply(learning_rate=learning_rate)
+        super().apply(rate=rate)
         self._gather()
 
     def forget_gradients(self) -> None:

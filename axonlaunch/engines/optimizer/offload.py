@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from axonlaunch.config.optimizer import OptimizerConfig
+from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.engines.optimizer.step import Update
 
 HOST = torch.device("cpu")
@@ -26,7 +27,7 @@ STREAMED: WeakSet[Optimizer] = WeakSet()
 class StreamedUpdate(Update):
     """Runs the update on the device, one parameter after another.
 
-    It is exact: AdamW and SGD update each parameter from its own gradient and states alone.
+    It is exact for optimizers that update each parameter from its own gradient and states alone.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class StreamedUpdate(Update):
         *,
         device: torch.device,
         states_on: torch.device,
+        parameters: Mapping[str, ParameterFacts] | None = None,
     ) -> None:
         """Prepare an optimizer that streams.
 
@@ -44,13 +46,14 @@ class StreamedUpdate(Update):
             tensors: Shards by parameter name, on the host or on the device.
             device: Where the update runs.
             states_on: Where states live between updates.
+            parameters: As ``Update`` takes them.
         """
         self._device = device
         self._states_on = states_on
-        super().__init__(config, tensors)
+        super().__init__(config, tensors, parameters=parameters)
 
-    def _build(self, config: OptimizerConfig) -> list[Optimizer]:
-        made = super()._build(config)
+    def _build(self) -> list[Optimizer]:
+        made = super()._build()
         for optimizer in made:
             stream(optimizer, device=self._device, states_on=self._states_on)
         return made

@@ -6,82 +6,162 @@ A schedule is a pure function of the step, so it has no state to save.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
+from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.optimizer import (
-    AdamWConfig,
+    OPTIMIZERS,
     CosineConfig,
+    CustomOptimizerConfig,
     LinearConfig,
-    OptimizerConfig,
     SchedulerConfig,
-    SGDConfig,
     WSDConfig,
 )
-from axonlaunch.config.optimizer_states import optimizer_states
+from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts
+from axonlaunch.config.parameter_groups import options_of, with_options
+from axonlaunch.config.plugins import import_target
+
+PEAK_LR = "initial_lr"
+"""Option of a group that holds its peak learning rate, as torch's schedulers call it."""
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Iterable[Tensor]) -> Optimizer:
-    """Build an optimizer; matrices are decayed, vectors (biases, norms) are not."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if isinstance(config, AdamWConfig):
-        return torch.optim.AdamW(
-            groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-        )
-    assert isinstance(config, SGDConfig)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, ParameterFacts]:
+    """Return what is known of tensors without their model: names and whole shapes."""
+    return {
+        name: ParameterFacts(name=name, shape=tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
 
 
-def new_states(
-    config: OptimizerConfig, parameter: Tensor, *, device: torch.device
-) -> dict[str, Tensor]:
-    """Allocate what torch's optimizer would make of a parameter in its first step.
+def build_optimizers(configs: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Optimizer]:
+    """Build what updates some tensors: an optimizer for each class, with groups of options.
+
+    Args:
+        configs: By parameter's name, as ``with_options`` returns it.
+        tensors: What is updated, by the same names.
+    """
+    alike: dict[tuple[Any, str], tuple[Any, list[Tensor]]] = {}
+    for name, tensor in tensors.items():
+        config = configs[name]
+        which = (config.name, getattr(config, "target", None))
+        _, members = alike.setdefault((which, repr(options_of(config))), (config, []))
+        members.append(tensor)
+    by_class: dict[Any, list[tuple[Any, list[Tensor]]]] = {}
+    for (which, _), group in alike.items():
+        by_class.setdefault(which, []).append(group)
+    return [_build(groups) for groups in by_class.values()]
+
+
+def _build(groups: list[tuple[Any, list[Tensor]]]) -> Optimizer:
+    """Build an optimizer of groups of tensors that share a class."""
+    config, _ = groups[0]
+    options = [{"params": tensors, **options_of(one), PEAK_LR: one.lr} for one, tensors in groups]
+    fixed = OPTIMIZERS.facts(config.name).fixed
+    made: Optimizer = optimizer_class(config)(options, **options_of(config), **fixed)
+    return made
+
+
+def optimizer_class(config: Any) -> Callable[..., Optimizer]:
+    """Return what makes an optimizer of groups of parameters and options.
+
+    Raises:
+        ConfigError: A user's own can't be imported.
+    """
+    if not isinstance(config, CustomOptimizerConfig):
+        return cast("Callable[..., Optimizer]", OPTIMIZERS.get(config.name))
+    try:
+        found = import_target(config.target)
+    except ImportError as reason:
+        message = f"{reason}; write package.module:Class, importable from where you start"
+        raise ConfigError([ConfigIssue("optimizer.target", message, config.target)]) from reason
+    if not callable(found):
+        message = f"is {type(found).__name__}, not a class or function that makes an optimizer"
+        raise ConfigError([ConfigIssue("optimizer.target", message, config.target)])
+    return cast("Callable[..., Optimizer]", found)
+
+
+def chosen_options(config: Any, parameters: Mapping[str, ParameterFacts]) -> dict[str, Any]:
+    """Return the configuration that updates each parameter, by the same names."""
+    return {name: with_options(config, facts) for name, facts in parameters.items()}
+
+
+def new_state(state: OptimizerState, parameter: Tensor, *, device: torch.device) -> Tensor:
+    """Allocate what an optimizer would make of a parameter in its first step.
 
     A step with ``lr=0`` would not do: SGD adds ``weight_decay * parameter`` to the gradient before
     it fills the momentum, which would then begin with the decay of weights that may be replaced.
 
     AdamW begins with zeros itself. SGD has no momentum before its first step, in which it takes the
     gradient as it is: ``buffer = gradient``. Zeros give the same, ``0 * momentum + (1 - dampening)
-    * gradient``, because ``build_optimizer`` leaves dampening at 0; with another they would not.
+    * gradient``, because dampening is left at 0; with another they would not.
 
     Args:
-        config: Of the optimizer.
-        parameter: A whole tensor, or a DTensor whose states are divided as it is.
-        device: Where the states are kept.
+        state: Which.
+        parameter: A whole tensor, or a DTensor of whose state this rank's part is returned.
+        device: Where states of the parameter's device are kept.
     """
-    return {
-        state.name: _zeros_like(parameter, device)
-        if state.elementwise
-        else torch.zeros((), dtype=torch.float32, device=device)
-        for state in optimizer_states(config)
-    }
-
-
-def _zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
-    local = tensor.detach()
+    local = parameter.detach()
     if isinstance(local, DTensor):
         local = local.to_local()
+    if state.on_host:
+        device = torch.device("cpu")
+    dtype = _dtype(state, local.dtype)
+    whole = state.shape(tuple(parameter.shape))
+    assert whole is not None
+    kept = state.kept_dims(parameter.ndim)
+    if len(whole) == parameter.ndim:
+        shape = tuple(local.shape[dim] if dim in kept else 1 for dim in range(local.ndim))
+    else:
+        shape = whole
     # What is copied to a device in every update is in page-locked memory, as ``offload`` keeps it.
-    pinned = local.is_cuda and device.type == "cpu"
-    zeros = torch.zeros_like(local, device=device, pin_memory=pinned)
-    if not isinstance(tensor, DTensor):
-        return zeros
+    pinned = local.is_cuda and device.type == "cpu" and not state.on_host
+    if shape == local.shape and dtype == local.dtype:  # strided as the parameter is
+        made = torch.empty_like(local, device=device, pin_memory=pinned)
+    else:
+        made = torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+    return made.fill_(state.initial or 0)
+
+
+def _dtype(state: OptimizerState, own: torch.dtype) -> torch.dtype:
+    numbers = {"parameter": own, "int": torch.int64, "float": torch.float64}
+    found = numbers.get(state.dtype) or getattr(torch, state.dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def as_divided(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's part of a state as a DTensor that is divided as its parameter is.
+
+    Dims of the parameter that the state has not are whole on every rank: of a matrix whose rows are
+    divided, row means [m, 1] are divided as its rows are, column means [1, n] are not.
+    """
+    if not isinstance(parameter, DTensor) or local.ndim != parameter.ndim:
+        return local
+    if not local.ndim and state.dtype != "parameter":  # a count of steps
+        return local
+    kept = state.kept_dims(parameter.ndim)
+    whole = state.shape(tuple(parameter.shape))
+    assert whole is not None
+    placements: list[Placement] = [
+        placement if getattr(placement, "dim", None) in kept else Replicate()
+        for placement in parameter.placements
+    ]
+    stride = torch.empty(whole, device="meta").stride()
+    if whole == parameter.shape:
+        stride = parameter.stride()
     return DTensor.from_local(
-        zeros,
-        tensor.device_mesh,
-        tensor.placements,
+        local,
+        parameter.device_mesh,
+        placements,
         run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        shape=torch.Size(whole),
+        stride=stride,
     )
 
 
@@ -91,7 +171,7 @@ def learning_rate(schedule: SchedulerConfig, step: int, *, peak: float, steps: i
     Args:
         schedule: The shape and its figures.
         step: Steps done before this one.
-        peak: The optimizer's rate.
+        peak: The rate of the optimizer, or of a group of its parameters.
         steps: Steps of the whole run.
     """
     warmup = schedule.warmup(steps)

@@ -5,12 +5,12 @@ It works on whatever tensors an engine updates, whole parameters or DTensor shar
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -18,35 +18,96 @@ from torch.optim import Optimizer
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.config.optimizer import OptimizerConfig
-from axonlaunch.engines.optimizer.optimizers import build_optimizer, new_states
+from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts
+from axonlaunch.config.parameter_groups import sharding_of, states_of
+from axonlaunch.engines.optimizer.optimizers import (
+    PEAK_LR,
+    as_divided,
+    build_optimizers,
+    chosen_options,
+    facts_of,
+    new_state,
+)
+
+_NUMBERS: dict[str, Callable[[Any], float]] = {"int": int, "float": float}
+"""Kinds of states that are numbers of Python's, and tensors in a checkpoint alone."""
 
 
 class Update:
     """Updates parameters in place.
 
+    What an optimizer is given of a DTensor is this rank's part, as a tensor of its own on the same
+    storage: an elementwise update is the same there, and plain tensors are updated faster. An
+    optimizer that exchanges parts itself is given the DTensor.
+
     Attributes:
         tensors: What is updated, by the parameter's fully-qualified name.
     """
 
-    def __init__(self, config: OptimizerConfig, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = dict(tensors)
-        self._config = config
-        self.optimizers = self._build(config)
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        parameters: Mapping[str, ParameterFacts] | None = None,
+    ) -> None:
+        """Prepare the optimizers of some tensors.
 
-    def _build(self, config: OptimizerConfig) -> list[Optimizer]:
+        Args:
+            config: Options, and those of groups.
+            tensors: What is updated, by name.
+            parameters: What else is known of them, by the same names; None: nothing.
+        """
+        self.tensors = dict(tensors)
+        self._configs = chosen_options(config, parameters or facts_of(tensors))
+        self._held = {name: self._given(name, tensor) for name, tensor in tensors.items()}
+        self._parts = {name: _part(tensor) for name, tensor in tensors.items()}
+        self._made: dict[str, dict[str, Any]] = {}
+        self._divided: dict[str, tuple[Tensor, Tensor]] = {}
         # A pipeline stage may hold nothing that is trained.
-        return [build_optimizer(config, self.tensors.values())] if self.tensors else []
+        self.optimizers = self._build()
+        self._owners = {
+            held: optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for held in group["params"]
+        }
+
+    def _build(self) -> list[Optimizer]:
+        return build_optimizers(self._configs, self._held)
+
+    def _given(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what an optimizer is given of a tensor."""
+        if not isinstance(tensor, DTensor) or sharding_of(self._configs[name]) == "collective":
+            return tensor
+        return nn.Parameter(_part(tensor))
 
     def collect_gradients(self) -> None:
         """Bring gradients to where the update reads them; whole parameters have them already."""
 
-    def apply(self, *, learning_rate: float) -> None:
-        """Update every tensor and forget the gradients."""
+    def apply(self, *, rate: Callable[[float], float]) -> None:
+        """Update every tensor and forget the gradients.
+
+        Args:
+            rate: The peak learning rate of a group to its rate in this step.
+        """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = rate(group[PEAK_LR])
+        self._hand_over()
         self._step()
         self.forget_gradients()
+
+    def _hand_over(self) -> None:
+        """Give each part that an optimizer updates its gradient, and the storage of its DTensor."""
+        for name, held in self._held.items():
+            tensor = self.tensors[name]
+            if held is tensor:
+                continue
+            part = _part(tensor)
+            if part is not self._parts[name]:  # fully_shard lays shards out in its first forward
+                held.data, self._parts[name] = part, part
+            held.grad = None if tensor.grad is None else local_part(tensor.grad)
 
     def _step(self) -> None:
         for optimizer in self.optimizers:
@@ -54,7 +115,7 @@ class Update:
 
     def forget_gradients(self) -> None:
         """Free every gradient."""
-        for tensor in self.tensors.values():
+        for tensor in [*self.tensors.values(), *self._held.values()]:
             tensor.grad = None
 
     def scale_gradients(self, factor: float) -> None:
@@ -84,17 +145,21 @@ class Update:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return optimizer states as ``{"<parameter>.<state>": tensor}``, made if not there yet."""
-        self._make_states()
-        states = self._states()
-        return {
-            f"{name}.{key}": value
-            for name, tensor in self.tensors.items()
-            for key, value in states.get(tensor, {}).items()
-            if isinstance(value, Tensor)
-        }
+        found = {}
+        for name, held in self._held.items():
+            values = self._states(held) or self._made_states(name)
+            for key, state in self._kinds(name).items():
+                if key in values:
+                    found[f"{name}.{key}"] = self._as_saved(f"{name}.{key}", state, values[key])
+        return found
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor], *, has_stepped: bool = True) -> None:
         """Copy optimizer states in.
+
+        Args:
+            state: As ``state_dict`` gives it.
+            has_stepped: Whether they are of a run that has done a step. Before the first one,
+                states that only the optimizer itself can make are left for it to make.
 
         Raises:
             KeyError: A state of one of the tensors is missing.
@@ -102,18 +167,51 @@ class Update:
         for key, value in self.state_dict().items():
             if value is not state[key]:
                 value.copy_(state[key])
+        for name, held in self._held.items():
+            made = self._made.get(name)
+            if made is not None and has_stepped and not self._states(held):
+                self._owners[held].state[held] = made
+            states = self._states(held)
+            for key, kind in self._kinds(name).items():
+                if kind.dtype in _NUMBERS and key in states:
+                    states[key] = _NUMBERS[kind.dtype](state[f"{name}.{key}"])
 
-    def _states(self) -> dict[Tensor, dict[str, Any]]:
-        return {p: s for optimizer in self.optimizers for p, s in optimizer.state.items()}
+    def _states(self, held: Tensor) -> dict[str, Any]:
+        """Return the states that the optimizer of a tensor has; none before they are made."""
+        states = self._owners[held].state
+        found: dict[str, Any] = states.get(held, {})
+        return found
 
-    def _make_states(self) -> None:
-        """Allocate the states that the first step would make, without a step."""
-        for optimizer in self.optimizers:
-            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-                if not optimizer.state.get(parameter):
-                    device = self._states_device(parameter)
-                    states = new_states(self._config, parameter, device=device)
-                    optimizer.state[parameter] = states
+    def _kinds(self, name: str) -> dict[str, OptimizerState]:
+        """Return what is known of the states of a parameter, by their names."""
+        return states_of(self._configs[name], tuple(self.tensors[name].shape))
+
+    def _made_states(self, name: str) -> dict[str, Any]:
+        """Allocate the states that the first step would make, without a step.
+
+        They are the optimizer's from now on, but for those that it must make itself: their shapes
+        are known then, for a checkpoint to be read into, and not what they begin with.
+        """
+        if name not in self._made:
+            tensor, held, kinds = self.tensors[name], self._held[name], self._kinds(name)
+            device = self._states_device(tensor)
+            made: dict[str, Any] = {
+                key: new_state(kind, tensor, device=device) for key, kind in kinds.items()
+            }
+            self._made[name] = made
+            if made and all(kind.initial is not None for kind in kinds.values()):
+                self._owners[held].state[held] = made
+        return self._made[name]
+
+    def _as_saved(self, key: str, state: OptimizerState, value: Any) -> Tensor:
+        """Return a state as a checkpoint has it: divided as its parameter, a number as a tensor."""
+        if not isinstance(value, Tensor):
+            return torch.tensor(value, dtype=torch.int64 if state.dtype == "int" else torch.float64)
+        part, divided = self._divided.get(key, (None, None))
+        if divided is None or part is not value:
+            divided = as_divided(state, value, self.tensors[key.rpartition(".")[0]])
+            self._divided[key] = (value, divided)
+        return divided
 
     def _states_device(self, tensor: Tensor) -> torch.device:
         """Return where the states of a tensor are between updates."""
@@ -174,6 +272,12 @@ def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None =
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _part(tensor: Tensor) -> Tensor:
+    """Return the very tensor that a DTensor holds, not a view of it; of another, itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

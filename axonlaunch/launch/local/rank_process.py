@@ -80,7 +80,7 @@ def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
         redirect(place.log)
         config: RunConfig = pickle.loads(pickled)
         configuration.import_code(config)
-        if place.restarted and checkpoint.resolve(storage.root(config)) is not None:
+        if place.restarted and checkpoint.find_checkpoint(storage.root(config)) is not None:
             config = configuration.with_values(config, {"checkpoint.resume": "auto"})
         claim_cores(place)
         train = partial(

@@ -247,5 +247,5 @@ class Supervisor:
         del frame
         self._signals.append(number)
         if number == signal.SIGHUP:  # the terminal is gone, and writing to it would fail
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel both tell
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel both send it
             silence(*range(3))

@@ -1,7 +1,7 @@
 """The nodes of a run: how one meets the others, and agrees with them on what is to be run.
 
 They meet at node 0. Torch's store carries their messages; every node composes and
-checks the same words itself, and a difference is told before a rank starts.
+checks the same overrides itself, and a difference is reported before a rank starts.
 """
 
 from __future__ import annotations

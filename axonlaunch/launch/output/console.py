@@ -31,6 +31,7 @@ from axonlaunch.events import (
     Evaluated,
     Event,
     Finished,
+    Noted,
     SampleGenerated,
     Saved,
     Started,
@@ -96,6 +97,8 @@ class RunConsole:
                 self.stop()
                 body = Text(event.prompt, style="bold") + Text(event.text)
                 self._console.print(Panel(body, title="sample", title_align="left", style="dim"))
+            case Noted():
+                self._note(event.text)
             case Finished():
                 self.stop()
 
@@ -145,7 +148,7 @@ class RunConsole:
         if event.resumed_from:
             self.line(f"resumed from {escape(shortened(event.resumed_from))}")
         for note in event.notes:
-            self.line(f"[yellow]note[/yellow] {escape(note)}")
+            self._note(note)
         if not self._console.is_terminal:
             return
         self._progress = Progress(
@@ -160,6 +163,9 @@ class RunConsole:
             "", total=event.steps, completed=event.step, numbers=""
         )
         self._progress.start()
+
+    def _note(self, text: str) -> None:
+        self.line(f"[yellow]note[/yellow] {escape(text)}")
 
     def _step(self, event: StepLogged) -> None:
         speed = f"{quantity(event.tokens_per_s)} {self._counted}/s"

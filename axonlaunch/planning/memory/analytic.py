@@ -14,12 +14,12 @@ from typing import Any, Self
 
 from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
-from axonlaunch.config.optimizer_states import states_per_element
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models import fake_tensor_cache
+from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.planning.memory import cuda_process
-from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, shortened, step_work
+from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import traced
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
@@ -38,7 +38,7 @@ _CACHED = 1.05
 
 
 @dataclass(frozen=True)
-class Held:
+class ActivationBytes:
     """Activations of one sample on one device, in bytes, at the peak of a step.
 
     Attributes:
@@ -52,15 +52,17 @@ class Held:
 
 @dataclass(frozen=True)
 class Formulas:
-    """A model, traced on one device: what all of its layouts are told from.
+    """A model, traced on one device: what all of its layouts are estimated from.
 
     Attributes:
         one: The work of a step of ``SAMPLES``.
         held: What a sample leaves behind under each kind of recomputation.
+        state_share: Bytes of the optimizer's states beside those of the parameters.
     """
 
     one: StepWork
-    held: dict[str, Held]
+    held: dict[str, ActivationBytes]
+    state_share: float = 2.0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -74,7 +76,8 @@ class Formulas:
             partial(step_work, alone, world_size=1),
             partial(activations, alone),
         ]
-        return cls(*forked_map.run(runs, memory=fake_tensor_cache.recipes))
+        one, held = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
+        return cls(one, held, share_of_states(config))
 
     def process_bytes(self, config: RunConfig, shares: Layout | None = None) -> float:
         """Return what the highest rank of a layout holds of its device, about.
@@ -85,7 +88,14 @@ class Formulas:
         """
         shares = shares or layout(config, world_size=world_size(config))
         layers = -(-sum(self.one.layers) // shares.pipeline)
-        tensors = peak_bytes(config, shares, one=self.one, held=self.held, layers=layers)
+        tensors = peak_bytes(
+            config,
+            shares,
+            one=self.one,
+            held=self.held,
+            layers=layers,
+            state_share=self.state_share,
+        )
         if config.hardware is not None and config.hardware.is_cpu:
             return tensors
         rest = cuda_process.besides(shares.axes.values())
@@ -107,7 +117,7 @@ def on_one_device(config: RunConfig) -> RunConfig:
     )
 
 
-def activations(config: RunConfig) -> dict[str, Held]:
+def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     """Trace what a sample leaves behind under each kind of recomputation.
 
     It is traced on two ranks that shard their parameters, so that nothing of those is among it.
@@ -125,13 +135,13 @@ def activations(config: RunConfig) -> dict[str, Held]:
     for mode in _MODES:
         changed = with_values(config, {"train.activation_checkpointing": mode})
         for layers in depths:
-            short = shortened(changed, world_size=2, layers=layers, micro_batches=1)
+            short = reduced_config(changed, world_size=2, layers=layers, micro_batches=1)
             runs.append(partial(_activations, short))
-    traced = iter(forked_map.run(runs, memory=fake_tensor_cache.recipes))
+    traced = iter(forked_map.map_forked(runs, memory=fake_tensor_cache.recipes))
     found = {}
     for mode in _MODES:
         few, more = (next(traced) / SAMPLES for _ in depths)
-        found[mode] = Held(more - few, _WITH_GRADIENT * (2 * few - more))
+        found[mode] = ActivationBytes(more - few, _WITH_GRADIENT * (2 * few - more))
     return found
 
 
@@ -140,8 +150,9 @@ def peak_bytes(
     shares: Layout,
     *,
     one: StepWork,
-    held: dict[str, Held],
+    held: dict[str, ActivationBytes],
     layers: int,
+    state_share: float = 2.0,
 ) -> float:
     """Return what the first and the last stage together hold at most: no rank holds more.
 
@@ -152,12 +163,16 @@ def peak_bytes(
         held: As ``activations`` gives it.
         layers: Of the stage that has most, all of a rank's stages together; 0 of a model whose
             layers are not known: it is cut evenly.
+        state_share: Bytes of the optimizer's states beside those of the parameters.
     """
     half = 1.0 if config.train.precision == "fp32" else 0.5
     a_layer = one.first.step_layer.gradient_bytes
     cut = 1.0 if layers else 1 / shares.pipeline
     ends = cut * one.first.step_ends.gradient_bytes
-    state_bytes = states(config, shares, whole=layers * a_layer + ends, layer=a_layer, ends=ends)
+    whole = layers * a_layer + ends
+    state_bytes = states(
+        config, shares, whole=whole, layer=a_layer, ends=ends, state_share=state_share
+    )
     held_of_states = sum(state_bytes.values())
     mode = config.train.activation_checkpointing
     saved = held[mode]
@@ -177,11 +192,17 @@ def peak_bytes(
 
 
 def states(
-    config: RunConfig, shares: Layout, *, whole: float, layer: float, ends: float
+    config: RunConfig,
+    shares: Layout,
+    *,
+    whole: float,
+    layer: float,
+    ends: float,
+    state_share: float,
 ) -> dict[Category, float]:
     """Return what parameters, gradients and optimizer states take of a rank's device, in bytes.
 
-    Beside them it tells what is gathered or cast of the parameters while they are worked with.
+    Beside them it counts what is gathered or cast of the parameters while they are worked with.
 
     Args:
         config: The layout's run.
@@ -189,20 +210,21 @@ def states(
         whole: The fp32 parameters of the rank's stages, undivided by other axes.
         layer: Of these, those of a layer.
         ends: Of these, those of no layer.
+        state_share: Bytes of the optimizer's states beside those of the parameters.
     """
     half = 1.0 if config.train.precision == "fp32" else 0.5
     whole, layer, ends = (size / shares.tensor for size in (whole, layer, ends))
-    moments = states_per_element(config.optimizer) * whole
+    moments = state_share * whole
     cast = 0.0 if half == 1 else whole * half  # autocast keeps what it casts until a forward ends
-    if shares.data_parallel != "fsdp":
-        moments /= shares.gradient_ranks if shares.data_parallel == "zero1" else 1
+    if not shares.facts.shards_parameters:
+        moments /= shares.optimizer_shards
         return {"parameters": whole, "gradients": whole, "optimizer": moments, "temporary": cast}
     working = _WORKING_LAYERS * layer * half + max(layer, ends) * (1 + half)
     if shares.pipeline > 1:
         working = whole * (1 + half)
     elif config.strategy.fsdp.sharding == "shard_grad_op":
         working = whole * half + max(layer, ends)
-    offload, shard = config.strategy.fsdp.cpu_offload, 1 / (shares.dp_shard * shares.context)
+    offload, shard = config.strategy.fsdp.cpu_offload, 1 / shares.parameter_shards
     kept = 0.0 if offload in ("params", "full") else whole * shard
     moments = 0.0 if offload in ("optimizer_states", "full") else moments * shard
     return {"parameters": kept, "gradients": kept, "optimizer": moments, "communication": working}

@@ -9,9 +9,11 @@ from __future__ import annotations
 from torch import nn
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.optimizer_states import states_per_element
+from axonlaunch.config.parameter_groups import state_share
 from axonlaunch.engines.pipeline.split import cut, parts
+from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.build import spec_for
+from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.planning.memory.analytic import states
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -20,8 +22,8 @@ from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 _FP32 = 4
 
 
-def estimate(config: RunConfig) -> Estimate:
-    """Foretell the states of every rank of a run.
+def estimate_states(config: RunConfig) -> Estimate:
+    """Estimate the states of every rank of a run.
 
     Args:
         config: Checked, with ``launch.nproc`` resolved: the ranks of the world.
@@ -51,16 +53,25 @@ def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
         modules = [cut(spec, blueprint.built(), stages[n]) for n in blueprint.stages_of(place)]
     whole = sum(_bytes(module) for module in modules)
     blocks = [_bytes(block) for module in modules for block in spec.blocks(module).values()]
+    facts = parameter_facts(spec, blueprint.model)
+    ties = tied_names(blueprint.model)
+    names = [ties.get(n, n) for module in modules for n, _ in module.named_parameters()]
+    share = state_share(config.optimizer, [facts[name] for name in names if name in facts])
     held = states(
-        config, shares, whole=whole, layer=max(blocks, default=0), ends=whole - sum(blocks)
+        config,
+        shares,
+        whole=whole,
+        layer=max(blocks, default=0),
+        ends=whole - sum(blocks),
+        state_share=share,
     )
     breakdown = {category: round(held.get(category, 0)) for category in CATEGORIES}
     breakdown["parameters"] += sum(b.nbytes for module in modules for b in module.buffers())
     kept = sum(held[category] for category in ("parameters", "gradients", "optimizer"))
     host = 0.0
-    if shares.data_parallel == "fsdp" and config.strategy.fsdp.cpu_offload != "none":
-        shard = whole / shares.tensor / (shares.dp_shard * shares.context)
-        host = (2 + states_per_element(config.optimizer)) * shard - kept
+    if shares.facts.shards_parameters and config.strategy.fsdp.cpu_offload != "none":
+        shard = whole / shares.tensor / shares.parameter_shards
+        host = (2 + share) * shard - kept
     rank = place * blueprint.world_size // shares.pipeline
     return RankEstimate(
         rank=rank,

@@ -1,54 +1,59 @@
 """Data that is only a shape: what an estimate takes in the place of files.
 
-It knows the datasets that are ours; another one is left as it is, and is read.
+It asks the registry for the shape of a sample; a dataset that does not say is left as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import Any
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.data import (
-    NUM_BYTES,
-    DigitsConfig,
-    PythonSourceConfig,
-    SyntheticImagesConfig,
-    SyntheticTokensConfig,
-    TextConfig,
-    TokensConfig,
-)
+from axonlaunch.config.data import DATASETS, SyntheticImagesConfig, SyntheticTokensConfig
+from axonlaunch.registry import EntryPointError
 
-_NOWHERE: dict[str, dict[str, Any]] = {"tokens": {"path": "-"}, "text": {"files": ["-"]}}
 _MISSING = "???"
 
 
 def naming_files(tree: dict[str, Any]) -> dict[str, Any]:
     """Return a composed tree in which data that was given no files names some."""
     data = tree.get("data")
-    if not isinstance(data, dict):
+    name = str(data.get("name")) if isinstance(data, dict) else ""
+    if not isinstance(data, dict) or name not in DATASETS:
         return tree
+    try:
+        entry = DATASETS.entry(name)
+    except EntryPointError:
+        return tree  # typing the tree reports it
+    files = entry.facts.files if entry.facts else ()
+    hints = typing.get_type_hints(entry.config) if files else {}
     named = {
-        key: value
-        for key, value in _NOWHERE.get(str(data.get("name")), {}).items()
-        if data.get(key) == _MISSING
+        key: ["-"] if typing.get_origin(hints[key]) is list else "-"
+        for key in files
+        if data.get(key, _MISSING) == _MISSING
     }
     return {**tree, "data": {**data, **named}}
 
 
 def replace_with_synthetic(config: RunConfig) -> RunConfig:
     """Return a configuration whose samples have the same shape and come from no file."""
-    data: Any = config.data
-    if isinstance(data, PythonSourceConfig | TextConfig):
-        shape: Any = SyntheticTokensConfig(
-            vocab_size=NUM_BYTES, sequence_length=data.sequence_length
-        )
-    elif isinstance(data, TokensConfig):
-        # Without a size that is told, any: the model's own decides what is allocated.
-        size = data.vocab_size or 2
-        shape = SyntheticTokensConfig(vocab_size=max(2, size), sequence_length=data.sequence_length)
-    elif isinstance(data, DigitsConfig):
-        shape = SyntheticImagesConfig(image_size=data.image_size)
-    else:
+    if isinstance(config.data, SyntheticTokensConfig | SyntheticImagesConfig):
         return config
-    return dataclasses.replace(config, data=shape)
+    facts = DATASETS.facts(config.data.name)
+    if facts is None or facts.sample is None:
+        return config
+    sample = facts.sample(config.data)
+    # Where only the data knows the number, any: the model's own decides what is allocated.
+    num_classes = max(2, sample.num_classes or 2)
+    if sample.kind == "tokens":
+        (length,) = sample.shape
+        data: Any = SyntheticTokensConfig(vocab_size=num_classes, sequence_length=length)
+    else:
+        channels, height, width = sample.shape
+        if height != width:
+            return config  # made-up images are square
+        data = SyntheticImagesConfig(
+            num_channels=channels, image_size=height, num_classes=num_classes
+        )
+    return dataclasses.replace(config, data=data)

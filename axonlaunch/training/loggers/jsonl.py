@@ -1,6 +1,6 @@
-"""Files that a run's numbers are written to: ``metrics.jsonl`` and TensorBoard's events.
+"""``metrics.jsonl``: what a run logs and reads again when it resumes.
 
-They take events and refuse none; what is not theirs they leave.
+It takes events and refuses none; what is not its own it leaves.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from axonlaunch.events import Evaluated, Event, Finished, StepLogged, finite
+from axonlaunch.events import Evaluated, Event, StepLogged, finite
 from axonlaunch.system.files import append_text, is_there, opened, replace
 
 
-class MetricsFile:
+class JSONLLogger:
     """A line of JSON a logged step, and one an evaluation.
+
+    It is the run's own record: where it can't be written, the run fails, as it does where a
+    checkpoint can't.
 
     Attributes:
         notes: What is to be said of what the file held before.
+        last_step: The last step that the file held before; 0 where none is resumed.
     """
 
     notes: tuple[str, ...]
@@ -49,6 +53,7 @@ class MetricsFile:
             replace(aside, content)
             reasons = [f"{path.name}: {reasons[0]}; it is kept as {aside.name}"]
         self.notes = tuple(reasons)
+        self.last_step = 0 if resumed_at is None else max((step for _, step in lines), default=0)
         replace(path, b"".join(kept))
         self._path = path
         self._last = kept[-1] if kept else b""
@@ -104,22 +109,3 @@ def _free(path: Path) -> Path:
         if not is_there(free):
             return free
     raise AssertionError("count ended")
-
-
-class TensorBoard:
-    """Scalars under the names of ``metrics.jsonl``."""
-
-    def __init__(self, folder: Path, *, after_step: int) -> None:
-        """Open a writer; events after the step that a run resumes from are hidden."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=after_step + 1)
-
-    def __call__(self, event: Event) -> None:
-        """Write an event's numbers, and close with the last one."""
-        if isinstance(event, StepLogged | Evaluated):
-            for name, value in asdict(event).items():
-                if name != "step" and isinstance(value, int | float):
-                    self._writer.add_scalar(name, value, event.step)
-        elif isinstance(event, Finished):
-            self._writer.close()

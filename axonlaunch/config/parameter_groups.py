@@ -1,0 +1,144 @@
+"""What each parameter of a model is updated with: the optimizer's options, and its group's.
+
+It matches patterns with names and counts bytes of states; it makes no optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from axonlaunch.config.errors import ConfigIssue
+from axonlaunch.config.optimizer import OPTIMIZERS, FreeOptimizerConfig
+from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts, Sharding
+from axonlaunch.registry import load, nearest
+
+LR_SCALE = "lr_scale"
+NOT_OF_A_GROUP = ("name", "groups", "target", "arguments")
+"""Fields of an optimizer's configuration that are no options of a group of parameters."""
+_PROBE = "axonlaunch.engines.optimizer.probe:probe"
+_LISTED = 4
+
+
+def with_options(config: Any, parameter: ParameterFacts) -> Any:
+    """Return the configuration that updates one parameter, without groups.
+
+    Of ``{"*.bias": {lr: 1e-3}, "head.*": {lr: 1e-4}}`` head.bias has lr 1e-4, the later one. Decay
+    is for matrices unless a group says otherwise.
+    """
+    options: dict[str, Any] = {}
+    for pattern, given in getattr(config, "groups", {}).items():
+        if fnmatchcase(parameter.name, pattern):
+            options |= given
+    scale = options.pop(LR_SCALE, 1.0)
+    has_decay = hasattr(config, "weight_decay") or "weight_decay" in _arguments(config)
+    if len(parameter.shape) < 2 and has_decay:
+        options.setdefault("weight_decay", 0.0)
+    chosen = _replaced(config, options)
+    if hasattr(chosen, "for_parameter"):
+        chosen = chosen.for_parameter(parameter, options)
+    return chosen if scale == 1 else dataclasses.replace(chosen, lr=scale * chosen.lr)
+
+
+def _replaced(config: Any, options: dict[str, Any]) -> Any:
+    """Return a configuration with other options, and no groups; of a free one, other arguments."""
+    values: dict[str, Any] = {"groups": {}} if hasattr(config, "groups") else {}
+    if isinstance(config, FreeOptimizerConfig):
+        arguments = {key: value for key, value in options.items() if key != "lr"}
+        values["arguments"] = {**config.arguments, **arguments}
+        options = {key: value for key, value in options.items() if key == "lr"}
+    return dataclasses.replace(config, **values, **options)
+
+
+def _arguments(config: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = getattr(config, "arguments", {})
+    return arguments
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """Return what an optimizer's class is called with beside the parameters, from its fields."""
+    options = {
+        spec.name: getattr(config, spec.name)
+        for spec in dataclasses.fields(config)
+        if spec.name not in NOT_OF_A_GROUP and not spec.metadata.get("not_an_argument")
+    }
+    return {**options, **_arguments(config)}
+
+
+def states_of(config: Any, shape: tuple[int, ...]) -> dict[str, OptimizerState]:
+    """Return what an optimizer keeps of a parameter, by name.
+
+    Args:
+        config: That updates the parameter, as ``with_options`` returns it.
+        shape: The whole parameter's.
+    """
+    known = OPTIMIZERS.facts(config.name).states
+    states = load(_PROBE)(config, len(shape)).states if known is None else known
+    return {
+        state.name: state
+        for state in states
+        if state.shape(shape) is not None
+        and (state.absent_at_zero is None or getattr(config, state.absent_at_zero) != 0)
+    }
+
+
+def sharding_of(config: Any) -> Sharding:
+    """Return what an optimizer makes of a parameter that is divided among ranks."""
+    known = OPTIMIZERS.facts(config.name).sharding
+    if known is not None:
+        return known
+    found: Sharding = load(_PROBE)(config, 2).sharding
+    return found
+
+
+def state_bytes(config: Any, parameters: Iterable[ParameterFacts]) -> int:
+    """Return the bytes of an optimizer's states of whole parameters."""
+    return sum(
+        state.nbytes(parameter.shape)
+        for parameter in parameters
+        for state in states_of(with_options(config, parameter), parameter.shape).values()
+    )
+
+
+def state_share(config: Any, parameters: Iterable[ParameterFacts]) -> float:
+    """Return the bytes of an optimizer's states beside those of fp32 parameters: AdamW's are 2."""
+    parameters = list(parameters)
+    whole = 4 * sum(math.prod(parameter.shape) for parameter in parameters)
+    return state_bytes(config, parameters) / max(1, whole)
+
+
+def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterator[ConfigIssue]:
+    """Yield the patterns that match no parameter, and what can't be updated as a group says."""
+    parameters = list(parameters)
+    names = [parameter.name for parameter in parameters]
+    for pattern, options in getattr(config, "groups", {}).items():
+        key = f"optimizer.groups.{pattern}"
+        matched = [one for one in parameters if fnmatchcase(one.name, pattern)]
+        if not matched:
+            yield ConfigIssue(key, _unmatched(pattern, names))
+        flat = [one.name for one in matched if len(one.shape) != 2]
+        if options.get("algorithm") == "muon" and flat:
+            message = f"Muon is for matrices, and {flat[0]} is none; use adamw, or another pattern"
+            yield ConfigIssue(f"{key}.algorithm", message, "muon")
+    if config.name == "muon":
+        chosen = [with_options(config, one) for one in parameters]
+        if not any(one.name == "muon" for one in chosen):
+            message = (
+                "the model has no repeated blocks whose matrices Muon would update (model.layers); "
+                "name them, as in optimizer.groups={'*.weight':{algorithm:muon}}, or use adamw"
+            )
+            yield ConfigIssue("optimizer.name", message, "muon")
+
+
+def _unmatched(pattern: str, names: list[str]) -> str:
+    """Say that a pattern matches nothing, and which name or ending was probably meant."""
+    endings = {
+        f"*.{name.split('.', cut)[-1]}" for name in names for cut in range(1, name.count(".") + 1)
+    }
+    meant = nearest(pattern, [*names, *sorted(endings)])
+    hint = f"; did you mean {meant}?" if meant else ""
+    some = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+    return f"matches no parameter that is trained{hint} names are {some}"

@@ -1,0 +1,155 @@
+"""Adafactor on whole tensors by torch, and on divided ones with statistics that ranks add up.
+
+Only rows, columns and single numbers travel, never a gradient.
+
+Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018, as
+``torch.optim.Adafactor`` has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Adafactor
+
+from axonlaunch.engines.optimizer.owned_matrices import divisions
+
+
+class ShardedAdafactor(Adafactor):
+    """torch's Adafactor that also takes DTensors, whose gradients it overwrites.
+
+    It gives what torch's gives of whole tensors, to rounding, by three messages an axis of ranks.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every tensor that has a gradient; all ranks that divide one call this."""
+        groups = self.param_groups
+        try:
+            self.param_groups = [
+                {**group, "params": [p for p in group["params"] if not isinstance(p, DTensor)]}
+                for group in groups
+            ]
+            loss = super().step(closure)  # type: ignore[no-untyped-call]
+        finally:
+            self.param_groups = groups
+        self._update(
+            [
+                _Part(p, group, self.state[p])
+                for group in groups
+                for p in group["params"]
+                if isinstance(p, DTensor) and p.grad is not None
+            ]
+        )
+        return loss
+
+    def _update(self, parts: list[_Part]) -> None:
+        sums = [(part.whole, *one) for part in parts for one in part.statistics()]
+        _add_up(sums)
+        totals = [part.average() for part in parts]
+        _add_up([(part.whole, *one) for part, of in zip(parts, totals, strict=True) for one in of])
+        norms = [part.rescale() for part in parts]
+        _add_up([(part.whole, *one) for part, one in zip(parts, norms, strict=True)])
+        for part in parts:
+            part.apply()
+
+
+Sum = tuple[Tensor, tuple[int, ...] | None]
+"""What this rank has of a sum, and the dims of the parameter that divide it; None: any."""
+
+
+class _Part:
+    """This rank's part of one parameter, through one step.
+
+    Attributes:
+        whole: The parameter.
+    """
+
+    def __init__(self, whole: DTensor, group: dict[str, Any], state: dict[str, Tensor]) -> None:
+        assert isinstance(whole.grad, DTensor)
+        self.whole = whole
+        self._group = group
+        self._state = state
+        self._parameter, self._gradient = whole.to_local(), whole.grad.to_local()
+        if not state:
+            state.update(_new_states(self._gradient))
+        state["step"] += 1
+        self._step = float(state["step"])
+        self._fresh = self._step ** group["beta2_decay"]
+        least = group["eps"][0]
+        self._least = torch.finfo(whole.dtype).eps if least is None else least
+
+    def statistics(self) -> list[Sum]:
+        """Return the parameter's squared norm, and those of the rows and columns of a gradient."""
+        self._size = self._parameter.square().sum()
+        if self.whole.ndim < 2:
+            return [(self._size, None)]
+        rows, columns = self.whole.ndim - 2, self.whole.ndim - 1
+        squares = self._gradient.square()
+        self._rows = squares.sum(-1, keepdim=True)
+        self._columns = squares.sum(-2, keepdim=True)
+        return [(self._size, None), (self._rows, (columns,)), (self._columns, (rows,))]
+
+    def average(self) -> list[Sum]:
+        """Move the averages of squares; return the sum of a matrix's rows."""
+        if self.whole.ndim < 2:
+            self._state["variance"].lerp_(self._gradient.square(), self._fresh)
+            return []
+        rows, columns = self.whole.shape[-2:]
+        self._state["row_var"].lerp_(self._rows.div_(columns), self._fresh)
+        self._state["col_var"].lerp_(self._columns.div_(rows), self._fresh)
+        self._total = self._state["row_var"].sum(-2, keepdim=True)
+        return [(self._total, (self.whole.ndim - 2,))]
+
+    def rescale(self) -> Sum:
+        """Divide the gradient by the root of its estimated squares; return its squared norm."""
+        if self.whole.ndim < 2:
+            estimate = self._state["variance"].clone()
+        else:
+            estimate = self._state["row_var"] @ self._state["col_var"]
+            estimate.div_((self._total / self.whole.shape[-2]).clamp_(min=self._least))
+        self._gradient.mul_(estimate.clamp_(min=self._least**2).rsqrt_())
+        self._norm = self._gradient.square().sum()
+        return self._norm, None
+
+    def apply(self) -> None:
+        """Decay and update the parameter."""
+        group, root = self._group, math.sqrt(self.whole.numel())
+        size = (self._size.sqrt() / root).clamp(min=group["eps"][1])
+        rate = size * min(group["lr"], 1 / math.sqrt(self._step))
+        excess = (self._norm.sqrt() / (root * group["d"])).clamp(min=1.0)
+        if group["weight_decay"]:
+            self._parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        self._parameter.sub_(self._gradient.mul_(rate / excess))
+
+
+def _add_up(sums: Sequence[tuple[DTensor, Tensor, tuple[int, ...] | None]]) -> None:
+    """Add up what each rank has of some sums, in place: one message an axis of ranks."""
+    divided: dict[tuple[DeviceMesh, int], list[Tensor]] = {}
+    for whole, part, dims in sums:
+        for division in divisions(whole):
+            if dims is None or division.dim in dims:
+                divided.setdefault((whole.device_mesh, division.axis), []).append(part)
+    for (mesh, axis), parts in divided.items():
+        message = torch.cat([part.reshape(-1) for part in parts])
+        dist.all_reduce(message, group=mesh.get_group(axis))
+        for part, total in zip(parts, message.split([p.numel() for p in parts]), strict=True):
+            part.copy_(total.view(part.shape))
+
+
+def _new_states(gradient: Tensor) -> dict[str, Tensor]:
+    shape = tuple(gradient.shape)
+    if len(shape) < 2:
+        return {"step": torch.tensor(0.0), "variance": torch.zeros_like(gradient)}
+    return {
+        "step": torch.tensor(0.0),
+        "row_var": gradient.new_zeros((*shape[:-1], 1)),
+        "col_var": gradient.new_zeros((*shape[:-2], 1, shape[-1])),
+    }

@@ -1,0 +1,83 @@
+"""Muon: of whole matrices torch's, of divided ones torch's iteration on the ranks that own them.
+
+What is no matrix torch refuses. Its functions without a public name are named here alone.
+
+Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; of owned
+matrices Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Muon
+from torch.optim import _muon as torch_muon
+
+from axonlaunch.engines.optimizer.owned_matrices import OwnedMatrices, alike, divisions
+
+orthogonalized: Callable[..., Tensor] = torch_muon._zeropower_via_newtonschulz
+"""``(matrix, coefficients, steps, eps)`` to the bf16 matrix that is about its U V^T."""
+adjusted_lr: Callable[..., float] = torch_muon._adjust_lr
+"""``(lr, adjust_lr_fn, shape)`` to the rate of a matrix of this shape."""
+
+
+class ShardedMuon(Muon):
+    """torch's Muon that also takes DTensors; the same to the bit for the same gradients.
+
+    Momentum is divided as the parameter is. Each rank orthogonalizes the updates of the matrices
+    that it owns, in bf16, in which they travel.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every matrix that has a gradient; all ranks that divide one call this."""
+        groups = self.param_groups
+        try:
+            self.param_groups = [
+                {**group, "params": [p for p in group["params"] if not isinstance(p, DTensor)]}
+                for group in groups
+            ]
+            loss = super().step(closure)  # type: ignore[no-untyped-call]
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            divided = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
+            for places in alike(divided):
+                self._update(group, [divided[place] for place in places])
+        return loss
+
+    def _update(self, group: dict[str, Any], matrices: list[DTensor]) -> None:
+        updates = [self._momentum(group, p) for p in matrices]
+        arguments = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if not divisions(matrices[0]):
+            updates = [orthogonalized(update, *arguments) for update in updates]
+        else:
+            owned = OwnedMatrices(matrices, costs=[_cost(*p.shape) for p in matrices])
+            wholes = owned.gather([update.bfloat16() for update in updates])
+            del updates
+            wholes = {n: orthogonalized(whole, *arguments) for n, whole in wholes.items()}
+            updates = owned.scatter(wholes)
+        for p, update in zip(matrices, updates, strict=True):
+            rate = adjusted_lr(group["lr"], group["adjust_lr_fn"], p.shape)
+            part = p.to_local()
+            part.mul_(1 - group["lr"] * group["weight_decay"])
+            part.add_(update, alpha=-rate)
+
+    def _momentum(self, group: dict[str, Any], p: DTensor) -> Tensor:
+        """Move this rank's part of the momentum; return that of what is to be orthogonalized."""
+        assert isinstance(p.grad, DTensor)
+        gradient = p.grad.to_local()
+        if not self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum: Tensor = self.state[p]["momentum_buffer"]
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+
+def _cost(rows: int, columns: int) -> float:
+    """Return what an iteration takes, about: products of the shorter side with the whole."""
+    return float(rows * columns * min(rows, columns))

@@ -1,0 +1,182 @@
+"""Matrices that are divided among ranks, made whole for a while, each on the one rank that owns it.
+
+Every rank then works on its share of the matrices, and none holds all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Division:
+    """One mesh axis that divides a dim of a tensor, as torch.chunk does.
+
+    Attributes:
+        axis: Of the mesh.
+        dim: Of the tensor.
+        length: Of that dim before this division, on this rank.
+    """
+
+    axis: int
+    dim: int
+    length: int
+
+    def lengths(self, mesh: DeviceMesh) -> list[int]:
+        """Return the part of each rank of the axis, which is 0 on the last where it is short."""
+        step = -(-self.length // mesh.size(self.axis))
+        ends = [min(step * place, self.length) for place in range(mesh.size(self.axis) + 1)]
+        return [stop - start for start, stop in pairwise(ends)]
+
+
+def divisions(tensor: DTensor) -> list[Division]:
+    """Return what divides a tensor, in the order in which it was divided.
+
+    A data axis divides what the tensor axis has left: its placement is then a strided shard, which
+    is the later division though its axis is the earlier one.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    sharded = [
+        (hasattr(placement, "split_factor"), axis, placement.dim)
+        for axis, placement in enumerate(tensor.placements)
+        if hasattr(placement, "dim") and mesh.size(axis) > 1
+    ]
+    lengths = list(tensor.shape)
+    found = []
+    for _, axis, dim in sorted(sharded):
+        division = Division(axis, dim, lengths[dim])
+        lengths[dim] = division.lengths(mesh)[coordinate[axis]]
+        found.append(division)
+    return found
+
+
+def alike(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the places of tensors that are divided over the same axes of the same mesh."""
+    found: dict[object, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        key: object = None
+        if isinstance(tensor, DTensor):
+            key = (tensor.device_mesh, tuple(one.axis for one in divisions(tensor)))
+        found.setdefault(key, []).append(place)
+    yield from found.values()
+
+
+class OwnedMatrices:
+    """An exchange that makes each of some matrices whole on one rank, and divides them again.
+
+    Of four ranks that divide eight matrices each gets two. Over two axes it goes axis by axis, from
+    the last division back: the ranks of the tensor axis share the matrices out, then those of the
+    data axis share what each of them got.
+    """
+
+    def __init__(self, matrices: Sequence[DTensor], *, costs: Sequence[float]) -> None:
+        """Share matrices out.
+
+        Args:
+            matrices: On the same mesh, divided over the same axes of it.
+            costs: Of working on each when it is whole.
+        """
+        self._mesh = matrices[0].device_mesh
+        self._costs = costs
+        self._divisions = [divisions(one)[::-1] for one in matrices]
+        self._shapes: list[dict[int, torch.Size]] = []
+        self._dtype = torch.float32
+
+    def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the whole matrices that this rank owns by their places, from everybody's parts."""
+        held = dict(enumerate(parts))
+        self._dtype = parts[0].dtype
+        self._shapes.clear()
+        for turn, axis in enumerate(self._axes()):
+            self._shapes.append({place: part.shape for place, part in held.items()})
+            owned, mine = self._owned(held, axis), self._mesh.get_local_rank(axis)
+            received = self._exchange(
+                axis,
+                [[held[place] for place in places] for places in owned],
+                [
+                    [self._shape_on(rank, place, turn) for place in owned[mine]]
+                    for rank in range(len(owned))
+                ],
+            )
+            held = {
+                place: torch.cat([of_rank[n] for of_rank in received], self._dim(place, turn))
+                for n, place in enumerate(owned[mine])
+            }
+        return held
+
+    def scatter(self, wholes: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return this rank's part of every matrix, from everybody's whole ones."""
+        held = dict(wholes)
+        for turn, axis in reversed([*enumerate(self._axes())]):
+            shapes = self._shapes[turn]
+            owned, mine = self._owned(shapes, axis), self._mesh.get_local_rank(axis)
+            parts = {
+                place: held[place].split(self._lengths(place, turn), self._dim(place, turn))
+                for place in owned[mine]
+            }
+            received = self._exchange(
+                axis,
+                [[parts[place][rank] for place in owned[mine]] for rank in range(len(owned))],
+                [[shapes[place] for place in places] for places in owned],
+            )
+            held = {
+                place: part
+                for places, of_rank in zip(owned, received, strict=True)
+                for place, part in zip(places, of_rank, strict=True)
+            }
+        return [held[place] for place in range(len(self._divisions))]
+
+    def _axes(self) -> list[int]:
+        return [division.axis for division in self._divisions[0]]
+
+    def _dim(self, place: int, turn: int) -> int:
+        return self._divisions[place][turn].dim
+
+    def _lengths(self, place: int, turn: int) -> list[int]:
+        return self._divisions[place][turn].lengths(self._mesh)
+
+    def _shape_on(self, rank: int, place: int, turn: int) -> torch.Size:
+        """Return the shape of a rank's part of a matrix, which differs from mine in one dim."""
+        shape = list(self._shapes[turn][place])
+        shape[self._dim(place, turn)] = self._lengths(place, turn)[rank]
+        return torch.Size(shape)
+
+    def _owned(self, places: Iterable[int], axis: int) -> list[list[int]]:
+        """Share matrices out over an axis: the dearest first, to the rank with least to do."""
+        owned: list[list[int]] = [[] for _ in range(self._mesh.size(axis))]
+        work = [0.0] * len(owned)
+        for place in sorted(places, key=lambda place: (-self._costs[place], place)):
+            rank = work.index(min(work))
+            owned[rank].append(place)
+            work[rank] += self._costs[place]
+        return owned
+
+    def _exchange(
+        self, axis: int, sent: list[list[Tensor]], shapes: list[list[torch.Size]]
+    ) -> list[list[Tensor]]:
+        """Send tensors to each rank of an axis, and return what each sent, of known shapes."""
+        device = self._mesh.device_type
+        out = [torch.cat([t.reshape(-1) for t in to]) if to else None for to in sent]
+        empty = torch.empty(0, dtype=self._dtype, device=device)
+        message = torch.cat([empty if part is None else part for part in out])
+        sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
+        received = message.new_empty(sum(map(sum, sizes)))
+        dist.all_to_all_single(
+            received,
+            message,
+            [sum(of_rank) for of_rank in sizes],
+            [0 if part is None else part.numel() for part in out],
+            group=self._mesh.get_group(axis),
+        )
+        parts = iter(received.split([size for of_rank in sizes for size in of_rank]))
+        return [[next(parts).view(shape) for shape in of_rank] for of_rank in shapes]

@@ -1,0 +1,203 @@
+"""What an optimizer that nobody has described keeps and needs, found by trying it.
+
+It lets the optimizer update parameters of a few elements, in this process, and compares; it refuses
+what a checkpoint could not save. Nothing is found out about parameters of a run.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.config.optimizer import OPTIMIZERS, CustomOptimizerConfig
+from axonlaunch.config.optimizer_states import OptimizerState, Shape, Sharding
+from axonlaunch.config.parameter_groups import options_of
+from axonlaunch.engines.optimizer.optimizers import optimizer_class
+
+_SIZES = ((6, 4, 8, 10, 12), (10, 8, 4, 6, 14))
+"""Of the dims of two parameters; even, for halves, and all of a parameter's different."""
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was found.
+
+    Attributes:
+        states: What is kept of a parameter of so many dims.
+        sharding: ``elementwise`` if halves of a parameter are updated as the whole is.
+        defaults: Options that a group of parameters may set.
+    """
+
+    states: tuple[OptimizerState, ...]
+    sharding: Sharding
+    defaults: frozenset[str]
+
+
+def probe(config: Any, ndim: int) -> Probe:
+    """Try an optimizer on parameters of so many dims.
+
+    Args:
+        config: As ``with_options`` returns it.
+        ndim: Dims of the parameters.
+
+    Raises:
+        ConfigError: It can't be imported, can't be called, fails, or keeps what can't be saved.
+    """
+    return _probe(_Call(optimizer_class(config), repr(options_of(config)), config), ndim)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A configuration, equal to others that would make the same optimizer."""
+
+    made_by: Callable[..., Optimizer]
+    options: str
+    config: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Call) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, str]:
+        return self.made_by, self.options
+
+
+@functools.cache
+def _probe(call: _Call, ndim: int) -> Probe:
+    config = call.config
+    shapes = [sizes[:ndim] for sizes in _SIZES]
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        try:
+            tried = [_tried(config, _tensors(shape)) for shape in shapes]
+            is_elementwise = all(_is_same_by_halves(config, shapes[0], dim) for dim in range(ndim))
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's own class may fail in any way
+            message = f"trying it on a small parameter failed with {type(error).__name__}: {error}"
+            raise _refused(config, message) from error
+    (first, optimizer), (second, _) = tried
+    states = tuple(_states(config, shapes, first, second))
+    sharding: Sharding = "elementwise" if is_elementwise else "whole"
+    return Probe(states, sharding, frozenset(optimizer.defaults))
+
+
+def _refused(config: Any, message: str) -> ConfigError:
+    if isinstance(config, CustomOptimizerConfig):
+        return ConfigError([ConfigIssue("optimizer.target", message, config.target)])
+    return ConfigError([ConfigIssue("optimizer.name", message, config.name)])
+
+
+def _tensors(shape: Shape) -> list[Tensor]:
+    """Return a parameter and its gradients in every step."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for _ in range(1 + _STEPS)]
+
+
+def _tried(config: Any, tensors: list[Tensor]) -> tuple[dict[str, Any], Optimizer]:
+    """Update a parameter; return its states and the optimizer.
+
+    Raises:
+        ConfigError: The optimizer keeps what it has learned in its groups.
+    """
+    start, *gradients = tensors
+    parameter = nn.Parameter(start.clone())
+    make: Callable[..., Any] = optimizer_class(config)
+    options, fixed = options_of(config), OPTIMIZERS.facts(config.name).fixed
+    made = make([{"params": [parameter], **options}], **copy.deepcopy(options), **fixed)
+    if not isinstance(made, Optimizer):
+        raise _refused(config, f"makes {type(made).__name__}, not a torch.optim.Optimizer")
+    before = _options(made)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        made.step()
+    if changed := sorted(key for key, value in _options(made).items() if before.get(key) != value):
+        raise _refused(
+            config,
+            f"keeps {', '.join(changed)} in its groups of parameters, which a checkpoint does not "
+            "save; keep it in self.state[parameter]",
+        )
+    start.copy_(parameter.detach())
+    return dict(made.state.get(parameter, {})), made
+
+
+def _options(optimizer: Optimizer) -> dict[str, str]:
+    [group] = optimizer.param_groups
+    return {key: repr(value) for key, value in group.items() if key != "params"}
+
+
+def _is_same_by_halves(config: Any, shape: Shape, dim: int) -> bool:
+    """Say whether both halves of a parameter, each by itself, are updated as the whole is."""
+    whole, halves = _tensors(shape), [_tensors(shape) for _ in range(2)]
+    _tried(config, whole)
+    parts = []
+    for place, tensors in enumerate(halves):
+        half = [tensor.chunk(2, dim)[place].clone() for tensor in tensors]
+        _tried(config, half)
+        parts.append(half[0])
+    return torch.allclose(torch.cat(parts, dim), whole[0], rtol=1e-5, atol=1e-6)
+
+
+def _states(
+    config: Any, shapes: list[Shape], first: dict[str, Any], second: dict[str, Any]
+) -> Iterator[OptimizerState]:
+    """Yield what is kept, from what two parameters of different sizes have.
+
+    Raises:
+        ConfigError: A state is no tensor and no number, or its size does not follow.
+    """
+    for name, value in first.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Tensor | int | float):
+            message = f"keeps a state {name} that is a {type(value).__name__}; keep a tensor"
+            raise _refused(config, message)
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            yield OptimizerState(name=name, shape=_fixed(()), dtype=kind, initial=None)
+            continue
+        other = second.get(name)
+        sizes = (tuple(value.shape), tuple(other.shape) if isinstance(other, Tensor) else ())
+        rule = _rule(shapes, sizes)
+        if rule is None:
+            raise _refused(
+                config,
+                f"keeps a state {name} of shape {list(value.shape)} of a parameter of shape "
+                f"{list(shapes[0])}; each dim must be the parameter's or 1",
+            )
+        is_like = value.ndim and value.dtype is torch.float32
+        dtype = "parameter" if is_like else str(value.dtype).removeprefix("torch.")
+        yield OptimizerState(name=name, shape=rule, dtype=dtype, initial=None)
+
+
+def _rule(shapes: list[Shape], sizes: tuple[Shape, Shape]) -> Callable[[Shape], Shape] | None:
+    """Return how a state's shape follows from its parameter's; None if it does not."""
+    first, second = sizes
+    if first == second and math.prod(first) == 1:
+        return _fixed(first)
+    if any(len(size) != len(shape) for size, shape in zip(sizes, shapes, strict=True)):
+        return None
+    pairs = [*zip(*sizes, *shapes, strict=True)]
+    if not all((a, b) in ((c, d), (1, 1)) for a, b, c, d in pairs):
+        return None
+    kept = [a == c for a, _, c, _ in pairs]
+
+    def rule(shape: Shape) -> Shape:
+        return tuple(size if keeps else 1 for size, keeps in zip(shape, kept, strict=True))
+
+    return rule
+
+
+def _fixed(shape: Shape) -> Callable[[Shape], Shape]:
+    return lambda _: shape

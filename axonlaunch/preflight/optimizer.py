@@ -1,0 +1,138 @@
+"""Why an optimizer can't update a model in a layout, or is not what its entry says that it is.
+
+It tries optimizers of others on small parameters; ours are known by what is written of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.layout import Layout, layout, world_size
+from axonlaunch.config.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
+from axonlaunch.config.optimizer_states import ParameterFacts
+from axonlaunch.config.parameter_groups import (
+    LR_SCALE,
+    group_problems,
+    sharding_of,
+    states_of,
+    with_options,
+)
+from axonlaunch.engines.optimizer.probe import probe
+from axonlaunch.models.parameter_facts import parameter_facts
+from axonlaunch.models.spec import ModelSpec
+from axonlaunch.registry import unknown
+
+
+def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[ConfigIssue]:
+    """Return why a run's optimizer can't update its model.
+
+    Args:
+        config: With ``launch.nproc`` resolved.
+        spec: The model's.
+        model: Whole, on ``meta`` or not.
+    """
+    facts = [*parameter_facts(spec, model).values()]
+    problems = list(group_problems(config.optimizer, facts))
+    if problems:
+        return problems
+    try:
+        if config.optimizer.name not in OWN_OPTIMIZERS:
+            problems += _of_others(config.optimizer, facts)
+        if not problems:
+            problems += layout_problems(config, layout(config, world_size=world_size(config)))
+    except ConfigError as error:
+        return error.problems
+    return problems
+
+
+def layout_problems(config: RunConfig, shares: Layout) -> Iterator[ConfigIssue]:
+    """Refuse layouts that divide what an optimizer needs whole, or stream what it exchanges.
+
+    Raises:
+        ConfigError: It is somebody else's, and can't be tried.
+    """
+    needs, divided = sharding_of(config.optimizer), []
+    if shares.optimizer_shards > 1:
+        divided.append(shares.data_parallel)
+    if shares.tensor > 1:
+        divided.append("tensor parallelism")
+    name = config.optimizer.name
+    if needs == "whole" and divided:
+        message = (
+            "it updates a parameter's elements by what is in the others, and "
+            f"{' and '.join(divided)} leave{'s' if len(divided) == 1 else ''} each rank a part; "
+            "use strategy=single, ddp or pipeline"
+        )
+        target = getattr(config.optimizer, "target", None)
+        key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
+        yield ConfigIssue(key, message, value)
+    offload = config.strategy.fsdp.cpu_offload
+    if needs == "collective" and shares.facts.shards_parameters and offload != "none":
+        message = (
+            f"optimizer={name} exchanges parts of parameters among ranks while it updates them, "
+            "and offloaded ones pass through the device one by one; use none, or adamw"
+        )
+        yield ConfigIssue("strategy.fsdp.cpu_offload", message, offload)
+
+
+def _of_others(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue]:
+    """Try an optimizer of somebody else's: is it as declared, and does it take its groups' options.
+
+    Raises:
+        ConfigError: It can't be made, fails, or keeps what a checkpoint can't save.
+    """
+    if unknown_options := list(_unknown_options(config, facts)):
+        yield from unknown_options
+        return
+    declared = OPTIMIZERS.facts(config.name)
+    for one, ndim in _different(config, facts):
+        tried, shape = probe(one, ndim), tuple(range(2, 2 + ndim))
+        if declared.states is not None:
+            found = {state.name: state.shape(shape) for state in tried.states}
+            said = {name: state.shape(shape) for name, state in states_of(one, shape).items()}
+            if found != said:
+                message = (
+                    f"it is registered with states {_listed(said)}, and keeps {_listed(found)} of "
+                    f"a parameter of shape {list(shape)}; register it with states of these shapes"
+                )
+                yield ConfigIssue("optimizer.name", message, config.name)
+                return
+        if declared.sharding == "elementwise" and tried.sharding != "elementwise":
+            message = (
+                f"it is registered as elementwise, and updates halves of a parameter of {ndim} "
+                "dims otherwise than the whole; register it with sharding='whole'"
+            )
+            yield ConfigIssue("optimizer.name", message, config.name)
+            return
+
+
+def _different(config: Any, facts: list[ParameterFacts]) -> Iterator[tuple[Any, int]]:
+    """Yield the configurations that update the parameters, each once for each number of dims."""
+    seen = set()
+    for parameter in facts:
+        one, ndim = with_options(config, parameter), len(parameter.shape)
+        if (repr(one), ndim) not in seen:
+            seen.add((repr(one), ndim))
+            yield one, ndim
+
+
+def _unknown_options(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue]:
+    """Yield the options of groups that the class of a free configuration does not have."""
+    if not isinstance(config, FreeOptimizerConfig) or not config.groups:
+        return
+    alone = dataclasses.replace(config, groups={})
+    known = {LR_SCALE, *probe(alone, len(facts[0].shape)).defaults}
+    for pattern, options in config.groups.items():
+        for option, value in options.items():
+            if option not in known:
+                message = unknown("option of a group", option, sorted(known))
+                yield ConfigIssue(f"optimizer.groups.{pattern}.{option}", message, value)
+
+
+def _listed(states: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in sorted(states.items())) or "none"

@@ -1,0 +1,64 @@
+"""What a logger is: an object on the main rank that takes numbers by step.
+
+It decides nothing of when something is logged, and of no logger how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Number = int | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """The run that is logged.
+
+    Attributes:
+        name: Its name.
+        run_dir: Its folder, which exists.
+        config: Its configuration as nested plain values.
+        resumed_at: Steps done in the checkpoint that was loaded; None: it starts at step 0.
+        ids: What a logger noted, by its own name, for the next start of this run: the id that a
+            service gave to it. Empty where nothing is resumed.
+    """
+
+    name: str
+    run_dir: Path
+    config: dict[str, Any]
+    resumed_at: int | None = None
+    ids: dict[str, str] = field(default_factory=dict)
+
+
+class Logger:
+    """Base of loggers; ``log`` alone has to be written.
+
+    The main rank makes one, and calls it; other ranks make none. What a method raises is reported
+    once, and training continues.
+
+    Attributes:
+        rewinds: Whether ``start`` removes what was logged after ``run.resumed_at``. A logger that
+            can't do so is not called with steps below the last one that it was called with before
+            the run was resumed, so that its steps never decrease.
+    """
+
+    rewinds = False
+
+    def start(self, run: RunInfo) -> None:
+        """Begin, or continue, the log of a run; called once, before ``log``."""
+
+    def log(self, metrics: Mapping[str, Number], *, step: int) -> None:
+        """Take the numbers of a step: training's, or those of an evaluation after it.
+
+        Args:
+            metrics: loss, lr, grad_norm, tokens, tokens_per_s, step_s, peak_memory_bytes; or
+                eval_loss, eval_tokens, unigram_entropy.
+            step: Optimizer steps done, never fewer than in the call before.
+        """
+        raise NotImplementedError
+
+    def close(self, *, failed: bool) -> None:
+        """End the log; called once, also where training raised."""

@@ -1,0 +1,50 @@
+"""``metrics.csv``: a row a logged step, and one an evaluation.
+
+Its columns are fixed; a number that none of them is for is left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from dataclasses import fields
+
+from axonlaunch.config.loggers import CSVConfig
+from axonlaunch.events import Evaluated, StepLogged
+from axonlaunch.system.files import append_text, read_text, replace_text
+from axonlaunch.training.loggers.base import Logger, Number, RunInfo
+
+COLUMNS = [field.name for field in fields(StepLogged) if field.name != "slowest"]
+COLUMNS += [field.name for field in fields(Evaluated) if field.name != "step"]
+_LARGEST = 1 << 30
+"""Bytes of a table that is read again."""
+
+
+class CSVLogger(Logger):
+    """A table; rows after the step that a run resumes from are removed."""
+
+    rewinds = True
+
+    def __init__(self, config: CSVConfig) -> None:
+        del config  # it has no settings
+
+    def start(self, run: RunInfo) -> None:
+        """Write the header and the rows that are kept."""
+        self._path = run.run_dir / "metrics.csv"
+        kept: list[dict[str, str]] = []
+        if run.resumed_at is not None and self._path.exists():
+            rows = csv.DictReader(io.StringIO(read_text(self._path, at_most=_LARGEST)))
+            kept = [row for row in rows if int(row["step"]) <= run.resumed_at]
+        text = io.StringIO()
+        table = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
+        table.writeheader()
+        table.writerows(kept)
+        replace_text(self._path, text.getvalue())
+
+    def log(self, metrics: Mapping[str, Number], *, step: int) -> None:
+        """Append a row; what has no number in it is empty."""
+        text = io.StringIO()
+        table = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
+        table.writerow({**metrics, "step": step})
+        append_text(self._path, text.getvalue())

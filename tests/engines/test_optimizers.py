@@ -1,0 +1,340 @@
+"""Every optimizer is what torch or its paper says, in one process and in every layout."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from rank_engine import rank_engine
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from axonlaunch.comm import World
+from axonlaunch.config.optimizer import (
+    AdafactorConfig,
+    AdamConfig,
+    AdamWConfig,
+    LionConfig,
+    MuonConfig,
+    NAdamConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
+from axonlaunch.config.optimizer_states import ParameterFacts
+from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.engines.optimizer import muon
+from axonlaunch.engines.optimizer.step import Update
+from axonlaunch.models.dtensor_regions import whole
+
+OPTIMIZERS: dict[str, OptimizerConfig] = {
+    "adamw": AdamWConfig(weight_decay=0.3),
+    "adam": AdamConfig(weight_decay=0.3),
+    "sgd": SGDConfig(weight_decay=0.3),
+    "nadam": NAdamConfig(weight_decay=0.3),
+    "lion": LionConfig(weight_decay=0.3),
+    "adafactor": AdafactorConfig(weight_decay=0.3),
+    "muon": MuonConfig(weight_decay=0.3),
+}
+STEPS = 4
+RATES = [0.1 / (step + 1) for step in range(STEPS)]
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"hidden": (7, 3), "head": (4, 6), "bias": (5,), "scalar": (), "stack": (2, 3, 4)}
+    return {n: nn.Parameter(torch.randn(s, generator=generator)) for n, s in shapes.items()}
+
+
+def facts() -> dict[str, ParameterFacts]:
+    return {
+        name: ParameterFacts(name=name, shape=tuple(p.shape), is_hidden_matrix=name == "hidden")
+        for name, p in parameters().items()
+    }
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in parameters().items()}
+
+
+def trained(config: OptimizerConfig) -> dict[str, Tensor]:
+    own = parameters()
+    update = Update(config, own, parameters=facts())
+    for step in range(STEPS):
+        for name, gradient in gradients(step).items():
+            own[name].grad = gradient
+        update.apply(rate=lambda _, step=step: RATES[step])  # type: ignore[misc]
+    return {name: p.detach() for name, p in own.items()}
+
+
+def in_torch(kind: str, own: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Return torch's own optimizers, as their documentation says to group parameters."""
+    optim = torch.optim
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in own.values() if p.ndim > 1], "weight_decay": 0.3},
+        {"params": [p for p in own.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if kind == "muon":
+        groups[0]["params"] = [p for p in groups[0]["params"] if p is not own["hidden"]]
+        return [
+            optim.Muon([own["hidden"]], weight_decay=0.3, adjust_lr_fn="match_rms_adamw"),
+            optim.AdamW(groups, betas=(0.9, 0.95), fused=True),
+        ]
+    made: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "adamw": lambda: optim.AdamW(groups, betas=(0.9, 0.95), fused=True),
+        "adam": lambda: optim.Adam(groups, betas=(0.9, 0.999), fused=True),
+        "sgd": lambda: optim.SGD(groups, momentum=0.9, fused=True),
+        "nadam": lambda: optim.NAdam(groups, decoupled_weight_decay=True, foreach=True),
+        "adafactor": lambda: optim.Adafactor(groups, foreach=False),
+    }
+    return [made[kind]()]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "lion"])
+def test_whole_parameters_are_updated_as_torch_does_to_the_bit(kind: str) -> None:
+    own = parameters()
+    theirs = in_torch(kind, own)
+    for step in range(STEPS):
+        for name, gradient in gradients(step).items():
+            own[name].grad = gradient
+        for optimizer in theirs:
+            for group in optimizer.param_groups:
+                group["lr"] = RATES[step]
+            optimizer.step()
+    for name, tensor in trained(OPTIMIZERS[kind]).items():
+        assert torch.equal(tensor, own[name]), name
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-2])
+def test_lion_is_its_paper_in_float64(eps: float) -> None:
+    """Algorithm 2 of Chen et al., 2023, with lambda = 0.3 for matrices."""
+    own = {name: p.detach().double() for name, p in parameters().items()}
+    momenta = {name: torch.zeros_like(p) for name, p in own.items()}
+    for step, rate in enumerate(RATES):
+        for name, g in gradients(step).items():
+            p, m, g = own[name], momenta[name], g.double()
+            c = 0.9 * m + (1 - 0.9) * g
+            update = c / (c.abs() + eps) if eps else torch.sign(c)
+            own[name] = p - rate * (update + (0.3 if p.ndim > 1 else 0.0) * p)
+            momenta[name] = 0.99 * m + (1 - 0.99) * g
+    for name, tensor in trained(LionConfig(weight_decay=0.3, eps=eps)).items():
+        torch.testing.assert_close(tensor.double(), own[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_entry_states_what_the_class_keeps(kind: str) -> None:
+    own, config = parameters(), OPTIMIZERS[kind]
+    update = Update(config, own, parameters=facts())
+    for p in own.values():
+        p.grad = torch.ones_like(p)
+    for optimizer in update.optimizers:
+        optimizer.step()
+    kept = {p: states for optimizer in update.optimizers for p, states in optimizer.state.items()}
+    for name, p in own.items():
+        shape = tuple(p.shape)
+        expected = states_of(with_options(config, facts()[name]), shape)
+        assert kept.get(p, {}).keys() == expected.keys()
+        for key, state in expected.items():
+            assert tuple(kept[p][key].shape) == state.shape(shape)
+            assert kept[p][key].nbytes == state.nbytes(shape)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_states_made_before_the_first_step_change_no_bit_of_it(kind: str) -> None:
+    own = parameters()
+    update = Update(OPTIMIZERS[kind], own, parameters=facts())
+    update.load_state_dict({k: v.clone() for k, v in update.state_dict().items()})
+    for step in range(STEPS):
+        for name, gradient in gradients(step).items():
+            own[name].grad = gradient
+        update.apply(rate=lambda _, step=step: RATES[step])  # type: ignore[misc]
+    for name, tensor in trained(OPTIMIZERS[kind]).items():
+        assert torch.equal(tensor, own[name]), name
+
+
+SMALL = [
+    *("model.hidden_size=16", "model.num_hidden_layers=2", "model.num_attention_heads=2"),
+    *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"),
+    *("train.grad_clip=1.0", "scheduler=constant", "scheduler.warmup_steps=0"),
+]
+# eps keeps a gradient of rounding alone, as the key's bias has, from moving it by whole steps.
+WORDS = {
+    "adam": ["optimizer=adam", "optimizer.eps=1e-4"],
+    "nadam": ["optimizer=nadam", "optimizer.eps=1e-4"],
+    "lion": ["optimizer=lion", "optimizer.eps=1e-4"],
+    "adafactor": ["optimizer=adafactor", "optimizer.eps=[1e-4,1e-3]"],
+    "muon": ["optimizer=muon", "optimizer.adamw_eps=1e-4"],
+}
+TENSOR = "strategy.tensor.degree=2"
+LAYOUTS = {
+    "ddp": (2, "strategy=ddp"),
+    "zero1": (3, "strategy=zero1 train.global_batch_size=9"),
+    "zero2": (2, "strategy=zero2"),
+    "fsdp": (4, "strategy=fsdp"),
+    "hsdp": (4, "strategy=hsdp strategy.fsdp.replicate=2"),
+    "parameters offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=params"),
+    "states offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=optimizer_states"),
+    "all offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=full"),
+    "tensor": (2, "strategy=tensor"),
+    "zero1 x tensor": (4, f"strategy=zero1 {TENSOR}"),
+    "fsdp x tensor": (4, f"strategy=fsdp {TENSOR}"),
+    "pipeline": (2, "strategy=pipeline train.micro_batch_size=4"),
+}
+
+
+def run(words: list[str], ranks: int, steps: int = 3) -> dict[str, Tensor]:
+    chosen = run_config([*SMALL, *words, f"launch.nproc={ranks}"])
+
+    def on_rank(world: World) -> dict[str, Tensor]:
+        engine, loader = rank_engine(chosen, world)
+        for step in range(steps):
+            engine.train_step(loader.batch(step))
+        return {n: whole(p.detach()).clone() for n, p in engine.named_parameters()}
+
+    found: dict[str, Tensor] = {}
+    for parameters in World.mock(ranks).run(on_rank):
+        for name, tensor in parameters.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), f"ranks differ on {name}"
+    return found
+
+
+# Elementwise ones share all that a layout could get wrong: each layout tries one of them.
+_ELEMENTWISE = [*zip(LAYOUTS, ["adam", "nadam", "lion"] * len(LAYOUTS), strict=False)]
+_EXCHANGING = [
+    (layout, kind)
+    for kind in ("adafactor", "muon")
+    for layout in LAYOUTS
+    if "offloaded" not in layout  # is refused
+]
+
+
+@functools.cache
+def alone(kind: str, *words: str, steps: int = 3) -> dict[str, Tensor]:
+    return run([*WORDS[kind], "strategy=single", *words], 1, steps=steps)
+
+
+@pytest.mark.parametrize(("layout", "kind"), _ELEMENTWISE + _EXCHANGING)
+def test_a_layout_trains_as_one_process_does(layout: str, kind: str) -> None:
+    ranks, strategy = LAYOUTS[layout]
+    words = strategy.split()
+    size = [word for word in words if "global_batch" in word]
+    start, expected = alone(kind, *size, steps=0), alone(kind, *size)
+    got = run([*WORDS[kind], *words], ranks)
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        moved = float((tensor - start[name]).norm())
+        off = float((got[name] - tensor).norm())
+        # Muon rounds to bf16 and then multiplies what is small 480 times: that it is exact for
+        # equal gradients is shown below.
+        share = 0.05 if kind == "muon" else 1e-3
+        assert off <= share * moved + 1e-6 * math.sqrt(tensor.numel()), name
+
+
+def after_a_tensor_axis(dim: int) -> list[Placement]:
+    """Return how fully_shard divides what a tensor axis has divided by this dim."""
+    data: Placement = Shard(0) if dim else _StridedShard(0, split_factor=2)
+    return [data, Shard(dim)]
+
+
+DIVISIONS: dict[str, tuple[dict[str, int], list[Placement]]] = {
+    "rows": ({"dp_shard": 4}, [Shard(0)]),
+    "columns": ({"tp": 2}, [Shard(1)]),
+    "rows of replicas": ({"dp_replicate": 2, "dp_shard": 2}, [Replicate(), Shard(0)]),
+    "rows of rows": ({"dp_shard": 2, "tp": 2}, after_a_tensor_axis(0)),
+    "rows of columns": ({"dp_shard": 2, "tp": 2}, after_a_tensor_axis(1)),
+    "nothing": ({"tp": 2}, [Replicate()]),
+}
+SHAPES = {"one row": (1, 4), "tall": (6, 4), "wide": (4, 10), "few": (3, 8), "large": (16, 8)}
+
+
+def matrix(name: str, step: int) -> Tensor:
+    """Return a parameter before any step, or its gradient in a later one."""
+    generator = torch.Generator().manual_seed(7 * step + len(name))
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+def divided(tensor: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
+    """Return a tensor divided by the tensor axis first, then by the data axis."""
+    local = tensor
+    strided = [isinstance(one, _StridedShard) for one in placements]
+    for axis in sorted(range(len(placements)), key=lambda axis: strided[axis]):
+        placement = placements[axis]
+        if isinstance(placement, Shard | _StridedShard):
+            chunks = local.chunk(mesh.size(axis), placement.dim)
+            rank = mesh.get_local_rank(axis)
+            empty = local.narrow(placement.dim, 0, 0)
+            local = chunks[rank] if rank < len(chunks) else empty
+    return DTensor.from_local(
+        local.clone(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "lion", "nadam"])
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_divided_matrices_are_updated_as_whole_ones(division: str, kind: str) -> None:
+    sizes, placements = DIVISIONS[division]
+    config = OPTIMIZERS[kind]
+    # A tensor axis divides evenly or is refused; fully_shard leaves the last ranks less.
+    names = [name for name in SHAPES if "tp" not in sizes or SHAPES[name][0] % 2 == 0]
+    hidden = {
+        name: ParameterFacts(name=name, shape=SHAPES[name], is_hidden_matrix=True) for name in names
+    }
+
+    def updated(wrap: Callable[[Tensor], Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        own = {name: nn.Parameter(wrap(matrix(name, 0))) for name in names}
+        update = Update(config, own, parameters=hidden)
+        for step in range(STEPS):
+            for name, p in own.items():
+                p.grad = wrap(matrix(name, step + 1))
+            update.apply(rate=lambda _, step=step: RATES[step])  # type: ignore[misc]
+        states = {key: whole(state) for key, state in update.state_dict().items()}
+        return {name: whole(p.detach()) for name, p in own.items()}, states
+
+    expected = updated(lambda tensor: tensor.clone())
+
+    def on_rank(world: World) -> None:
+        mesh = world.mesh(**sizes).device_mesh
+        got = updated(lambda tensor: divided(tensor, mesh, placements))
+        for mine, theirs in zip(got, expected, strict=True):
+            assert mine.keys() == theirs.keys()
+            for name, tensor in theirs.items():
+                if kind == "muon":
+                    assert torch.equal(mine[name], tensor), name
+                else:
+                    torch.testing.assert_close(mine[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+    World.mock(math.prod(sizes.values())).run(on_rank)
+
+
+def test_each_matrix_is_iterated_on_one_rank_and_the_work_is_shared_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[int] = []
+    iterate = muon.orthogonalized
+
+    def counted(matrix: Tensor, *args: Any) -> Tensor:
+        done.append(matrix.numel())
+        return iterate(matrix, *args)
+
+    monkeypatch.setattr(muon, "orthogonalized", counted)
+    chosen = run_config([*SMALL, *WORDS["muon"], "strategy=fsdp", "launch.nproc=4"])
+
+    def on_rank(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        engine.backward(loader.batch(0))
+        engine.update()
+
+    World.mock(4).run(on_rank)
+    assert sum(done) == 2 * (4 * 16 * 16 + 2 * 16 * 64)  # each matrix of two blocks once
