@@ -7,9 +7,13 @@ import multiprocessing
 import pytest
 
 from axonlaunch.config import ConfigError, load
-from axonlaunch.launch.launcher import LAUNCHERS, LaunchOptions, launcher_of
+from axonlaunch.launch.launcher import (
+    LaunchOptions,
+    check_function,
+    launch_function,
+    launcher_of,
+)
 from axonlaunch.launch.runs import Runs
-from axonlaunch.registry import load as imported
 
 SLURM = ["launch=slurm", "launch.nproc=2"]
 NODES = ["launch.nproc=1", "launch.nnodes=2", "launch.master_addr=10.0.0.1"]
@@ -19,14 +23,13 @@ NODES = ["launch.nproc=1", "launch.nnodes=2", "launch.master_addr=10.0.0.1"]
     ("overrides", "name"),
     [([], "local"), (["launch=local"], "local"), (NODES, "multinode"), (SLURM, "slurm")],
 )
-def test_a_configuration_has_one_launcher(overrides: list[str], name: str) -> None:
-    assert launcher_of(load(overrides)) == name
-
-
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_what_a_launcher_names_is_there(name: str) -> None:
-    assert callable(imported(LAUNCHERS[name].check))
-    assert callable(imported(LAUNCHERS[name].launch))
+def test_a_configuration_has_one_launcher_whose_functions_are_there(
+    overrides: list[str], name: str
+) -> None:
+    config = load(overrides)
+    assert launcher_of(config) == name
+    assert callable(check_function(config))
+    assert callable(launch_function(config))
 
 
 @pytest.mark.parametrize(
