@@ -168,6 +168,7 @@ if TYPE_CHECKING:
     from axonlaunch.engines.tensor.loss import (
         vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
     )
+    from axonlaunch.launch.registry import register_launcher as register_launcher
     from axonlaunch.models import (
         ModelSpec as ModelSpec,
     )
@@ -231,6 +232,7 @@ __all__ = [
     "reduce_scatter_sum",
     "register_data_parallel",
     "register_dataset",
+    "register_launcher",
     "register_logger",
     "register_model",
     "register_optimizer",
@@ -267,6 +269,7 @@ _ROOMS = {
         "VocabParallelEmbedding",
     ),
     "axonlaunch.engines.tensor.loss": ("vocab_parallel_cross_entropy_sum",),
+    "axonlaunch.launch.registry": ("register_launcher",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
     "axonlaunch.training.loggers.base": ("Logger",),
     "axonlaunch.training.loggers.registry": ("register_logger",),

@@ -88,6 +88,7 @@ class Registry(Generic[T, F]):
         kind: What the things are, ``"dataset"``; ``register_dataset`` adds one.
         entry_points: Group of entry points that packages offer names in; None: they can't.
         free_config: Dataclass with ``name`` and ``arguments`` for an entry that brings none.
+        shares_keys: Whether what is set of one entry's keys holds for another that is chosen.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class Registry(Generic[T, F]):
         *,
         entry_points: str | None = None,
         free_config: type | None = None,
+        shares_keys: bool = False,
     ) -> None:
         self.kind = kind
+        self.shares_keys = shares_keys
         self.entry_points = entry_points
         self.free_config = free_config
         self._entries = dict(entries or {})

@@ -20,8 +20,8 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.config.layout import frozen_threads
-from axonlaunch.config.schema import LaunchConfig
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.joining import counted, frozen_by_rank_0, join, message_key
