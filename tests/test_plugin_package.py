@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import venv
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +26,71 @@ WORDS = [*CHOSEN, "launch.nproc=2", "train.global_batch_size=8", "train.log_ever
 WORDS += ["train.steps=4", "train.eval_batches=1"]
 
 
+DRIVER = """
+import json, sys
+from pathlib import Path
+
+import served
+from command import Served
+
+if __name__ == "__main__":
+    with served.serve() as server:
+        for line in sys.stdin:
+            process = Served(Path.cwd(), server).start(*json.loads(line))
+            output, errors = process.communicate(timeout=90)
+            print(json.dumps([process.returncode, output, errors]), flush=True)
+"""
+
+
 class Environment:
-    """A fresh environment in which the package is installed, and a folder to work in."""
+    """A fresh environment in which the package is installed, and a folder to work in.
+
+    One process of it forks all commands, so that torch is imported once.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "work"
         self.folder.mkdir()
-        venv.create(folder / "venv", with_pip=True)
-        self._python = folder / "venv/bin/python"
+        venv.create(folder / "venv", with_pip=find_spec("pip") is None)
         # What is installed here, and this package, are there too: nothing is fetched.
         [site] = (folder / "venv/lib").glob("python*/site-packages")
-        (site / "outer.pth").write_text(
-            "\n".join(path for path in sys.path if path.endswith("site-packages"))
-            + f"\n{PACKAGE.parents[1]}\n"
+        outer = [path for path in sys.path if path.endswith("site-packages")]
+        (site / "outer.pth").write_text("\n".join([*outer, str(PACKAGE.parents[1])]))
+        python = folder / "venv/bin/python"
+        install = ["-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation"]
+        subprocess.run([python, *install, "--quiet", PACKAGE], check=True, timeout=100)
+        (folder / "driver.py").write_text(DRIVER)
+        self._driver = subprocess.Popen(
+            [python, folder / "driver.py"],
+            cwd=self.folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(PACKAGE.parent / "support")},
         )
-        self.run("-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation")
-
-    def run(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run Python."""
-        words = (*words, "--quiet", str(PACKAGE)) if "pip" in words else words
-        ran = subprocess.run(
-            [self._python, *words], cwd=self.folder, capture_output=True, text=True, timeout=100
-        )
-        assert ran.returncode == status, f"{ran.stdout}\n{ran.stderr}"
-        return ran
 
     def __call__(self, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
         """Run the command."""
-        return self.run("-m", "axonlaunch", *words, status=status)
+        assert self._driver.stdin is not None
+        assert self._driver.stdout is not None
+        self._driver.stdin.write(json.dumps(words) + "\n")
+        self._driver.stdin.flush()
+        returned, output, errors = json.loads(self._driver.stdout.readline())
+        assert returned == status, f"{output}\n{errors}"
+        return subprocess.CompletedProcess(words, returned, output, errors)
+
+    def close(self) -> None:
+        """End the driver and its server."""
+        self._driver.communicate(timeout=30)
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
     """The command in a fresh environment with the package."""
     pytest.importorskip("hatchling")
-    return Environment(tmp_path_factory.mktemp("environment"))
+    environment = Environment(tmp_path_factory.mktemp("environment"))
+    yield environment
+    environment.close()
 
 
 @pytest.mark.timeout(300)
@@ -106,8 +138,6 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
     assert [line.split()[0] for line in logged if " " in line] == ["1", "2", "3", "4", "5", "6"]
     assert logged.count("closed") == 2
     assert (command.folder / "launched.txt").read_text() == "run\nrun\n"
-    whole = [*WORDS, "strategy=single", "launch.nproc=1", "name=whole", "train.steps=6"]
-    command("train", *whole, "scheduler=constant", "checkpoint.every=0")
 
 
 @pytest.mark.timeout(300)

@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
+from axonlaunch.models.fake_tensor_cache import with_values
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 
@@ -141,7 +141,7 @@ def hide_sharding_propagation() -> None:
     plan = propagator._propagate_tensor_meta_non_cached
 
     def plan_unseen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with with_values():
             return plan(self, *args, **kwargs)
 
     propagator._propagate_tensor_meta_non_cached = plan_unseen
