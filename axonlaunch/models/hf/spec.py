@@ -1,7 +1,7 @@
 """What an engine must know of a model of transformers, for each configuration of one.
 
-How tensors, pipelines and contexts divide it is not offered yet: plans and ends stay empty, so that
-such a layout is refused before anything starts.
+How tensors and contexts divide it is not offered yet, so that such a layout is refused before
+anything starts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
     starts: dict[str, Initializer] = dict(found.initializers)
     if config.init == "pretrained" and config.path is not None:
         starts = dict.fromkeys(starts, Constant(0.0))  # a checkpoint fills all of them
+    for other, first in found.ties.items():
+        starts[other] = replace(starts[first], key=first)  # type: ignore[type-var]
     typed: Any = found.typed
     return replace(
         spec,
         layers=found.layers,
+        flow=lambda: found.flow,
         initializers=lambda module: starts,
         max_positions=getattr(typed, "max_position_embeddings", None),
         mixes_samples=bool(getattr(typed, "output_router_logits", False)),
@@ -51,7 +54,5 @@ SPEC = ModelSpec(
     build=build,
     loss=loss,
     adapt=adapt,
-    refused_axes=dict.fromkeys(
-        ("tensor", "pipeline", "context"), "model=hf does not support it yet; use 1"
-    ),
+    refused_axes=dict.fromkeys(("tensor", "context"), "model=hf does not support it yet; use 1"),
 )
