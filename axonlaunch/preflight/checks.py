@@ -92,6 +92,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
     problems = find_rule_violations(config)
     if here:
         problems += _backend(config)
+        problems += _attention(config)
     dataset, found = _dataset(config)
     problems += found
     spec, model, found = _model(config)
@@ -157,6 +158,14 @@ def _backend(config: RunConfig) -> Iterator[ConfigIssue]:
     if backend == "mock" and config.train.compile:
         message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
         yield ConfigIssue("launch.backend", message, backend)
+
+
+def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
+    model = config.model
+    on_cpu = config.launch.backend in ("gloo", "mock") or not accelerators()
+    if isinstance(model, HuggingFaceConfig) and model.attention == "flex" and on_cpu:
+        message = "torch can't train with it on CPUs; use sdpa"
+        yield ConfigIssue("model.attention", message, "flex")
 
 
 def _dataset(config: RunConfig) -> tuple[Dataset | None, list[ConfigIssue]]:
