@@ -57,6 +57,8 @@ def recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initialize
             )
             model.initialize_weights()
         initializers = recorder.initializers(model)
+        if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+            raise ValueError(f"its code gives {empty[0]} no values")
     except ConfigError:
         raise
     except Exception as error:  # a constructor may refuse figures in any way
@@ -77,6 +79,13 @@ def loss(outputs: Tensor | ModelOutputs, targets: Tensor) -> Tensor:
     return cross_entropy_sum(outputs.logits, targets) + outputs.auxiliary_loss.float() * counted
 
 
+def untraceable(config: HuggingFaceConfig) -> str:
+    """Return why a model can't be run on tensors without values; empty if it can."""
+    if config.attention == "flex":  # torch's compiler, which it calls, ends the process there
+        return "model.attention=flex can't be run without values; use sdpa to estimate"
+    return ""
+
+
 def _coefficient(model: Any) -> float:
     """Return the weight of a model's auxiliary loss.
 
@@ -92,7 +101,7 @@ def _coefficient(model: Any) -> float:
 
 
 def _failed(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
-    reason = " ".join(str(error).split())[:400] or type(error).__name__
+    reason = " ".join(str(error).split()).split(". ")[0][:400] or type(error).__name__
     if config.attention != "auto" and "ttention" in reason:
         message = f"the model refuses it ({reason}); use auto"
         return ConfigIssue("model.attention", message, config.attention)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.hf.build import loss
+from axonlaunch.models.hf.build import loss, untraceable
 from axonlaunch.models.hf.structure import structure
 from axonlaunch.models.initialization import Constant, Initializer
 from axonlaunch.models.spec import ModelSpec
@@ -46,6 +46,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         flow=lambda: found.flow,
         initializers=lambda module: starts,
         max_positions=getattr(typed, "max_position_embeddings", None),
+        untraceable=untraceable(config),
         mixes_samples=bool(getattr(typed, "output_router_logits", False)),
     )
 
