@@ -1,7 +1,7 @@
 """What an engine must know of a model of transformers, for each configuration of one.
 
-How tensors, pipelines and contexts divide it is not offered yet: plans and ends stay empty, so that
-such a layout is refused before anything starts.
+How pipelines and contexts divide it is not offered yet: such a layout is refused before anything
+starts.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.hf.build import loss
 from axonlaunch.models.hf.structure import structure
+from axonlaunch.models.hf.tensor_plans import tensor_plan
 from axonlaunch.models.initialization import Constant, Initializer
+from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
 
@@ -41,6 +42,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
     return replace(
         spec,
         layers=found.layers,
+        tensor_plan=lambda module: tensor_plan(module, found.layers),
         initializers=lambda module: starts,
         max_positions=getattr(typed, "max_position_embeddings", None),
         mixes_samples=bool(getattr(typed, "output_router_logits", False)),
@@ -49,9 +51,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
 
 SPEC = ModelSpec(
     build=build,
-    loss=loss,
+    loss=cross_entropy_sum,
     adapt=adapt,
-    refused_axes=dict.fromkeys(
-        ("tensor", "pipeline", "context"), "model=hf does not support it yet; use 1"
-    ),
+    refused_axes=dict.fromkeys(("pipeline", "context"), "model=hf does not support it yet; use 1"),
 )
