@@ -56,6 +56,7 @@ from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded
 from axonlaunch.engines.tensor.loss import vocab_parallel_cross_entropy_sum
 from axonlaunch.engines.tensor.parallelize import has_divided_logits, parallelize
 from axonlaunch.models.build import construct, spec_for, start
+from axonlaunch.models.loss import with_auxiliary_loss
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
@@ -167,7 +168,8 @@ def build(
     loss: Loss = plan.spec.loss
     gather: Callable[[Tensor], Tensor] = _as_is
     if divided_logits:
-        loss = partial(vocab_parallel_cross_entropy_sum, group=tensor_group)
+        divided = partial(vocab_parallel_cross_entropy_sum, group=tensor_group)
+        loss = partial(with_auxiliary_loss, divided)
         gather = partial(collect_from, group=tensor_group, dim=-1)
     return MeshEngine(
         passes,

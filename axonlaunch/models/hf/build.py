@@ -17,8 +17,7 @@ from axonlaunch.models.hf import library
 from axonlaunch.models.hf.architecture import architecture
 from axonlaunch.models.hf.recorded_weights import WeightRecorder
 from axonlaunch.models.initialization import Initializer
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import IGNORE_INDEX, ModelOutputs
+from axonlaunch.models.spec import ModelOutputs
 
 _ATTENTION = {"auto": None, "sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -66,17 +65,6 @@ def recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initialize
     cls = type(model)
     model.__class__ = type(cls.__name__, (CausalLM, cls), {"__module__": cls.__module__})
     return model, initializers
-
-
-def loss(outputs: Tensor | ModelOutputs, targets: Tensor) -> Tensor:
-    """Return the summed cross entropy, and the routers' loss as often as targets are counted.
-
-    Over the number of counted targets it is what transformers returns for ``labels``.
-    """
-    if isinstance(outputs, Tensor):
-        return cross_entropy_sum(outputs, targets)
-    counted = (targets != IGNORE_INDEX).sum()
-    return cross_entropy_sum(outputs.logits, targets) + outputs.auxiliary_loss.float() * counted
 
 
 def untraceable(config: HuggingFaceConfig) -> str:

@@ -1,7 +1,6 @@
 """What an engine must know of a model of transformers, for each configuration of one.
 
-How tensors and contexts divide it is not offered yet, so that such a layout is refused before
-anything starts.
+How contexts divide it is not offered yet: such a layout is refused before anything starts.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.hf.build import loss, untraceable
+from axonlaunch.models.hf.build import untraceable
 from axonlaunch.models.hf.structure import structure
+from axonlaunch.models.hf.tensor_plans import tensor_plan
 from axonlaunch.models.initialization import Constant, Initializer
+from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
 
@@ -44,6 +45,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         spec,
         layers=found.layers,
         flow=lambda: found.flow,
+        tensor_plan=lambda module: tensor_plan(module, found.layers),
         initializers=lambda module: starts,
         max_positions=getattr(typed, "max_position_embeddings", None),
         untraceable=untraceable(config),
@@ -53,7 +55,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
 
 SPEC = ModelSpec(
     build=build,
-    loss=loss,
+    loss=cross_entropy_sum,
     adapt=adapt,
-    refused_axes=dict.fromkeys(("tensor", "context"), "model=hf does not support it yet; use 1"),
+    refused_axes=dict.fromkeys(("context",), "model=hf does not support it yet; use 1"),
 )
