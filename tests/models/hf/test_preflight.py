@@ -13,10 +13,11 @@ from configured import estimate_config, run_config
 from hf_families import FAMILIES, save
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from axonlaunch.config import ConfigError, rules
+from axonlaunch.config import ConfigError
 from axonlaunch.config.errors import plain
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf import files, library
+from axonlaunch.registry import Needs
 
 
 def words(kind: str, **changes: Any) -> list[str]:
@@ -72,7 +73,7 @@ def test_settings_that_do_not_fit_each_other_are_refused(settings: list[str], to
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    monkeypatch.setattr(Needs, "is_missing", property(lambda needs: needs.module == "transformers"))
     expected = "model.name=hf: transformers is not installed; pip install 'axonlaunch[hf]'"
     assert expected in refusal(*words("llama"))
 
