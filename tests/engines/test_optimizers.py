@@ -320,6 +320,21 @@ def test_divided_matrices_are_updated_as_whole_ones(division: str, kind: str) ->
     World.mock(math.prod(sizes.values())).run(on_rank)
 
 
+def test_shards_that_are_laid_out_anew_are_what_is_updated() -> None:
+    """As fully_shard does before its first forward where it pins or pads them."""
+
+    def run(world: World) -> None:
+        mesh = world.mesh(dp_shard=2).device_mesh
+        p = nn.Parameter(divided(torch.ones(4, 3), mesh, [Shard(0)]))
+        update = Update(SGDConfig(lr=1.0), {"p": p})
+        p._local_tensor = p._local_tensor.clone()
+        p.grad = divided(torch.ones(4, 3), mesh, [Shard(0)])
+        update.apply(rate=lambda peak: peak)
+        assert not p.to_local().any()
+
+    World.mock(2).run(run)
+
+
 def test_each_matrix_is_iterated_on_one_rank_and_the_work_is_shared_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
