@@ -53,9 +53,10 @@ def _named(tree: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
 def _groups(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each group with its keys; of a list of groups, each item."""
     for group, keys in tree.items():
-        for item in keys if isinstance(keys, list) else [keys]:
+        items = enumerate(keys) if isinstance(keys, list) else []
+        for name, item in [(group, keys), *((f"{group}[{n}]", item) for n, item in items)]:
             if isinstance(item, dict):
-                yield group, item
+                yield name, item
 
 
 def _chosen(tree: dict[str, Any], key: str) -> Iterator[tuple[str, str]]:
@@ -63,8 +64,9 @@ def _chosen(tree: dict[str, Any], key: str) -> Iterator[tuple[str, str]]:
     value: Any = tree
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    for item in value if isinstance(value, list) else [value]:
+    items = enumerate(value) if isinstance(value, list) else []
+    for path, item in [(key, value), *((f"{key}[{n}]", item) for n, item in items)]:
         if isinstance(item, str):
-            yield key, item
+            yield path, item
         elif isinstance(item, dict) and isinstance(item.get("name"), str):
-            yield f"{key}.name", item["name"]
+            yield f"{path}.name", item["name"]

@@ -507,7 +507,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "launch=slurmm",
         [
-            "launch=slurmm: there is no such option; did you mean slurm? known: auto, env, local, slurm",
+            "launch=slurmm: there is no such option; did you mean slurm? known: auto, env, local, slurm; plugins=[module] registers your own",
         ],
     ),
     (
@@ -567,7 +567,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "strategy.data_parallel=zero9",
         [
-            "strategy.data_parallel=zero9: did you mean zero1? use none, ddp, zero1 or fsdp; or null",
+            "strategy.data_parallel=zero9: did you mean zero1? use ddp, fsdp, none or zero1; or null",
         ],
     ),
     (
