@@ -61,7 +61,7 @@ class FSDPConfig:
     """
     cpu_offload: Literal["none", "params", "full", "optimizer_states"] = "none"
     """what lives in host memory between uses. params: parameters and gradients; optimizer_states:
-    AdamW's moments; full: all of them, and the update itself runs on the host
+    the optimizer's states; full: all of them, and the update itself runs on the host
     """
     replicate: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of replicas under hybrid_shard; auto: one per node of a stage"""

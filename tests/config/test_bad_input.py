@@ -99,7 +99,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "optimizer=sgd optimizer.betas=[0.9,0.9]",
         [
-            "optimizer.betas=[0.9,0.9]: there is no such key here, only in optimizer=adamw",
+            "optimizer.betas=[0.9,0.9]: there is no such key here, only in optimizer=adamw, adam, nadam or lion",
         ],
     ),
     (
@@ -487,9 +487,9 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "optimizer=adam",
+        "optimizer=adan",
         [
-            "optimizer=adam: there is no such option; did you mean adamw? known: adamw, sgd",
+            "optimizer=adan: there is no such option; did you mean adam? known: adafactor, adam, adamw, custom, lion, muon, nadam, sgd; plugins=[module] registers your own",
         ],
     ),
     (
@@ -597,7 +597,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "optimizer.name=adma",
         [
-            "optimizer.name=adma: there is no optimizer 'adma'; did you mean adamw? known: adamw, sgd",
+            "optimizer.name=adma: there is no optimizer 'adma'; did you mean adam? known: adafactor, adam, adamw, custom, lion, muon, nadam, sgd",
         ],
     ),
     (

@@ -86,7 +86,7 @@ _NOT_READ = {
     "fsdp::chunk_cat": ("out",),
 }
 """Arguments that are written alone, or of which a few rows are read."""
-_NOT_WRITTEN = {"aten::_fused_adamw_": ("grads",), "aten::_fused_sgd_": ("grads",)}
+_NOT_WRITTEN = {f"aten::_fused_{name}_": ("grads",) for name in ("adam", "adamw", "sgd")}
 """Arguments that may be written but are not without a gradient scaler."""
 
 
