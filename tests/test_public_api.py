@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import axonlaunch as ax
@@ -45,7 +44,9 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 
 def test_the_parent_of_a_run_imports_no_torch() -> None:
-    modules = "axonlaunch.launch.runs, axonlaunch.launch.local.launcher, axonlaunch.launch.slurm"
+    modules = (
+        "axonlaunch.launch.runs, axonlaunch.launch.local.launcher, axonlaunch.launch.external.slurm"
+    )
     _run("-c", f"import sys, {modules}; assert 'torch' not in sys.modules")
 
 
@@ -56,15 +57,10 @@ def test_help_imports_no_torch_and_no_hydra() -> None:
     assert "train" in ran.stdout
 
 
-def test_help_is_fast() -> None:
-    """At most 0.35 s, once: the machine may be busy at other times."""
-
-    def seconds() -> float:
-        started = time.perf_counter()
-        _run("-m", "axonlaunch", "--help")
-        return time.perf_counter() - started
-
-    assert any(seconds() <= 0.35 for _ in range(30))
+def test_help_imports_few_modules() -> None:
+    """The time to help is the time of its imports: 170 modules, most of them Python's own."""
+    ran = _run("-X", "importtime", "-m", "axonlaunch", "--help")
+    assert sum("|" in line for line in ran.stderr.splitlines()) < 230
 
 
 def test_no_file_of_the_package_is_longer_than_the_house_allows() -> None:

@@ -44,7 +44,7 @@ def read_index(folder: Path) -> Metadata:
         CorruptCheckpointError: Either is not what was written, or says what can't be.
         OSError: They can't be read.
     """
-    about = manifest.read(folder)
+    about = manifest.read_manifest(folder)
     with files.opened(folder / about.index) as stream:
         # A byte more than there should be, so that a file that has grown is found.
         content = stream.read(about.files[about.index].bytes + 1)
@@ -53,7 +53,7 @@ def read_index(folder: Path) -> Metadata:
         raise CorruptCheckpointError(
             f"has an {about.index} that is not what was written (its CRC-32 differs)"
         )
-    return index.read(content, about.files, pickled=about.format < 3)
+    return index.read_index(content, about.files, pickled=about.format < 3)
 
 
 class _Guarded(FileSystemReader):

@@ -87,7 +87,7 @@ class DirectFile(io.RawIOBase):
             super().close()
 
     def _hand_over(self) -> None:
-        """Let the disk have the full buffer, and go on with the other."""
+        """Let the disk have the full buffer, and continue with the other."""
         self._await()
         full = self._buffers[0]
         self._storing = self._disk.submit(_store, self._file, full, self._filled, self._handed)

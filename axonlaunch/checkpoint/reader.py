@@ -86,10 +86,10 @@ def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
         CorruptCheckpointError: A file is not what was written.
     """
     refuse_damage(checkpoint)
-    read(checkpoint, {"model": model})
+    read_whole_tensors(checkpoint, {"model": model})
 
 
-def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+def read_whole_tensors(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     """Read whole tensors in one process, in place; ``refuse_damage`` is the caller's.
 
     Raises:
@@ -143,7 +143,7 @@ def tensors(
             for full, tensor in batch.items():
                 section, _, rest = full.partition(".")
                 state.setdefault(section, {})[rest] = tensor
-            read(checkpoint, state)
+            read_whole_tensors(checkpoint, state)
             yield from batch.values()
             batch = {}
 
@@ -204,7 +204,7 @@ def is_of_a_run(checkpoint: Checkpoint) -> bool:
     return any(key.startswith("counters.") for key in contents(checkpoint))
 
 
-def differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
+def model_differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
     """Compare the names and shapes of a model's parameters with a checkpoint's; [] if equal."""
     saved = {
         name: tuple(entry.size)
@@ -250,7 +250,7 @@ def _refuse(checkpoint: Checkpoint, changed: list[str]) -> None:
     if not changed:
         return
     folder = checkpoint.path.parent.parent
-    others = [c.path for c in step_folders.listed(folder) if c.step < checkpoint.step]
+    others = [c.path for c in step_folders.list_checkpoints(folder) if c.step < checkpoint.step]
     message = f"{checkpoint.path}: {', '.join(changed)} {step_folders.CHANGED}"
     remedy = f"resume from the previous one with checkpoint.resume={others[-1]}" if others else ""
     raise CorruptCheckpointError(message, remedy=remedy)

@@ -29,12 +29,17 @@ from torch.futures import Future
 from axonlaunch.checkpoint.manifest import is_name
 from axonlaunch.checkpoint.reader import MODEL
 from axonlaunch.config import ConfigError, ConfigIssue
+from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models import hugging_face
+from axonlaunch.models.hf.conversion import Computed, conversion, saved
+from axonlaunch.models.hf.structure import structure
 from axonlaunch.models.hugging_face import ParameterMapping
+from axonlaunch.models.pieces import Laid
 from axonlaunch.system.files import opened, read_text
 
-INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+CONFIG_FILE = "config.json"
 _LARGEST_JSON = 64 << 20
 _BLOB = r"\.\./\.\./blobs/([0-9a-f]{40,64})"
 
@@ -71,39 +76,34 @@ class Reader(StorageReader):
                     dtype = _DTYPES.get(entry.get_dtype(), torch.uint8)
                     self._shapes[name] = tuple(entry.get_shape()), dtype
                     self._files[name] = file
-        known = hugging_face.places(model)
-        if known and not any(place.name in self._shapes for place in known.values()):
-            known = None
-        self._places = known or {name: ParameterMapping(name) for name in self._shapes}
+        sizes = {name: shape for name, (shape, _) in self._shapes.items()}
+        if isinstance(model, HuggingFaceConfig):
+            found = conversion(structure(model).model, sizes)
+            self._parameters, self._unused = dict(found.parameters), found.unexpected
+        else:
+            self._parameters, self._unused = _of_ours(model, sizes)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what is there, by our names, and by theirs what we have no name for.
 
         A part of a tensor is as large as its equal parts are.
         """
-        found = {
-            ours: self._shape(place)
-            for ours, place in self._places.items()
-            if place.name in self._shapes
-        }
-        used = {place.name for place in self._places.values()}
-        left = self._shapes.keys() - used - {"lm_head.weight"}  # also written where it is tied
-        return found | {name: self._shapes[name][0] for name in sorted(left)}
+        found = {ours: tuple(laid.shape) for ours, laid in self._parameters.items()}
+        return found | {name: self._shapes[name][0] for name in sorted(self._unused)}
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Begin anew: there is nothing to forget."""
+        """Begin again: there is nothing to forget."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Describe every parameter as one whole chunk."""
         entries: dict[str, Any] = {}
-        for ours, place in self._places.items():
-            if place.name in self._shapes:
-                size = torch.Size(self._shape(place))
-                entries[MODEL + ours] = TensorStorageMetadata(
-                    TensorProperties(dtype=self._shapes[place.name][1]),
-                    size,
-                    [ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
-                )
+        for ours, laid in self._parameters.items():
+            size = torch.Size(laid.shape)
+            entries[MODEL + ours] = TensorStorageMetadata(
+                TensorProperties(dtype=self._shapes[laid.sources[0]][1]),
+                size,
+                [ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
+            )
         return Metadata(entries)
 
     def set_up_storage_reader(
@@ -123,14 +123,22 @@ class Reader(StorageReader):
         """Read the parts that this rank holds."""
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
-            for item in plan.items:
-                place = self._places[item.storage_index.fqn.removeprefix(MODEL)]
-                file = self._files[place.name]
+
+            def read(name: str, region: tuple[slice, ...]) -> Tensor:
+                file = self._files[name]
                 if file not in opened:
                     opened[file] = stack.enter_context(_opened(file))
-                part = self._part(opened[file], place, item.storage_offsets, item.lengths)
+                part: Tensor = (
+                    opened[file].get_slice(name)[region]
+                    if region
+                    else opened[file].get_tensor(name)
+                )
+                return part
+
+            for item in plan.items:
+                laid = self._parameters[item.storage_index.fqn.removeprefix(MODEL)]
                 target = planner.resolve_tensor(item).detach()
-                target.copy_(part)
+                laid.read(read, item.storage_offsets, item.lengths, target)
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -141,28 +149,26 @@ class Reader(StorageReader):
         """Say whether torch could make one of a path: it can't."""
         return False
 
-    def _shape(self, place: ParameterMapping) -> tuple[int, ...]:
-        shape = self._shapes[place.name][0]
-        if place.transposed:
-            shape = tuple(reversed(shape))
-        return (shape[0] // place.parts, *shape[1:]) if place.parts > 1 else shape
 
-    def _part(
-        self, file: Any, place: ParameterMapping, offsets: Sequence[int], lengths: Sequence[int]
-    ) -> Tensor:
-        starts = list(offsets)
-        if place.parts > 1:
-            starts[0] += place.part * self._shape(place)[0]
-        ranges = [slice(s, s + n) for s, n in zip(starts, lengths, strict=True)]
-        entry = file.get_slice(place.name)
-        if not ranges:
-            whole: Tensor = file.get_tensor(place.name)
-            return whole
-        found: Tensor = entry[tuple(reversed(ranges)) if place.transposed else tuple(ranges)]
-        return found.T if place.transposed else found
+def _of_ours(
+    model: Any, sizes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, Laid | Computed], tuple[str, ...]]:
+    """Return where the parameters of a model of ours are, and which tensors it has no use for."""
+    known = hugging_face.places(model)
+    if known is None or not any(place.name in sizes for place in known.values()):
+        return {name: Laid.whole(name, shape) for name, shape in sizes.items()}, ()
+    found: dict[str, Laid | Computed] = {}
+    for ours, place in known.items():
+        if place.name not in sizes:
+            continue
+        laid = Laid.whole(place.name, sizes[place.name])
+        laid = laid.T if place.transposed else laid
+        found[ours] = laid.chunk(place.parts)[place.part] if place.parts > 1 else laid
+    used = {place.name for place in known.values()} | {"lm_head.weight"}  # also where it is tied
+    return found, tuple(sizes.keys() - used)
 
 
-def write(
+def write_safetensors(
     folder: Path,
     model: Any,
     tensors: Iterator[tuple[str, Tensor]],
@@ -191,7 +197,12 @@ def write(
         save_file(batch, path, metadata={"format": "pt"})
         written[path] = [*batch]
 
-    for name, tensor in _joined(tensors, hugging_face.places(model)):
+    if isinstance(model, HuggingFaceConfig):
+        found = structure(model)
+        named = saved(found.model, tensors, blocks=found.layers)
+    else:
+        named = _joined(tensors, hugging_face.places(model))
+    for name, tensor in named:
         cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         if held and held + cast.nbytes > file_bytes:
             flush()
@@ -199,13 +210,13 @@ def write(
         batch[name] = cast.contiguous()
         held, total = held + cast.nbytes, total + cast.nbytes
     flush()
-    found = _named(folder, [*written])
-    if len(found) > 1:
-        pairs = zip(found, written.values(), strict=True)
+    files = _named(folder, [*written])
+    if len(files) > 1:
+        pairs = zip(files, written.values(), strict=True)
         index = {name: file for file, names in pairs for name in names}
         content = {"metadata": {"total_size": total}, "weight_map": index}
-        (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
-    return found
+        (folder / INDEX_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    return files
 
 
 def _joined(
@@ -226,9 +237,9 @@ def _joined(
 
 
 def _named(folder: Path, written: Sequence[Path]) -> list[str]:
-    """Give files the names that Hugging Face looks for, which tell how many there are."""
+    """Give files the names that Hugging Face looks for, which say how many there are."""
     count = len(written)
-    found = ["model.safetensors"]
+    found = [WHOLE]
     if count > 1:
         found = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     for path, name in zip(written, found, strict=True):
@@ -243,9 +254,10 @@ def _files(folder: Path) -> list[Path]:
     Raises:
         ConfigError: There is none, or the index names what is no file of the folder.
     """
-    index = folder / INDEX
+    index = folder / INDEX_FILE
     if not os.path.lexists(index):
-        found = sorted(folder.glob("*.safetensors"))
+        found = [folder / WHOLE] if (folder / WHOLE).exists() else []
+        found = found or sorted(folder.glob("*.safetensors"))
         if not found:
             raise ConfigError(
                 [ConfigIssue("", f"{folder}: contains no *.safetensors and no checkpoint")]

@@ -77,7 +77,7 @@ class Saver:
             retention: Which checkpoints outlive newer ones.
             every: Steps between checkpoints.
             layout: The run's, in words.
-            background: Write while training goes on, from a copy in host memory.
+            background: Write while training continues, from a copy in host memory.
         """
         self._run_dir = run_dir
         self._world = world

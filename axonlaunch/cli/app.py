@@ -13,6 +13,7 @@ from axonlaunch.cli import (
     config,
     doctor,
     estimate,
+    inspect,
     ls,
     plan,
     sample,
@@ -46,12 +47,13 @@ for name, module in {
     "config": config,
     "schedule": schedule,
     "verify": verify,
+    "inspect": inspect,
     "ls": ls,
     "doctor": doctor,
     "help": help_pages,
 }.items():
     app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
-app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(checkpoint.checkpoint_app, name="checkpoint")
 
 
 def _version(wanted: bool) -> None:

@@ -80,7 +80,7 @@ def scatter_to_group(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 def collect_from(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Join the ranks' parts along ``dim`` forward; this rank's part backward.
 
-    For a whole that every rank goes on to use alike.
+    For a whole that every rank then uses alike.
     """
     if group.size == 1:
         return x

@@ -36,7 +36,7 @@ def sync_gradients(
 
     A parameter with no gradient here, but with one on another rank, counts as zeros and gets
     the average; one with no gradient anywhere keeps none. So ranks may use different parts of a
-    model and still go on alike.
+    model and still continue alike.
 
     Raises:
         TypeError: A gradient is sparse or a DTensor, or its dtype has no mean.

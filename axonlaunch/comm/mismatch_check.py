@@ -1,4 +1,4 @@
-"""Before data moves: every rank says what it is about to do, and all go on or none does.
+"""Before data moves: every rank says what it is about to do, and all continue or none does.
 
 One small exchange a call, so that a mismatch is an error on every rank and never a hang. NCCL
 has no part in it: there a small message costs a device round trip, and

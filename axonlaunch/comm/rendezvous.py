@@ -86,7 +86,7 @@ def find_place(
         store: Where the ranks meet, if they have a store: rank 0's address is not needed then.
 
     Raises:
-        ValueError: Some of the variables are missing or senseless; the message names all.
+        ValueError: Some of the variables are missing or invalid; the message names all.
     """
     needed = _IDENTITY + _ADDRESS if store is None else _IDENTITY
     if not any(environment.get(name) for name in needed):

@@ -87,7 +87,7 @@ class World:
             store: Where the ranks meet, instead of MASTER_ADDR and MASTER_PORT.
 
         Raises:
-            ValueError: The environment is half set or senseless, the backend can't be had here,
+            ValueError: The environment is half set or invalid, the backend can't be had here,
                 or there is a world already.
             NcclError: It is a ValueError that is about NCCL.
         """
@@ -162,7 +162,7 @@ class World:
 
         Raises:
             ValueError: No rank, a rank twice, or a rank that the world does not have.
-            MismatchError: Ranks name different members (not told on NCCL).
+            MismatchError: Ranks name different members (not reported on NCCL).
         """
         members = sorted(ranks)
         problem = None

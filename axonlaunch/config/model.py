@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from axonlaunch.config.errors import divisor_of, target_problems
-from axonlaunch.registry import Entry, Registry
+from axonlaunch.registry import Entry, Needs, Registry
 
 MOST_LAYERS = 10_000
 """Each is a module that is built before anything can be said of the model, on ``meta`` too."""
@@ -178,6 +178,41 @@ class CustomConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HuggingFaceConfig:
+    """A causal language model of the installed transformers."""
+
+    name: str = "hf"
+    """name in the registry of models"""
+    path: str | None = None
+    """folder with a config.json, or a model id on the Hugging Face Hub; null: model.config alone"""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """initial weights: those of model.path, or random ones from the seed"""
+    config: dict[str, Any] = field(default_factory=dict)
+    """overrides of keys in config.json, nested; without a path it needs model_type"""
+    attention: Literal["auto", "sdpa", "flex", "eager"] = "auto"
+    """implementation of attention; auto: what transformers chooses"""
+    revision: str | None = None
+    """branch, tag or commit of a model id; null: its main branch"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the model"""
+    weights: str | None = None
+    """start from these: a run, a checkpoint, or a folder of safetensors; null: as init says"""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for values that don't fit each other."""
+        if self.path is None and "model_type" not in self.config:
+            message = "is missing; write a folder or a model id, or model.config={model_type: ...}"
+            return [("path", message)]
+        if self.path == "":
+            return [("path", "is empty; write a folder or a model id, or null")]
+        if self.path is None and self.init == "pretrained" and self.weights is None:
+            return [("init", "model.path names no weights to read; use random, or set model.path")]
+        if self.path is None and self.revision is not None:
+            return [("revision", "is of a model id, and model.path is null; remove this setting")]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
 class FreeModelConfig:
     """Configuration of a registered model that brought no dataclass of its own."""
 
@@ -212,6 +247,12 @@ MODELS: Registry[Any, None] = Registry(
             "axonlaunch.models.llama:SPEC", "decoder with RoPE and GQA, as Llama 3", LlamaConfig
         ),
         "vit": Entry("axonlaunch.models.vit:SPEC", "vision transformer, for images", ViTConfig),
+        "hf": Entry(
+            "axonlaunch.models.hf.spec:SPEC",
+            "any causal LM of transformers, model.path",
+            HuggingFaceConfig,
+            needs=Needs("transformers", "transformers", "axonlaunch[hf]"),
+        ),
         "custom": Entry(
             "axonlaunch.models.custom:SPEC", "your own builder, model.target", CustomConfig
         ),

@@ -1,4 +1,4 @@
-"""What tells a URL, which fsspec reaches, from a folder of this node."""
+"""What distinguishes a URL, which fsspec reaches, from a folder of this node."""
 
 from __future__ import annotations
 

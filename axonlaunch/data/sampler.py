@@ -40,7 +40,7 @@ class DistributedSampler(Sampler[int]):
             batch_size: The DataLoader's, samples of a rank's batch. A rank then has the same rows
                 of each global batch as the loader gives it, the rank-th slice; with 1 the global
                 batches are the same and their rows are dealt to the ranks in turn.
-            shuffle: Whether the order is shuffled, anew in each epoch, or the dataset's own.
+            shuffle: Whether the order is shuffled, differently in each epoch, or the dataset's own.
             seed: Of the shuffle, the same on every rank: a run's ``seed``.
             drop_last: Where the ranks can't share evenly, leave the last samples out; otherwise
                 the epoch's first ones are taken again.

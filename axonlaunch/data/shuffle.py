@@ -23,7 +23,7 @@ def dataset_indices(positions: Indices, *, num_samples: int, seed: int, split: i
 
     Args:
         positions: Global sample indices: 0 is the run's first sample, ``num_samples`` the first
-            of the second epoch, which is shuffled anew.
+            of the second epoch, which is shuffled again.
         num_samples: Size of the dataset.
         seed: The run's seed.
         split: Tells apart the orders of several sets of samples under one seed.

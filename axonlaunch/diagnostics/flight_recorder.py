@@ -1,7 +1,7 @@
 """Which collectives a rank has begun and not ended, from torch's flight recorder.
 
-It tells what torch records of gloo and NCCL; gloo's sends and receives are not among that. Nothing
-here imports torch before it is asked, for those who read a record train nothing.
+It reports what torch records of gloo and NCCL; gloo's sends and receives are not among that.
+Nothing here imports torch before it is asked, for those who read a record train nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 _OPEN = 4
-"""Open collectives of a group that are told of."""
+"""Open collectives of a group that are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class OpenCollective:
     """A collective that a rank has begun.
 
     Attributes:
@@ -37,7 +37,7 @@ class Call:
     op: str
     num_bytes: int
 
-    def is_like(self, other: Call) -> bool:
+    def is_like(self, other: OpenCollective) -> bool:
         """Whether another rank's call of the same number can be the same collective."""
         return self.op == other.op and (self.num_bytes == other.num_bytes or self.is_uneven)
 
@@ -49,7 +49,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a rank told of its collectives.
+    """What a rank reported of its collectives.
 
     Attributes:
         begun: Group -> how many it has begun there.
@@ -58,7 +58,7 @@ class Record:
     """
 
     begun: Mapping[str, int]
-    open: tuple[Call, ...]
+    open: tuple[OpenCollective, ...]
 
     def to_json(self) -> str:
         """Write it in one line."""
@@ -67,14 +67,16 @@ class Record:
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Self:
         """Read what ``to_json`` wrote, parsed."""
-        calls = (Call(**{**call, "ranks": tuple(call["ranks"])}) for call in content["open"])
+        calls = (
+            OpenCollective(**{**call, "ranks": tuple(call["ranks"])}) for call in content["open"]
+        )
         return cls(begun=content["begun"], open=tuple(calls))
 
 
 def take() -> Record:
     """Return this process's record; any of its threads may ask, whatever the others wait for."""
     begun: dict[str, int] = {}
-    open_: list[tuple[int, Call]] = []
+    open_: list[tuple[int, OpenCollective]] = []
     ranks = _ranks_of_groups()
     for entry in _entries():
         if entry["is_p2p"]:
@@ -85,7 +87,7 @@ def take() -> Record:
         begun[group] = max(begun.get(group, 0), number)
         if entry["retired"] or entry["state"] == "completed":
             continue
-        call = Call(
+        call = OpenCollective(
             group=group,
             axis="world" if axis == "default_pg" else axis.removeprefix("mesh_"),
             ranks=ranks.get(name, ()),
@@ -94,7 +96,7 @@ def take() -> Record:
             num_bytes=_num_bytes(entry["input_sizes"], entry["input_dtypes"]),
         )
         open_.append((entry["time_created_ns"], call))
-    first: list[Call] = []
+    first: list[OpenCollective] = []
     for _, call in sorted(open_, key=lambda pair: pair[0]):
         if sum(call.group == other.group for other in first) < _OPEN:
             first.append(call)
@@ -109,7 +111,7 @@ def dump() -> bytes:
     """
     what = {"includeCollectives": True, "includeStackTraces": False, "onlyActive": False}
     dumps = (recorder(**what) for recorder in _recorders("_dump_fr_trace", "_dump_nccl_trace"))
-    return max(dumps, key=len, default=b"")  # one that took no part has nothing to tell
+    return max(dumps, key=len, default=b"")  # one that took no part has nothing to report
 
 
 def _entries() -> Iterator[dict[str, Any]]:
@@ -133,7 +135,7 @@ def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
 
 
 def _num_bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
-    """Return the bytes of a call's inputs, of which torch tells types as C++ calls them."""
+    """Return the bytes of a call's inputs, whose types torch reports as C++ names them."""
     return sum(
         _BYTES.get(dtype, 1) * math.prod(size) for size, dtype in zip(sizes, dtypes, strict=True)
     )

@@ -138,7 +138,7 @@ class Stragglers:
     """Finds the slowest rank of a world."""
 
     def __init__(self, world: World) -> None:
-        """Begin to watch this rank, where it has others, the host computes and Linux tells enough.
+        """Begin to watch this rank, where there are others, the host computes and Linux reports it.
 
         Every rank makes one.
         """

@@ -53,7 +53,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _driver() -> str | None:
-    """Return the NVIDIA driver's version, as the kernel module tells it."""
+    """Return the NVIDIA driver's version, as the kernel module reports it."""
     version = Path("/sys/module/nvidia/version")
     return version.read_text().strip() if version.is_file() else None
 

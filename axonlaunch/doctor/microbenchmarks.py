@@ -1,7 +1,7 @@
 """How fast the ranks of this node compute and talk, while all of them do.
 
-Figures are those of ``HardwareConfig``. What one rank alone would reach is not told: ranks share
-cores, caches and the memory's bandwidth.
+Figures are those of ``HardwareConfig``. What one rank alone would reach is not measured: ranks
+share cores, caches and the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOVED = tuple(2**exponent for exponent in range(14, 28, 2))
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def on_rank(rank: int, ranks: int, threads: int, store: str) -> dict[str, Any]:
+def run_microbenchmarks(rank: int, ranks: int, threads: int, store: str) -> dict[str, Any]:
     """Be one of the ranks; return the figures, the same on each.
 
     Args:

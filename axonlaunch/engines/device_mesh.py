@@ -18,7 +18,7 @@ def run_mesh(world: World, shares: Layout) -> Mesh:
     """Return the mesh of a run: axes pp, dp_replicate, dp_shard, tp.
 
     Context ranks are neighbours within a data axis: what sums gradients or divides parameters over
-    data ranks does so over them too. ``context_group`` tells them apart.
+    data ranks does so over them too. ``context_group`` distinguishes them.
     """
     sizes = dict(shares.axes)
     sizes["dp_replicate" if shares.replicates_context else "dp_shard"] *= sizes.pop("cp")
@@ -58,7 +58,7 @@ def data_mesh(group: ProcessGroup, *, replicate: int, shard: int) -> DeviceMesh:
 
     Raises:
         ValueError: The two do not multiply to the group, or copies are to be of a part of the
-            world, whose ranks would have to be grouped anew by all others.
+            world, whose ranks would have to be grouped again by all others.
     """
     if replicate * shard != group.size:
         raise ValueError(f"{replicate} x {shard} ranks are not the group's {group.size}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from axonlaunch.config import ConfigError
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.pipeline.pipeline import Pipeline
-from axonlaunch.models.spec import not_a_tensor
+from axonlaunch.models.spec import ModelOutputs, not_a_tensor
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Outputs = Tensor | ModelOutputs
+Loss = Callable[[Any, Tensor], Tensor]
 
 
 class ForwardBackward(Protocol):
@@ -78,16 +79,17 @@ class LocalForwardBackward:
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs."""
-        return self._outputs(inputs.to(self._device))
+        outputs = self._outputs(inputs.to(self._device))
+        return outputs if isinstance(outputs, Tensor) else outputs.logits
 
-    def _outputs(self, inputs: Tensor) -> Tensor:
-        """Return the model's outputs.
+    def _outputs(self, inputs: Tensor) -> Outputs:
+        """Return what the model returns.
 
         Raises:
-            ConfigError: They are no tensor.
+            ConfigError: It is not a tensor, nor holds one in its place.
         """
         outputs: object = self._forward(inputs)
-        if not isinstance(outputs, Tensor):
+        if not isinstance(outputs, Tensor | ModelOutputs):
             raise ConfigError([not_a_tensor(outputs)])
         return outputs
 

@@ -22,7 +22,7 @@ from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.replicas import Replicas
-from axonlaunch.engines.forward_backward import ForwardBackward, Loss
+from axonlaunch.engines.forward_backward import ForwardBackward, Loss, Outputs
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision import LossScale
@@ -106,7 +106,7 @@ class MeshEngine:
         for module in self.modules:
             if not module.training:  # as pretrained models come; parts that a model froze stay so
                 module.train()
-        # Ranks of a tensor axis compute the same loss: one of them tells it.
+        # Ranks of a tensor axis compute the same loss: one of them reports it.
         self._tells_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
 
     def memory_stats(self) -> FSDPMemoryStats | None:
@@ -138,12 +138,12 @@ class MeshEngine:
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
 
-        def scaled(outputs: Tensor, targets: Tensor) -> Tensor:
+        def scaled(outputs: Outputs, targets: Tensor) -> Tensor:
             nonlocal factor
             if factor is None:
                 _wait(counting)
                 # Gradients are averaged over the data ranks, but the losses must be summed.
-                factor = (self._layout.gradient_ranks / tokens.clamp(min=1)).to(outputs.device)
+                factor = (self._layout.gradient_ranks / tokens.clamp(min=1)).to(targets.device)
             loss = self._loss(outputs, targets) * factor
             return loss if self._scale is None else loss * self._scale.value
 
@@ -210,7 +210,7 @@ class MeshEngine:
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, buffers, optimizer states and counters; divided ones as DTensors."""
         self._agree_on_buffers()
-        # Without fp16 there is no scale, told as 0: a run may go on in another precision.
+        # Without fp16 there is no scale, saved as 0: a run may resume in another precision.
         scale = self._scale or LossScale(value=0.0)
         counters = {
             "step": torch.tensor(self.step),

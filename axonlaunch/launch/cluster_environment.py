@@ -42,7 +42,7 @@ class ClusterEnvironment:
         node_rank: Which of them this is; None where nobody said.
         master_addr: Where rank 0 is; None where nobody said.
         master_port: Where it listens; None where nobody said.
-        run_id: What tells this run from others of the same launcher.
+        run_id: What distinguishes this run from others of the same launcher.
         agent_hosts_store: The launcher itself listens there, not rank 0.
         problems: What is wrong with it, where it describes a world by half or an invalid one.
     """

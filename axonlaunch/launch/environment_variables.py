@@ -1,4 +1,4 @@
-"""What launchers call the variables by which they tell a process its place.
+"""What launchers call the variables by which they give a process its place.
 
 Names alone: it is read before anything else is imported.
 """

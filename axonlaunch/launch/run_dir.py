@@ -121,7 +121,7 @@ def _differences(config: RunConfig) -> list[str]:
     file = Path(config.run_dir) / CONFIG
     where = storage.root(config)
     with storage.reaching(where):
-        if not is_there(file) or checkpoint.resolve(where) is None:
+        if not is_there(file) or checkpoint.find_checkpoint(where) is None:
             return []
     try:
         before = _frozen(file)
@@ -191,7 +191,7 @@ def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
     """Return the checkpoint that a run resumes from; of a bucket none is looked for."""
     if is_url(config.checkpoint.path or ""):
         return None
-    return checkpoint.resolve(storage.root(config))
+    return checkpoint.find_checkpoint(storage.root(config))
 
 
 def _other_settings(config: RunConfig, before: dict[str, Any]) -> list[str]:

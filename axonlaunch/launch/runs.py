@@ -89,7 +89,7 @@ class Request:
         def compose(words: Sequence[str]) -> Composed:
             return environment.applied_to(self.compose(words), accelerators=count)
 
-        return auto_strategy.load(
+        return auto_strategy.load_auto_strategy(
             overrides, compose=compose, server=server, config_dirs=self.config_dirs
         )
 

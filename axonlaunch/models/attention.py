@@ -62,7 +62,7 @@ class RotaryTable(nn.Module):
             self.sin.copy_(angles.sin())
 
     def forward(self, length: int) -> Rotary:
-        """Return what turns ``length`` values, at positions 0 and on unless told otherwise."""
+        """Return what turns ``length`` values, at positions 0 and on unless others are given."""
         if self.positions is None:
             return Rotary(self.cos[:length, None], self.sin[:length, None])
         at = self.positions(length).to(self.cos.device)

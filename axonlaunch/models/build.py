@@ -5,14 +5,13 @@ It shards nothing: ``construct``, whatever an engine does, then ``start``.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.model import MODELS, CustomConfig
+from axonlaunch.config.model import MODELS, HuggingFaceConfig
 from axonlaunch.models.initialization import initialize, materialize
 from axonlaunch.models.spec import ModelSpec
 
@@ -24,7 +23,7 @@ def spec_for(config: Any) -> ModelSpec:
         UnknownNameError: No model of that name is registered.
     """
     spec: ModelSpec = MODELS.get(config.name)
-    return replace(spec, layers=config.layers) if isinstance(config, CustomConfig) else spec
+    return spec if spec.adapt is None else spec.adapt(spec, config)
 
 
 def construct(config: Any, *, seed: int) -> nn.Module:
@@ -92,6 +91,21 @@ def build(config: Any, *, seed: int = 0, device: torch.device | str = "cpu") -> 
     module = construct(config, seed=seed)
     start(module, config, seed=seed, device=device)
     return module
+
+
+def initial_weights(config: Any) -> tuple[str, str] | None:
+    """Return the key that names saved weights to start from, and where they are; None: the seed.
+
+    Raises:
+        ConfigError: They are a model's of the Hub, and not in its cache.
+    """
+    if (path := getattr(config, "weights", None)) is not None:
+        return "model.weights", path
+    if isinstance(config, HuggingFaceConfig) and config.init == "pretrained":
+        from axonlaunch.models.hf import files
+
+        return "model.path", str(files.folder(config))
+    return None
 
 
 def refuse_problems(config: Any) -> None:

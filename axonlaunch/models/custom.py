@@ -5,6 +5,8 @@ It refuses what can't be imported or is no module; what the builder itself raise
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
@@ -35,4 +37,9 @@ def build_custom(config: CustomConfig) -> nn.Module:
     return module
 
 
-SPEC = ModelSpec(build=build_custom, loss=cross_entropy_sum, inputs="any")
+SPEC = ModelSpec(
+    build=build_custom,
+    loss=cross_entropy_sum,
+    inputs="any",
+    adapt=lambda spec, config: replace(spec, layers=config.layers),
+)

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from axonlaunch.models import fake_kernels
+
 _NAMESPACES = frozenset({"aten", "fsdp", "_c10d_functional"})
 _WITHOUT_TENSORS = frozenset(
     {
@@ -68,6 +70,7 @@ def tensors_without_bytes() -> FakeTensorMode:
 
     It is of torch's very type, by which operators that run others find their rules.
     """
+    fake_kernels.install()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__torch_dispatch__ = MethodType(_Memory(), mode)  # type: ignore[method-assign]
     return mode
@@ -124,7 +127,7 @@ class _Memory:
         return made
 
     def _recipe(self, mode: FakeTensorMode, result: Any, tensors: Sequence[Any]) -> _Recipe | None:
-        """Return what makes another result like this one; None: it can't be told."""
+        """Return what makes another result like this one; None: it can't be determined."""
         if result is None:
             return _Nothing()
         if type(result) in (tuple, list):
@@ -248,7 +251,7 @@ def _describe_each(
 def _overlap(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """Return which tensors are one, and which stand in one storage; nothing where none do.
 
-    A result does not tell whose place it took of several that could have been it.
+    A result does not show whose place it took of several that could have been it.
     """
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}

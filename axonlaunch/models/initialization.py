@@ -27,6 +27,9 @@ _BLOCK_NUMEL = 2**15
 class Initializer(Protocol):
     """How a parameter starts.
 
+    One with an attribute ``blockwise`` that is False draws all rows at once, however few are held;
+    one with ``constant_rows`` has rows that are the same for every seed.
+
     Attributes:
         key: The name to draw under instead of the parameter's own. The two ends of tied weights
             on different pipeline stages start alike through it.
@@ -129,12 +132,17 @@ def fill(parameter: Tensor, initializer: Initializer, *, seed: int, name: str) -
     shape = tuple(parameter.shape) or (1,)
     (first, count), *columns = local_region(parameter) or [(0, 1)]
     local = local.view(1) if local.ndim == 0 else local
-    block_rows = max(1, _BLOCK_NUMEL // math.prod(shape[1:]))
+    is_blockwise = getattr(initializer, "blockwise", True)
+    block_rows = max(1, _BLOCK_NUMEL // max(1, math.prod(shape[1:]))) if is_blockwise else shape[0]
     generator = torch.Generator()
     for block in range(first // block_rows, -(-(first + count) // block_rows)):
         start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
         generator.manual_seed(_block_seed(seed, initializer.key or name, block))
-        values = initializer.draw((stop - start, *shape[1:]), generator)
+        drawn = (stop - start, *shape[1:]) if is_blockwise else tuple(parameter.shape)
+        values = initializer.draw(drawn, generator).view(stop - start, *shape[1:])
+        for step in getattr(initializer, "constant_rows", ()):
+            row, last = (min(max(at, start), stop) - start for at in step.rows)
+            step.apply(values[row:last], generator)
         low, high = max(start, first), min(stop, first + count)
         values = values[low - start : high - start]
         for dim, (offset, length) in enumerate(columns, start=1):
@@ -145,14 +153,22 @@ def fill(parameter: Tensor, initializer: Initializer, *, seed: int, name: str) -
 def materialize(module: nn.Module, *, device: torch.device | str) -> None:
     """Give a module built on the meta device storage on a real one, and fill its buffers.
 
-    Parameters are left without values: ``initialize`` or a checkpoint fills them. Tied parameters
-    stay tied, which ``to_empty`` alone does not see to.
+    Parameters are left without values: ``initialize`` or a checkpoint fills them. Buffers that have
+    values keep them. Tied parameters stay tied, which ``to_empty`` alone does not see to.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((owner, key))
+    valued = [
+        (owner, key, buffer)
+        for owner in module.modules()
+        for key, buffer in owner.named_buffers(recurse=False)
+        if not buffer.is_meta
+    ]
     module.to_empty(device=device)
+    for owner, key, buffer in valued:
+        setattr(owner, key, buffer.to(device, copy=True))
     for (first_owner, first_key), *others in places.values():
         for owner, key in others:
             setattr(owner, key, getattr(first_owner, first_key))

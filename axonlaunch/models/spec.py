@@ -6,8 +6,8 @@ It holds plain values and imports no torch, so that listing models stays fast.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from axonlaunch.config.data import IGNORE_INDEX
 from axonlaunch.config.errors import ConfigError, ConfigIssue
@@ -17,10 +17,22 @@ if TYPE_CHECKING:
 
     from axonlaunch.models.initialization import Initializer
 
-__all__ = ["IGNORE_INDEX", "Inputs", "ModelSpec", "TensorPlan"]
+__all__ = ["IGNORE_INDEX", "Inputs", "ModelOutputs", "ModelSpec", "TensorPlan"]
 
 Inputs = Literal["tokens", "images", "any"]
 TensorPlan: TypeAlias = "Mapping[str, str] | Callable[[nn.Module], Mapping[str, str]]"
+
+
+class ModelOutputs(NamedTuple):
+    """What a forward returns that has a loss of its own beside that of its logits.
+
+    Attributes:
+        logits: [..., C].
+        auxiliary_loss: 0-dim; what it adds to the mean loss of this micro-batch's targets.
+    """
+
+    logits: Tensor
+    auxiliary_loss: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +43,7 @@ class ModelSpec:
         build: Typed configuration to module. Called under ``torch.device("meta")`` when
             ``initializers`` is given, on the CPU under the seed otherwise.
         loss: ``(outputs, targets)`` to the *sum* over counted targets, an fp32 scalar; a target of
-            ``IGNORE_INDEX`` does not count.
+            ``IGNORE_INDEX`` does not count. Outputs are a tensor, or ``ModelOutputs``.
         layers: Path of the ``nn.ModuleList`` of repeated blocks, the unit of sharding,
             recomputation and compilation; None where the module is one unit.
         inputs: What the module is fed.
@@ -43,6 +55,12 @@ class ModelSpec:
         sequence_parallel: Whether the plan says what sees a part of the sequence too.
         ends: Attributes that only the first, and only the last, pipeline stage keeps; the others
             set them, and the blocks that they leave out, to None. None: it can't be cut.
+        adapt: The spec and a typed configuration to the spec of the model that it describes; None:
+            nothing of the spec depends on it.
+        mixes_samples: Whether a sample's loss depends on what else is in its micro-batch, beside
+            batch normalisation.
+        max_positions: Longest sequence; None: as the configuration says, if it does.
+        refused_axes: ``{axis: why}`` of what divides no such model: tensor, pipeline or context.
         positions: Attributes that know of positions, an ``nn.Embedding`` of them or a
             ``RotaryTable``, in a model whose ``Attention`` is causal; None: its sequences can't be
             divided.
@@ -57,6 +75,10 @@ class ModelSpec:
     sequence_parallel: bool = False
     ends: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     positions: tuple[str, ...] | None = None
+    adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
+    mixes_samples: bool = False
+    max_positions: int | None = None
+    refused_axes: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self, module: nn.Module) -> dict[str, str]:
         """Return the tensor plan for a module; empty where there is none."""

@@ -35,7 +35,7 @@ _IDLE = (
 )
 
 
-def read(config: RunConfig, *, exact: bool = False) -> Estimate | None:
+def read_estimate(config: RunConfig, *, exact: bool = False) -> Estimate | None:
     """Return the estimate of a configuration, if one was kept.
 
     Args:
@@ -55,7 +55,7 @@ def read(config: RunConfig, *, exact: bool = False) -> Estimate | None:
     return Estimate(**kept, ranks=ranks)
 
 
-def write(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None:
+def write_estimate(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None:
     """Keep an estimate; where the folder can't be written, none is kept."""
     if not _is_ours(config):
         return
@@ -67,13 +67,13 @@ def write(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None
 def _forget_old() -> None:
     """Delete the oldest of too many estimates; another process may be at it too."""
     with suppress(OSError):
-        found = [*folder().glob("*.json")]
+        found = [*estimates_folder().glob("*.json")]
         if len(found) > _MOST:
             for file in sorted(found, key=lambda one: one.stat().st_mtime)[:-_MOST]:
                 file.unlink()
 
 
-def folder() -> Path:
+def estimates_folder() -> Path:
     """Return where estimates are kept."""
     return cache.cache_folder() / "estimates"
 
@@ -106,12 +106,12 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "torch": version("torch"),
         "source": _source(),
     }
-    return folder() / f"{_hash(json.dumps(matters, sort_keys=True))[:32]}.json"
+    return estimates_folder() / f"{_hash(json.dumps(matters, sort_keys=True))[:32]}.json"
 
 
 @lru_cache(maxsize=1)
 def _source() -> str:
-    """Return a hash of every file of this package, which ``version`` does not tell apart."""
+    """Return a hash of every file of this package, which ``version`` does not distinguish."""
     package = Path(__file__).resolve().parent.parent
     found = sha256()
     for file in sorted(package.rglob("*.py")):

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from axonlaunch.checkpoint import fallback, reader, step_folders, weights
 from axonlaunch.checkpoint.manifest import Checkpoint
-from axonlaunch.checkpoint.storage import place, reaching
+from axonlaunch.checkpoint.storage import reaching, storage_path
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.optimizer import OPTIMIZERS
 from axonlaunch.config.parameter_groups import states_of, with_options
-from axonlaunch.models.build import spec_for
+from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.parameter_facts import parameter_facts
 
 if TYPE_CHECKING:
@@ -46,36 +46,39 @@ def _unreached(error: ConfigError, key: str, where: str) -> Iterator[ConfigIssue
 
 
 def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
-    path = getattr(config.model, "weights", None)
-    if path is None:
+    try:
+        named = initial_weights(config.model)
+    except ConfigError as error:
+        yield from error.problems
         return
+    if named is None:
+        return
+    key, path = named
     if config.checkpoint.resume not in ("auto", "never"):
         message = (
             f"checkpoint.resume={config.checkpoint.resume} brings weights of its own; use null"
         )
-        yield ConfigIssue("model.weights", message, path)
+        yield ConfigIssue(key, message, path)
         return
     try:
-        there = place(path)
+        there = storage_path(path)
         with reaching(there):
             is_folder = there.is_dir()
     except ConfigError as error:
-        yield from _unreached(error, "model.weights", path)
+        yield from _unreached(error, key, path)
         return
     if not is_folder:
         message = "there is no such folder; give a run, a checkpoint, or a folder of safetensors"
-        yield ConfigIssue("model.weights", message, path)
+        yield ConfigIssue(key, message, path)
         return
     try:
         wrong = weights.differences(there, config.model, model)
     except ConfigError as error:
-        yield from (
-            ConfigIssue("model.weights", problem.message, path) for problem in error.problems
-        )
+        yield from (ConfigIssue(key, problem.message, path) for problem in error.problems)
     else:
         if wrong:
             message = f"they were saved with a different model: {weights.first(wrong)}"
-            yield ConfigIssue("model.weights", message, path)
+            yield ConfigIssue(key, message, path)
 
 
 def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -84,9 +87,9 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
         yield from _overwritten(kept)
         return
     if resume != "auto":
-        folder = place(resume)
+        folder = storage_path(resume)
     elif kept is not None:
-        folder = place(kept)
+        folder = storage_path(kept)
     elif config.run_dir == config.name == "auto":
         return
     else:
@@ -105,8 +108,8 @@ def _overwritten(kept: str | None) -> Iterator[ConfigIssue]:
     """Refuse to start from step 0 where another run keeps its checkpoints."""
     if kept is None:
         return
-    with reaching(place(kept)):
-        found = step_folders.latest(place(kept))
+    with reaching(storage_path(kept)):
+        found = step_folders.latest(storage_path(kept))
     if found is not None:
         message = f"{found.path} is there; use another checkpoint.path, or resume from it with auto"
         yield ConfigIssue("checkpoint.resume", message, "never")
@@ -138,7 +141,7 @@ def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterat
             f"use never, and model.weights={found.path}"
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
-    differences = reader.differences(found, model)
+    differences = reader.model_differences(found, model)
     if differences:
         message = f"{found.path} was saved with a different model: {weights.first(differences)}"
         yield ConfigIssue("checkpoint.resume", message, resume)

@@ -14,11 +14,11 @@ from torch import nn
 
 from axonlaunch import data
 from axonlaunch.comm import nccl
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.loggers import CustomLoggerConfig
-from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig
+from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
 from axonlaunch.config.plugins import import_callable, import_plugins
 from axonlaunch.config.rules import find_rule_violations
 from axonlaunch.config.url import is_url
@@ -31,7 +31,7 @@ from axonlaunch.preflight.model_outputs import output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
-    listed,
+    first_four,
     pipeline_problems,
     sharding_problems,
     tensor_problems,
@@ -40,7 +40,7 @@ from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
-FP32 = 4
+FP32_BYTES = 4
 """Bytes of a parameter's element and of its gradient."""
 
 
@@ -71,6 +71,9 @@ def obstacles(config: RunConfig) -> list[ConfigIssue]:
 def _resolved(config: RunConfig, *, here: bool) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
     config = resolved(config, accelerators=accelerators())
+    if problems := fetch(config, here=here):
+        raise ConfigError(problems)
+    config = _wherever_it_is_read(config)
     problems = check(config, here=here)
     if problems:
         raise ConfigError(problems)
@@ -115,6 +118,27 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
         problems += _disk(config, model)
         problems += checkpoint_problems(config, model)
     return problems
+
+
+def fetch(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
+    """Bring what the Hugging Face Hub has of the model into its cache, once for all ranks."""
+    if not isinstance(config.model, HuggingFaceConfig):
+        return []
+    from axonlaunch.models.hf import files
+
+    try:
+        files.fetch(config.model, weights=here and config.model.init == "pretrained")
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _wherever_it_is_read(config: RunConfig) -> RunConfig:
+    """Return a configuration whose model's folder is found from any working folder."""
+    path = getattr(config.model, "path", None)
+    if not isinstance(config.model, HuggingFaceConfig) or path is None or not Path(path).is_dir():
+        return config
+    return with_values(config, {"model.path": str(Path(path).absolute())})
 
 
 def accelerators() -> int:
@@ -179,7 +203,9 @@ def _model(
     if spec.initializers is not None:
         started = spec.initializers(model)
         if unstarted := [name for name, _ in model.named_parameters() if name not in started]:
-            message = f"initializers= gives nothing for {listed(unstarted)}; add it by that name"
+            message = (
+                f"initializers= gives nothing for {first_four(unstarted)}; add it by that name"
+            )
             return spec, None, [ConfigIssue("model", message, config.model.name)]
     return spec, model, []
 
@@ -204,8 +230,10 @@ def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Ite
         message = f"data={name} has {dataset.num_classes} tokens; use {dataset.num_classes} or more"
         yield ConfigIssue("model.vocab_size", message, size)
     longest, length = getattr(model, "max_position_embeddings", None), _length(config)
+    longest = longest if spec.max_positions is None else spec.max_positions
     if longest is not None and length is not None and length > longest:
-        message = f"longer than model.max_position_embeddings={longest}; shorten it or raise that"
+        of = "model.config" if isinstance(model, HuggingFaceConfig) else "model"
+        message = f"longer than {of}.max_position_embeddings={longest}; shorten it or raise that"
         yield ConfigIssue("data.sequence_length", message, length)
     classes = getattr(model, "num_classes", None)
     if dataset.kind == "images" and classes is not None and classes < dataset.num_classes:
@@ -219,6 +247,9 @@ def _named(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[Confi
     for one in problems:
         if isinstance(config.model, CustomConfig):
             yield ConfigIssue("model.target", one.message, config.model.target)
+        elif isinstance(config.model, HuggingFaceConfig):
+            key = "model.config" if config.model.path is None else "model.path"
+            yield ConfigIssue(key, one.message, config.model.path or ...)
         else:
             yield ConfigIssue("model.name", one.message, config.model.name)
 
@@ -251,10 +282,10 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Con
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
     held = count // (shares.tensor * shares.pipeline)
-    states = FP32 * share_of_states(config)
+    states = FP32_BYTES * share_of_states(config)
     per_element = (
-        FP32 / shares.parameter_shards
-        + FP32 / shares.gradient_shards
+        FP32_BYTES / shares.parameter_shards
+        + FP32_BYTES / shares.gradient_shards
         + states / shares.optimizer_shards
     )
     per_rank = int(held * per_element)
@@ -289,7 +320,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     kept = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    needed = int(count * FP32 * (1 + share_of_states(config))) * kept
+    needed = int(count * FP32_BYTES * (1 + share_of_states(config))) * kept
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
         return

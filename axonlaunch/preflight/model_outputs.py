@@ -22,7 +22,7 @@ from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelSpec, not_a_tensor
+from axonlaunch.models.spec import ModelOutputs, ModelSpec, not_a_tensor
 
 _SAMPLES = 2
 """Of the micro-batch: batch normalisation refuses one."""
@@ -52,12 +52,14 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
     forward = _forward(model, sample_inputs(dataset))
     if forward is None:
         return
-    if not isinstance(forward.returned, Tensor):
-        yield not_a_tensor(forward.returned)
+    returned = forward.returned
+    outputs = returned.logits if isinstance(returned, ModelOutputs) else returned
+    if not isinstance(outputs, Tensor):
+        yield not_a_tensor(outputs)
         return
     sizes = {f"its embedding {name} has": rows for name, rows in forward.embeddings.items()}
-    if spec.loss is cross_entropy_sum and forward.returned.dim():
-        sizes["its outputs have"] = forward.returned.shape[-1]
+    if spec.loss is cross_entropy_sum and outputs.dim():
+        sizes["its outputs have"] = outputs.shape[-1]
     needed, what = dataset.num_classes, "tokens" if dataset.kind == "tokens" else "classes"
     if small := [f"{has} {size}" for has, size in sizes.items() if size < needed]:
         message = f"{', '.join(small)}, and the data {needed} {what}; make it {needed} or more"

@@ -16,8 +16,7 @@ from axonlaunch.config.layout import data_parallel_facts, stages_per_rank
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import block_names, cuttable, kept_everywhere, missing_ends
 from axonlaunch.engines.pipeline.tied_weights import tied_names
-from axonlaunch.engines.tensor.parallelize import problems as plan_problems
-from axonlaunch.engines.tensor.plan_checks import styled
+from axonlaunch.engines.tensor.plan_checks import plan_issues, styled
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
@@ -26,6 +25,9 @@ def context_problems(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigIssue
     """Yield what keeps ranks from dividing the model's sequences."""
     degree = config.strategy.context.degree
     if degree == 1:
+        return
+    if why := spec.refused_axes.get("context"):
+        yield ConfigIssue("strategy.context.degree", why, degree)
         return
     if spec.positions is None:
         message = f"model={config.model.name} can't compute on a part of a sequence; use 1"
@@ -63,8 +65,8 @@ def sharding_problems(
     key, kind = "strategy.data_parallel", config.strategy.data_parallel
     if scalars := [name for name, one in model.named_parameters() if one.ndim == 0]:
         message = (
-            f"{listed(scalars)} has no dim that can be sharded; give it the shape [1], or use ddp "
-            "or zero1"
+            f"{first_four(scalars)} has no dim that can be sharded; give it the shape [1], or "
+            "use ddp or zero1"
         )
         yield ConfigIssue(key, message, kind)
     # Each block is gathered by itself, and the rest together; what is gathered is of one type.
@@ -80,7 +82,7 @@ def sharding_problems(
             yield ConfigIssue(key, message.replace("torch.", ""), kind)
 
 
-def listed(names: Sequence[str]) -> str:
+def first_four(names: Sequence[str]) -> str:
     """Return the first four names."""
     return ", ".join([*names[:4], "..."] if len(names) > 4 else names)
 
@@ -89,6 +91,9 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
     """Yield what keeps a tensor axis from dividing the model."""
     tensor = config.strategy.tensor
     if tensor.degree == 1:
+        return
+    if why := spec.refused_axes.get("tensor"):
+        yield ConfigIssue("strategy.tensor.degree", why, tensor.degree)
         return
     plan = tensor.plan or spec.plan(model)
     if not plan:
@@ -103,7 +108,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         yield ConfigIssue("strategy.tensor.sequence_parallel", message, True)
         return
     yield from _undivided_length(config)
-    found = plan_problems(
+    found = plan_issues(
         model, plan, degree=tensor.degree, sequence_parallel=tensor.sequence_parallel
     )
     for pattern, message in found:
@@ -132,6 +137,9 @@ def pipeline_problems(
     pipeline = config.strategy.pipeline
     if pipeline.degree == 1:
         return
+    if why := spec.refused_axes.get("pipeline"):
+        yield ConfigIssue("strategy.pipeline.degree", why, pipeline.degree)
+        return
     if not cuttable(spec, model):
         message = (
             f"model={config.model.name} can't be cut into stages: it is not an nn.Sequential and "
@@ -146,7 +154,7 @@ def pipeline_problems(
         return
     if kept := kept_everywhere(spec, model):
         message = (
-            f"every stage would train its own {listed(kept)}; name what holds it among the ends"
+            f"every stage would train its own {first_four(kept)}; name what holds it among the ends"
         )
         yield ConfigIssue("model.ends", message)
     per_rank = stages_per_rank(config.strategy)

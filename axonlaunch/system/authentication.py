@@ -28,7 +28,7 @@ class ForgedMessageError(Exception):
 def derive_key(token: bytes) -> bytes:
     """Derive the key of a run's messages from its token by HKDF-SHA256 (RFC 5869).
 
-    Without a token (``b""``) the key is known to everybody: messages of two runs are still told
+    Without a token (``b""``) the key is known to everybody: messages of two runs are still kept
     apart, and strangers' are not.
     """
     return hkdf_sha256(token, info=_PURPOSE)

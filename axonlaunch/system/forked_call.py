@@ -19,7 +19,7 @@ from axonlaunch.registry import load
 from axonlaunch.system.forkserver import Starter, enter, fork
 
 _GRACE_S = 0.3
-"""Seconds in which other calls tell what the failure of one did to them."""
+"""Seconds in which other calls report what the failure of one did to them."""
 _DYING_S = 1.0
 """Seconds that killed processes get at most to be gone: one that nobody reaps never is."""
 
@@ -51,7 +51,7 @@ def stream(context: ForkServerContext, target: str, *args: Any) -> Generator[Any
         Exception: What the function raised.
         RuntimeError: The process died without an answer.
     """
-    one = Call(context, target, args)
+    one = ForkedCall(context, target, args)
     try:
         while True:
             if (error := one.receive()) is not None:
@@ -86,12 +86,12 @@ def call_together(
     Raises:
         CallsFailedError: One raised, or died without an answer.
     """
-    calls = [Call(context, target, args) for args in arguments]
+    calls = [ForkedCall(context, target, args) for args in arguments]
     errors: dict[int, Exception] = {}
     try:
         pending = {one.connection: index for index, one in enumerate(calls)}
         while pending:
-            # After one failed the others soon tell what it did to them: which is the cause is for
+            # After one failed the others soon report what it did to them: which is the cause is for
             # the caller to find.
             ready = wait([*pending], timeout=_GRACE_S if errors else None)
             if not ready:
@@ -116,7 +116,7 @@ class RemoteTracebackError(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
-class Call:
+class ForkedCall:
     """A function that runs in another process.
 
     Attributes:

@@ -21,7 +21,7 @@ import torch
 Result = TypeVar("Result")
 
 
-def run(
+def map_forked(
     functions: Sequence[Callable[[], Result]],
     *,
     at_once: int | None = None,
@@ -85,7 +85,7 @@ def _fork(function: Callable[[], Any], memory: dict[Any, Any]) -> tuple[int, int
         os.close(ours)
         with os.fdopen(theirs, "wb") as pipe:
             pipe.write(_outcome(function, memory))
-    finally:  # whatever happens, the copy must not go on as its parent
+    finally:  # whatever happens, the copy must not continue as its parent
         os._exit(0)
 
 

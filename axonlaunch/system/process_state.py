@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def state(pid: int, thread: int | None = None) -> str:
-    """Return the letter by which Linux tells what a thread does; empty where it tells nothing.
+    """Return the letter by which Linux reports what a thread does; empty where it reports nothing.
 
     Args:
         pid: A process.
@@ -28,7 +28,7 @@ def queued_s(thread: int) -> float | None:
         thread: Its native id.
 
     Returns:
-        Seconds since it started, by Linux's ``schedstat``; None where the system does not tell.
+        Seconds since it started, by Linux's ``schedstat``; None where none is reported.
     """
     try:
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9

@@ -42,7 +42,7 @@ class DevicePeak:
         return nullcontext()
 
     def step(self, engine: Engine) -> AbstractContextManager[None]:
-        """Do nothing: who tells it watches by itself."""
+        """Do nothing: what calls it watches by itself."""
         del engine
         return nullcontext()
 

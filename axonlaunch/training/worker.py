@@ -139,7 +139,7 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
             world=world,
             passes_over=config.checkpoint.fallback,
         )
-    elif (found := checkpoint.resolve(storage.place(resume))) is not None:
+    elif (found := checkpoint.find_checkpoint(storage.storage_path(resume))) is not None:
         resumed = Resumed(found, checkpoint.load(found, engine.state_dict(), world=world))
     else:
         raise checkpoint.CorruptCheckpointError(

@@ -32,6 +32,7 @@ from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.system import host
 from axonlaunch.training.unknown_tokens import naming_unknown_tokens
@@ -122,7 +123,7 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
 
     def run(world: World) -> Reference:
         engine, loader = _engine(_in_one_process(config, micro_batch_size="auto"), world)
-        if _mixes_samples(engine.modules):
+        if spec_for(config.model).mixes_samples or _mixes_samples(engine.modules):
             same = _in_one_process(config, micro_batch_size=shares.micro_batch_size)
             engine, loader = _engine(same, world)
         losses, norms, gradients = [], [], []
@@ -211,7 +212,7 @@ def save_reference(config: RunConfig, steps: int, folder: str) -> ParityResult |
     return None
 
 
-def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> ParityResult | None:
+def verify_on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> ParityResult | None:
     """Verify a layout as one of its real ranks; rank 0 judges.
 
     Args:
@@ -315,8 +316,10 @@ def _drop_nothing(modules: Iterable[nn.Module]) -> None:
     for module in (one for whole_module in modules for one in whole_module.modules()):
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
-        elif isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0
+        for name, value in vars(module).items():
+            # What a module hands to functional.dropout: MultiheadAttention's dropout, and others'.
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _has_drawn() -> bool:

@@ -13,6 +13,7 @@ from typing import cast
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import world_size
+from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
 from axonlaunch.verification.result import ParityResult, failed
@@ -37,9 +38,12 @@ def verify(
         ConfigError: The configuration can't be run.
     """
     compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
-    config = auto_strategy.load(
+    config = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
     )
+    if isinstance(config.model, HuggingFaceConfig):
+        # Any weights do, and those of the seed need no files.
+        config = configuration.with_values(config, {"model.init": "random"})
     if config.launch.backend == "auto":
         backend = "gloo" if config.train.compile else "mock"
         config = configuration.with_values(config, {"launch.backend": backend})
@@ -60,7 +64,7 @@ def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> 
             return cast("ParityResult", no_reference)
         ranks = [(*given, rank) for rank in range(world_size(config))]
         try:
-            verdict, *_ = forked_call.call_together(context, f"{run}on_rank", ranks)
+            verdict, *_ = forked_call.call_together(context, f"{run}verify_on_rank", ranks)
         except forked_call.CallsFailedError as error:
             for rank, one in error.errors.items():
                 _log.debug("rank %d failed", rank, exc_info=one)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from counted_collectives import Collectives
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -196,21 +196,6 @@ def test_what_the_group_does_not_divide_is_refused() -> None:
                 call(torch.ones(2, 5), world.default_group, 1)
 
     World.mock(2).run(rank)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives of the thread that it is used in, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        if func.namespace == "_c10d_functional" and "wait" not in func.name():
-            self.names.append(func.name().partition("::")[2])
-        return func(*args, **(kwargs or {}))
 
 
 def test_selective_checkpointing_can_save_them() -> None:

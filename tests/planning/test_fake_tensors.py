@@ -141,7 +141,7 @@ def test_what_a_forked_process_worked_out_the_next_one_finds() -> None:
             normed()
         return len(fake_tensor_cache.recipes) - before
 
-    first, again = forked_map.run([run, run], at_once=1, memory=fake_tensor_cache.recipes)
+    first, again = forked_map.map_forked([run, run], at_once=1, memory=fake_tensor_cache.recipes)
     assert (first > 0, again) == (True, 0)
     assert len(fake_tensor_cache.recipes) == first
 
@@ -169,7 +169,7 @@ def test_gradients_are_the_shapes_that_torch_makes() -> None:
             return gradients(), gradients(), expected
 
     # Forked: after a backward here, a build for GPUs could do none in other tests' forks.
-    [(first, again, expected)] = forked_map.run([in_both])
+    [(first, again, expected)] = forked_map.map_forked([in_both])
     assert first == again == expected
 
 

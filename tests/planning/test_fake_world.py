@@ -60,7 +60,7 @@ def test_stages_begin_actions_and_make_buffers_by_these_names() -> None:
 
 def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
     def largest() -> int:
-        world = fake_world.join(rank=0, world_size=2)
+        world = fake_world.join_fake_world(rank=0, world_size=2)
         mesh = init_device_mesh("cpu", (world.world_size,))
         with tensors_without_bytes(), StorageTrace() as trace:
             local = torch.ones(1 << 20)
@@ -71,7 +71,7 @@ def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
             trace.finish()
         return max(on_device(point) for event in trace.events for point in event.points)
 
-    assert forked_map.run([largest]) == [4 << 20]
+    assert forked_map.map_forked([largest]) == [4 << 20]
 
 
 def test_a_backward_is_told_by_its_graph_task() -> None:
@@ -153,7 +153,7 @@ def test_a_world_that_is_there_already_is_not_taken_for_another() -> None:
     from axonlaunch.comm import World
 
     with World.init(backend="gloo"), pytest.raises(ValueError, match="has a world already"):
-        fake_world.join(rank=0, world_size=4)
+        fake_world.join_fake_world(rank=0, world_size=4)
 
 
 def test_an_update_that_looks_for_overflow_is_traced() -> None:

@@ -23,7 +23,7 @@ _PROBE = "axonlaunch-isolation-probe"
 
 
 class WorldOfThread(threading.local):
-    """What ``torch.distributed`` knows of its groups, for each thread anew.
+    """What ``torch.distributed`` knows of its groups, separately for each thread.
 
     Stands in for ``torch.distributed.distributed_c10d._World`` with the same attributes. (torch
     has such a class for its own tests; in 2.11 it lacks ``comms``.)
@@ -45,7 +45,7 @@ class WorldOfThread(threading.local):
 def threads_are_isolated() -> bool:
     """Say whether each thread has its own table of process groups.
 
-    torch can set this mode but not tell it: register a group here, look for it from elsewhere.
+    torch can set this mode but not report it: register a group here, look for it from elsewhere.
     """
     group = _cpp.ProcessGroup(0, 1)  # torch's table holds it weakly
     _cpp._register_process_group(_PROBE, group)
@@ -85,7 +85,7 @@ def forget_meshes_of_thread() -> None:
 def forget_meshes() -> None:
     """Empty what torch remembers of device meshes for the whole process.
 
-    A mesh tells threads apart by their identifiers, which the system gives out again: a mesh of
+    A mesh distinguishes threads by their identifiers, which the system gives out again: a mesh of
     a later run would be taken for one of an earlier run, whose groups are gone.
     """
     for name, module in sys.modules.copy().items():

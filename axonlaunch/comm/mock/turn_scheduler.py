@@ -29,7 +29,7 @@ class Awaited(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether a rank may go on."""
+        """Whether a rank may continue."""
 
     def describe(self, finished: Set[int]) -> str:
         """Say what is waited for, and which of the ``finished`` ranks never arrived."""
@@ -113,7 +113,7 @@ class TurnScheduler:
             self._raise_failure(rank, f"waiting: {awaited.describe(frozenset())}")
 
     def pause(self, rank: int) -> None:
-        """Let the other ranks that can run do so before this one goes on.
+        """Let the other ranks that can run do so before this one continues.
 
         This is no progress: ranks that only poll each other are late in the end.
         """
@@ -175,7 +175,7 @@ class TurnScheduler:
                 thread.join(None if ends else max(0.0, deadline - time.monotonic()))
 
     def _take_from_holder(self, error: BaseException) -> None:
-        """Fail the world from outside and go on without the rank that does not pass the baton."""
+        """Fail the world from outside and continue without the rank that does not yield."""
         holder = self._holder
         if holder >= 0:
             self._moved_at = time.monotonic()

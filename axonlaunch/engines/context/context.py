@@ -1,6 +1,6 @@
 """Context parallelism: every sequence divided among ranks, each of which sees its own positions.
 
-It divides batches, tells models their positions and joins outputs; attention across the parts is
+It divides batches, gives models their positions and joins outputs; attention across the parts is
 ``ring_attention``'s. Gradients of the parts are summed as those of data-parallel ranks are.
 """
 

@@ -163,7 +163,7 @@ class DDP(nn.Module):
     def parameters_without_grad(self) -> list[str]:
         """Return the parameters that no backward reached, where torch's buckets wait for them all.
 
-        Of a bucket that misses one no gradient is averaged; torch tells that in the next step.
+        Of a bucket that misses one no gradient is averaged; torch reports that in the next step.
         """
         if self._torch is None or not self._waits_for_all:
             return []

@@ -35,7 +35,7 @@ from axonlaunch.engines.data_parallel.fsdp_memory import (
     FSDPMemoryEstimate,
     FSDPMemoryStats,
     MemoryWatch,
-    estimate,
+    estimate_fsdp_memory,
 )
 from axonlaunch.engines.device_mesh import data_mesh
 from axonlaunch.engines.optimizer.offload import HOST, STREAMED, stream
@@ -206,14 +206,14 @@ class FSDP(nn.Module):
             if optimizer not in OPTIMIZERS:
                 known = ", ".join(OPTIMIZERS.names())
                 raise ValueError(f"optimizer={optimizer}: its states are not known; use {known}")
-            return estimate(self.module, OPTIMIZERS.config(optimizer)())
-        return estimate(self.module, optimizer)
+            return estimate_fsdp_memory(self.module, OPTIMIZERS.config(optimizer)())
+        return estimate_fsdp_memory(self.module, optimizer)
 
     def ignore_returned_view(self) -> None:
         """Let torch not warn that the module returns a view: whoever is given it changes none."""
         name = type(self.module).__name__
         blocks = {type(one).__name__ for one in self._sharded()[1:]}
-        if name not in blocks:  # by which a warning of theirs can't be told from one of it
+        if name not in blocks:  # by which a warning of theirs can't be distinguished from one of it
             returned = rf"FSDP2-wrapped module \({name}\) returned a view"
             warnings.filterwarnings("ignore", message=returned)
 

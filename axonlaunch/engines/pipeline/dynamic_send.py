@@ -1,4 +1,4 @@
-"""Tensors of any shape and type passed between ranks: what is coming is told before it comes.
+"""Tensors of any shape and type passed between ranks: shape and type are sent before the tensor is.
 
 For evaluation and prediction, whose shapes change; a training step's shapes are known.
 """

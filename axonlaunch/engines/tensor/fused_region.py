@@ -26,7 +26,7 @@ from axonlaunch.comm.autograd import (
     start_reduce_scatter,
     start_sum,
 )
-from axonlaunch.engines.tensor.local_parameters import TensorAxis, local_part
+from axonlaunch.engines.tensor.local_parameters import TensorAxis, to_local
 
 SEQUENCE_DIM = 1
 """The dim of hidden states [B, T, H] that sequence parallelism cuts."""
@@ -176,4 +176,4 @@ def _start(gradient: Tensor, group: ProcessGroup, in_parts: bool) -> Tensor:
 
 def _parameters(column: nn.Linear) -> tuple[Tensor, Tensor | None]:
     bias = column.bias
-    return local_part(column.weight), None if bias is None else local_part(bias)
+    return to_local(column.weight), None if bias is None else to_local(bias)

@@ -22,9 +22,9 @@ from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup, leave
 from axonlaunch.engines.tensor.local_parameters import (
     TensorAxis,
     convert_module,
-    local_part,
     own_entries,
     refuse_indivisible,
+    to_local,
 )
 from axonlaunch.models.attention import Attention, RotaryTable
 
@@ -144,7 +144,7 @@ class RowParallelLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in], or this rank's [..., in / ranks], to [..., out]."""
         group = self.axis.group
-        weight = local_part(self.weight)
+        weight = to_local(self.weight)
         if not self.input_is_parallel:
             x = scatter_to_group(x, group, -1)
         elif x.shape[-1] != weight.shape[1]:
@@ -158,7 +158,7 @@ class RowParallelLinear(nn.Linear):
         if bias is None:
             return y
         # Each rank adds it to its part of the sequence, so sees that part of its gradient.
-        return y + local_part(bias, summed_over=group if self.sequence_parallel else None)
+        return y + to_local(bias, summed_over=group if self.sequence_parallel else None)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -206,7 +206,7 @@ class VocabParallelEmbedding(nn.Embedding):
         Raises:
             RuntimeError: A token is not in the vocabulary (on CUDA, when the device gets there).
         """
-        group, weight = self.axis.group, local_part(self.weight)
+        group, weight = self.axis.group, to_local(self.weight)
         in_vocabulary = (tokens >= 0) & (tokens < self.num_embeddings)
         torch._assert_async(in_vocabulary.all(), "a token is not in the vocabulary")
         mine, elsewhere = own_entries(tokens, group, count=len(weight))

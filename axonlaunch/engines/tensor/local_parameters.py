@@ -22,7 +22,7 @@ from axonlaunch.comm.autograd import copy_to_group, sum_over
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.config.errors import divisor_of
 
-Kind = TypeVar("Kind", bound=nn.Module)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class TensorAxis:
@@ -95,7 +95,7 @@ class TensorAxis:
         return nn.Parameter(placed, requires_grad=parameter.requires_grad)
 
 
-def local_part(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> Tensor:
+def to_local(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> Tensor:
     """Return what this rank holds of a DTensor, for computing with, through autograd.
 
     Args:
@@ -148,7 +148,7 @@ class ReadsLocally(nn.Module):
         parameter = self.__dict__["_parameters"].get(name)
         if parameter is not None and self._axis.computes and _lies_on(parameter, self._axis.mesh):
             group = self._axis.group if self._sums_gradients else None
-            return local_part(parameter, summed_over=group)
+            return to_local(parameter, summed_over=group)
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ class ReadsLocally(nn.Module):
             axis.computes = False
 
 
-def convert_module(module: nn.Module, kind: type[Kind]) -> Kind:
+def convert_module(module: nn.Module, kind: type[ModuleT]) -> ModuleT:
     """Turn a module into another kind in place: it keeps its name, parameters and attributes.
 
     A module of a subclass stays one of it too.

@@ -29,12 +29,11 @@ from axonlaunch.engines.tensor.plan_checks import (
     STYLES,
     Styled,
     misfits,
-    problems,
     styled,
     unknown_styles,
 )
 
-__all__ = ["STYLES", "has_divided_logits", "parallelize", "problems"]
+__all__ = ["STYLES", "has_divided_logits", "parallelize"]
 
 
 def parallelize(

@@ -73,7 +73,7 @@ def styled(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
     return list(found.values())
 
 
-def problems(
+def plan_issues(
     module: nn.Module, plan: Mapping[str, str], *, degree: int, sequence_parallel: bool
 ) -> list[tuple[str, str]]:
     """Return what keeps a plan from dividing a module among ``degree`` ranks.

@@ -73,7 +73,7 @@ class Coordinator:
         self._newcomers = newcomers
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._outbox: list[tuple[str, Any]] = []
+        self._sent: dict[str, Any] = {}
         # On member 0 everybody's; elsewhere this member's own, which each beat carries.
         self._reports: list[Report] = []
         self._read = [0] * members
@@ -133,7 +133,7 @@ class Coordinator:
         if not self.is_lead:
             return self._verdict is not None or self._lead_is_lost()
         with self._lock:
-            return bool(self._reports) or (self._are_nodes and bool(self._lost()))
+            return bool(self._reports) or self._gone or (self._are_nodes and bool(self._lost()))
 
     def is_awaited(self) -> bool:
         """Return whether somebody waits to join; only member 0 knows."""
@@ -177,9 +177,12 @@ class Coordinator:
                 found, lost = [*self._reports], self._lost()
             waited = time.monotonic() - begun
             explained = lost or (is_conclusive(found) and waited > _SETTLE_S)
-            if explained or waited > self._lost_s + 1:
+            if explained or self._gone or waited > self._lost_s + 1:
                 break
             time.sleep(0.02)
+        if self._gone:
+            reason = "the store by which it follows the others can't be used any more"
+            found.append(Report(rank=self._first_ranks[0], kind="connection", reason=reason))
         crash = find_root_cause([*found, *(self._silence(member) for member in lost)])
         self._send("verdict", crash.to_json())
         self.leave()
@@ -208,7 +211,7 @@ class Coordinator:
     def _send(self, key: str, value: Any) -> None:
         """Let the thread write a message."""
         with self._lock:
-            self._outbox.append((key, value))
+            self._sent[key] = value
         self._wake.set()
 
     def _silence(self, member: int) -> Report:
@@ -254,8 +257,9 @@ class Coordinator:
         self.channel.put(f"beat/{self.member}", beat)
 
     def _flush(self) -> None:
+        """Write every message again: what a stranger wrote over one of them does not last."""
         with self._lock:
-            sent, self._outbox = self._outbox, []
+            sent = [*self._sent.items()]
         for key, value in sent:
             self.channel.put(key, value)
             if key == f"left/{self.member}" and not self.is_lead:

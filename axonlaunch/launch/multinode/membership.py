@@ -1,7 +1,7 @@
 """The nodes of a run: how one meets the others, and agrees with them on what is to be run.
 
 They meet at node 0. Torch's store carries their messages; every node composes and
-checks the same words itself, and a difference is told before a rank starts.
+checks the same overrides itself, and a difference is reported before a rank starts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import nodes, world_size
 from axonlaunch.launch import run_dir
+from axonlaunch.launch.failures.outcome import Outcome, was_interrupted
 from axonlaunch.launch.local.launcher import Rendezvous
-from axonlaunch.launch.local.supervisor import Outcome, was_interrupted
 from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous

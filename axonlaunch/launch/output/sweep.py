@@ -1,4 +1,4 @@
-"""The runs of a sweep beside each other: what tells one from another, and how each ended."""
+"""The runs of a sweep beside each other: what distinguishes them, and how each ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def announce(words: str, *, number: int, of: int, stream: TextIO, is_done: bool 
     """Print which run begins, or that it was done before.
 
     Args:
-        words: What tells it from the others.
+        words: What distinguishes it from the others.
         number: From 1 on.
         of: Runs of the sweep.
         stream: Where to.
@@ -56,7 +56,7 @@ def compare(words: Sequence[str], summaries: Sequence[dict[str, Any]], *, stream
     """Print how each run ended, or that it was not started; the least loss stands out.
 
     Args:
-        words: What tells each run from the others.
+        words: What distinguishes each run from the others.
         summaries: Of the runs that were started, in order.
         stream: Where to.
     """

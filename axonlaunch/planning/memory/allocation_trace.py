@@ -64,7 +64,7 @@ class RecordingTrace(StorageTrace):
         as the whole model, which a run does without storage.
 
         Args:
-            engine: Whose parameters and states are told by their blocks.
+            engine: Whose parameters and states are recognised by their blocks.
             blocks: Of each pipeline stage, in order.
         """
         owners = {} if engine is None else self._owners(engine, blocks or {})

@@ -20,12 +20,12 @@ from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing import extrapolate_depth
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import StageTrace, host_categories
-from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Event, on_device
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES, TraceEvent, on_device
 from axonlaunch.system import forked_map
 
 
 def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> Estimate:
-    """Foretell the memory of every rank of a run.
+    """Estimate the peak memory of every rank of a run.
 
     Bytes are those of live storages, as ``StorageTrace`` counts them: all samples of a rank's step
     are counted as on its device, and what passes through the device on the way from and to host
@@ -38,7 +38,7 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
         exact: Whether to trace every block and micro-batch; else two shallow models stand for a
             deep one, which gives the same bytes wherever blocks are equal, and a short step in a
             short pipeline for a long one, which gives them to one activation between stages.
-        ends: Whether to tell only of the first two places on the pp axis and the last: between
+        ends: Whether to estimate only the first two places on the pp axis and the last: between
             them ranks hold less and less, if blocks are dealt out evenly.
 
     Raises:
@@ -57,7 +57,7 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
 def estimate_fitting(
     config: RunConfig, *, memory: float, until: float | None = None
 ) -> Estimate | None:
-    """Foretell the memory of a run, if it may fit: it takes less to see that one does not.
+    """Estimate the memory of a run, if it may fit: it takes less to see that one does not.
 
     Args:
         config: As for ``estimate``.
@@ -88,7 +88,7 @@ class _Run:
 
     Attributes:
         blueprint: The run's.
-        places: On the pp axis: those to tell of.
+        places: On the pp axis: those to estimate.
         until: ``time.monotonic()`` at which tracing is given up; None: never.
         done: What was traced and recorded.
     """
@@ -97,7 +97,7 @@ class _Run:
     places: list[StageTrace]
     until: float | None = None
     done: dict[Any, Any] = field(default_factory=dict)
-    _steps: dict[Any, list[Event]] = field(default_factory=dict)
+    _steps: dict[Any, list[TraceEvent]] = field(default_factory=dict)
     _ranks: dict[int, RankEstimate] = field(default_factory=dict)
 
     @property
@@ -122,7 +122,9 @@ class _Run:
             runs["process", recorded] = _recorded(self.blueprint, recorded)
         for place in places:
             runs |= {key: one for key, one in place.traces().items() if key not in self.done}
-        found = forked_map.run([*runs.values()], memory=fake_tensor_cache.recipes, until=self.until)
+        found = forked_map.map_forked(
+            [*runs.values()], memory=fake_tensor_cache.recipes, until=self.until
+        )
         self.done.update(zip(runs, found, strict=True))
 
     def rank(self, place: StageTrace) -> RankEstimate:
@@ -136,7 +138,7 @@ class _Run:
         return self._ranks[place.place]
 
     def estimate(self) -> Estimate:
-        """Trace and record what is left, and return what all of it tells."""
+        """Trace and record what is left, and return the estimate that follows from all of it."""
         traced = [place for place in self.places if place.traces().keys() <= self.done.keys()]
         likely = self.highest(traced).coords["pp"] if traced else 0
         self.trace(self.places, recorded=likely if self.on_gpu else None)
@@ -166,7 +168,7 @@ class _Run:
 
 
 def _recorded(blueprint: ReducedRun, place: int) -> Callable[[], list[Change]]:
-    """Return the run that tells what a rank asks of its allocator, in a shorter step."""
+    """Return the run that shows what a rank asks of its allocator, in a shorter step."""
     found = StageTrace.of(blueprint, place, exact=False)
     return partial(
         cuda_process.record,
@@ -179,7 +181,7 @@ def _recorded(blueprint: ReducedRun, place: int) -> Callable[[], list[Change]]:
 
 def _process(
     peak_bytes: int, changes: list[Change], *, groups: list[int], memory: int | None
-) -> cuda_process.Held:
+) -> cuda_process.DeviceMemory:
     """Return what the process of the highest rank holds of a GPU with so many bytes.
 
     What the allocator keeps beside tensors is that of the shorter step.
@@ -193,7 +195,7 @@ def _process(
 
 
 def _of_rank(
-    place: StageTrace, rank: int, short_step: list[Event], done: Mapping[Any, Any]
+    place: StageTrace, rank: int, short_step: list[TraceEvent], done: Mapping[Any, Any]
 ) -> RankEstimate:
     point, host = extrapolate_depth.peak(place.events(short_step, done))
     return RankEstimate(

@@ -22,7 +22,7 @@ WATCHED = 2
 class CpuPeakMemory:
     """The most that tensors hold on this rank in the second step that it does.
 
-    The first makes the optimizer's states; a run of one step is told by that one.
+    The first makes the optimizer's states; a run of one step is measured by that one.
     """
 
     def __init__(self, config: RunConfig) -> None:

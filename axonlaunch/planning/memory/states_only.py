@@ -22,8 +22,8 @@ from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 _FP32 = 4
 
 
-def estimate(config: RunConfig) -> Estimate:
-    """Foretell the states of every rank of a run.
+def estimate_states(config: RunConfig) -> Estimate:
+    """Estimate the states of every rank of a run.
 
     Args:
         config: Checked, with ``launch.nproc`` resolved: the ranks of the world.

@@ -67,7 +67,7 @@ def candidate_changes(config: RunConfig) -> list[Lever]:
     ]
 
 
-def remedies(
+def search_changes(
     config: RunConfig,
     found: Estimate,
     *,

@@ -13,8 +13,8 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.planning.throughput.operations import (
     Amount,
-    Attention,
-    Exchange,
+    AttentionOp,
+    CollectiveOp,
     Kernel,
     Operation,
     Phase,
@@ -91,7 +91,7 @@ class _Scaled:
         yield key.phase
         mode = self._config.train.activation_checkpointing
         if key.phase == "forward" and mode != "none":
-            kept = mode == "selective" and isinstance(key, Attention)
+            kept = mode == "selective" and isinstance(key, AttentionOp)
             if not kept:
                 yield "recomputation"
 
@@ -115,7 +115,7 @@ class _Scaled:
             made = dataclasses.replace(key, phase=phase, m=m, n=n, k=k)
             return made, Amount(count, amount.num_bytes, amount.flops)
         share = again * samples
-        if isinstance(key, Attention):
+        if isinstance(key, AttentionOp):
             made_attention = dataclasses.replace(key, phase=phase)
             times = share / tensor
             return made_attention, Amount(amount.count, *_times(amount, times))
@@ -138,17 +138,19 @@ class _Scaled:
         }
         held = part * share.gradient_bytes / shares.tensor
         if facts.gathers_updates:
-            _put(found, Exchange("update", "all_gather", ("dp_replicate",)), Amount(1, held))
+            _put(found, CollectiveOp("update", "all_gather", ("dp_replicate",)), Amount(1, held))
         if facts.averages == "parameters" and shares.gradient_ranks > 1:
             period = facts.period(self._config.strategy.options) if facts.period else 1
             _put(
-                found, Exchange("update", "all_reduce", self._axes), Amount(1, held) * (1 / period)
+                found,
+                CollectiveOp("update", "all_reduce", self._axes),
+                Amount(1, held) * (1 / period),
             )
         elif facts.shards_parameters and shares.dp_replicate > 1:
-            summed = Exchange("backward", "all_reduce", ("dp_replicate",))
+            summed = CollectiveOp("backward", "all_reduce", ("dp_replicate",))
             _put(found, summed, Amount(1, held / shares.dp_shard))
         elif facts.sums_gradients and shares.gradient_ranks > 1:
-            _put(found, Exchange("backward", "all_reduce", self._axes), Amount(1, held))
+            _put(found, CollectiveOp("backward", "all_reduce", self._axes), Amount(1, held))
         return Share(found, held)
 
     @property
@@ -166,21 +168,23 @@ class _Scaled:
             phases: list[Phase] = ["forward", "backward"]
             for phase in (*phases, *(["recomputation"] if recomputed else [])):
                 for kind in kinds:
-                    key = Exchange(phase, kind, ("tp",))  # type: ignore[arg-type]
+                    key = CollectiveOp(phase, kind, ("tp",))  # type: ignore[arg-type]
                     _put(found, key, Amount(2, 2 * self._stream))
         if shares.facts.shards_parameters:
             axes = tuple(name for name in ("dp_shard", "cp") if shares.axes[name] > 1)
             whole = gradient_bytes / shares.tensor
             gathered = whole * self._type / FP32
             if axes:
-                _put(found, Exchange("forward", "all_gather", axes), Amount(1, gathered))
+                _put(found, CollectiveOp("forward", "all_gather", axes), Amount(1, gathered))
                 if self._config.strategy.fsdp.sharding != "shard_grad_op":
-                    _put(found, Exchange("backward", "all_gather", axes), Amount(1, gathered))
+                    _put(found, CollectiveOp("backward", "all_gather", axes), Amount(1, gathered))
                 reduced = whole if self._config.strategy.reduce_dtype == "fp32" else whole / 2
-                _put(found, Exchange("backward", "reduce_scatter", axes), Amount(1, reduced))
+                _put(found, CollectiveOp("backward", "reduce_scatter", axes), Amount(1, reduced))
         if shares.context > 1:
-            _put(found, Exchange("forward", "all_gather", ("cp",)), Amount(1, 2 * self._stream))
-            _put(found, Exchange("backward", "all_gather", ("cp",)), Amount(2, 4 * self._stream))
+            _put(found, CollectiveOp("forward", "all_gather", ("cp",)), Amount(1, 2 * self._stream))
+            _put(
+                found, CollectiveOp("backward", "all_gather", ("cp",)), Amount(2, 4 * self._stream)
+            )
             merged = _RING * shares.context * self._stream / shares.tensor
             _put(found, Kernel("forward", "ring"), Amount(1, merged))
         return found

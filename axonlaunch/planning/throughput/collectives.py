@@ -1,7 +1,7 @@
 """How long a collective takes on the links that its group crosses.
 
 The cost is alpha-beta: latency for each step and bytes over bandwidth, of a ring, or of a tree
-where that is quicker. Contention between groups is not told.
+where that is quicker. Contention between groups is not modelled.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
 MPICH", 2005; bus bandwidth as in NCCL's tests; hops of rings and trees over nodes as in NCCL's
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.planning.throughput.operations import Amount, Exchange
+from axonlaunch.planning.throughput.operations import Amount, CollectiveOp
 from axonlaunch.planning.throughput.roofline import figure
 
 _BEGIN_S = 6.6e-6
@@ -34,7 +34,7 @@ class Links:
         self._hardware = hardware
         self._axes = dict(axes)
 
-    def seconds(self, exchange: Exchange, amount: Amount) -> float:
+    def seconds(self, exchange: CollectiveOp, amount: Amount) -> float:
         """Return the time of all runs of an exchange, in seconds."""
         size, stride = self._extent(exchange.axes)
         if size == 1:

@@ -36,7 +36,7 @@ class Throughput:
 
 
 def throughput(config: RunConfig, hardware: HardwareConfig) -> Throughput:
-    """Foretell the speed of a run.
+    """Estimate the speed of a run.
 
     Args:
         config: Checked, with ``launch.nproc`` resolved: the ranks of the world.
@@ -49,7 +49,7 @@ def throughput(config: RunConfig, hardware: HardwareConfig) -> Throughput:
 
 
 def timed(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throughput:
-    """Foretell the speed of a run whose work is known."""
+    """Estimate the speed of a run whose work is known."""
     ranks = world_size(config)
     shares = layout(config, world_size=ranks)
     parts = StepTime(config, shares, hardware).parts(work)

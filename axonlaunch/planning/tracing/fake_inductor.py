@@ -2,7 +2,7 @@
 
 Everything of Inductor's that this takes is here, private as most of it is;
 ``tests/planning/test_fake_compiler.py`` holds it against code that is really compiled, and says
-what to do when it moves. It is told for a CPU's kernels, whatever the device: what is kept for
+what to do when it moves. It is counted for a CPU's kernels, whatever the device: what is kept for
 backward and what is computed again is decided before there are any.
 """
 
@@ -38,7 +38,7 @@ def _generate_alone() -> None:
 
 
 def _say_nothing_of_it() -> None:
-    """Let who runs this for real be told what torch has to say of it."""
+    """Let whoever runs this for real see torch's own warnings about it."""
     wrap.warning_once = _do_nothing  # type: ignore[assignment]
 
 

@@ -24,7 +24,7 @@ from axonlaunch.models.fake_tensor_cache import with_values
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 
-def join(*, rank: int, world_size: int) -> World:
+def join_fake_world(*, rank: int, world_size: int) -> World:
     """Stand as one rank in a world whose other ranks are not there.
 
     Raises:
@@ -76,7 +76,7 @@ def assume_true() -> Iterator[None]:
 def patch_ddp_reducer() -> None:
     """Let torch's DDP go through its steps without values.
 
-    Its reducer looks into gradients to lay its buckets out anew, which moves no byte of their sum,
+    Its reducer looks into gradients to lay its buckets out again, which moves no byte of their sum,
     and all-reduces from C++; a hook that is done at once takes the place of that.
     """
     wrap: Any = nn.parallel.DistributedDataParallel.__init__

@@ -1,4 +1,4 @@
-"""What the dry runs of one configuration have in common, and smaller runs that tell of it.
+"""What the dry runs of one configuration have in common, and smaller runs that represent it.
 
 It is arithmetic on a model without storage; ``dry_run`` builds engines from it.
 """
@@ -48,7 +48,7 @@ class ReducedRun:
         sample: Inputs of one sample [...]; values don't matter.
         is_text: Whether each input has a target; else each sample has one.
         num_blocks: Blocks that are run, the first ones of ``model``.
-        repeats: Whether the model can be told from fewer of its blocks.
+        repeats: Whether the model can be extrapolated from fewer of its blocks.
     """
 
     config: RunConfig
@@ -128,7 +128,7 @@ class ReducedRun:
         )
 
     def shorter(self, place: int) -> tuple[Self, int]:
-        """Return a run with as short a step as tells what a rank of this one does, and where.
+        """Return the run with the shortest step that shows what a rank of this one does, and where.
 
         The rank does fewer micro-batches and, if blocks repeat, holds its stages in a shorter
         pipeline.

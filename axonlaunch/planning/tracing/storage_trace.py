@@ -32,11 +32,11 @@ Point: TypeAlias = tuple[int, ...]
 
 
 @dataclass
-class Event:
+class TraceEvent:
     """A part of a step.
 
     Attributes:
-        name: What goes on, and where in the model.
+        name: What runs, and where in the model.
         points: Bytes after each of its operations that allocated, and before the first.
     """
 
@@ -73,7 +73,7 @@ class _Held:
 
 
 class StorageTrace(UncompiledDispatchMode):
-    """Counts live storages while it is entered; it may be entered again and goes on counting.
+    """Counts live storages while it is entered; it may be entered again and continues counting.
 
     Attributes:
         now: Bytes of each category on the device.
@@ -86,12 +86,12 @@ class StorageTrace(UncompiledDispatchMode):
 
         Args:
             on_host: Categories that live in host memory; on a CPU, where host and device are one,
-                this alone tells them apart.
+                this alone distinguishes them.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self.host: dict[Category, int] = dict.fromkeys(on_host, 0)
-        self.events = [Event(("start",), [self._point()])]
+        self.events = [TraceEvent(("start",), [self._point()])]
         self._live: dict[int, _Held] = {}
         self._parameters: list[Tensor] = []
         self._in_flight: dict[int, Tensor] = {}
@@ -165,7 +165,7 @@ class StorageTrace(UncompiledDispatchMode):
     def begin(self, *name: str | int) -> None:
         """Begin an event, which ends the one before."""
         self.finish()
-        self.events.append(Event(name, [self._point()]))
+        self.events.append(TraceEvent(name, [self._point()]))
         self._top, self._highest = 0, on_device(self.events[-1].points[0])
 
     def finish(self) -> None:
@@ -262,7 +262,7 @@ class StorageTrace(UncompiledDispatchMode):
     def _settle(self) -> None:
         """Write down what an event's peak is made of, before it is left.
 
-        Gradients are told from other tensors only here: nothing says when a parameter gets one.
+        Gradients are recognised only here: nothing says when a parameter gets one.
         """
         if self._top is not None:
             top, self._top = self._top, None
@@ -297,7 +297,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _resized(storage: Any, size: int) -> Any:
-    """Resize a storage and tell the trace of this thread: no operation does."""
+    """Resize a storage and report it to this thread's trace: no operation does."""
     result = _resize(storage, size)
     trace: StorageTrace | None = getattr(_running, "trace", None)
     if trace is not None:

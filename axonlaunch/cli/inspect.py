@@ -1,0 +1,103 @@
+"""``axonlaunch inspect``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, print_json
+from axonlaunch.launch.output.spinner import spinner
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from axonlaunch.preflight.inspection import Inspection
+
+HELP = "Show a model's blocks, ties, tensor plan and legal layouts."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch inspect ./Qwen3-0.6B
+  axonlaunch inspect model=llama_debug
+  axonlaunch inspect model=hf 'model.config={model_type: gpt2, n_layer: 4}' model.init=random
+"""
+SHOWN = 12
+
+
+def command(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PATH|KEY=VALUE",
+            help="Folder or id of a Hugging Face model, or Hydra overrides.",
+        ),
+    ] = None,
+    config_dir: ConfigDir = None,
+    config_name: ConfigName = "config",
+    as_json: Json = False,
+) -> None:
+    """Show a model's blocks, ties, tensor plan and legal layouts."""
+    from axonlaunch import config as configuration
+    from axonlaunch.system import forked_call, forkserver
+
+    with forkserver.warm() as context:
+        from rich.console import Console
+
+        with spinner("building"):
+            config = configuration.load(
+                overrides(arguments or []),
+                config_name=config_name,
+                config_dirs=config_dir or [],
+            )
+            found: Inspection = forked_call.call(
+                context, "axonlaunch.preflight.inspection:inspect", config
+            )
+    if as_json:
+        print_json(asdict(found))
+    else:
+        _show(found, Console(file=sys.stdout, highlight=False))
+
+
+def overrides(arguments: list[str]) -> list[str]:
+    """Return arguments as overrides; a path comes first and stands for the model in it."""
+    if arguments and ("=" not in arguments[0] or Path(arguments[0]).is_dir()):
+        path, *others = arguments
+        quoted = path.replace("\\", "\\\\").replace("'", "\\'")
+        return ["model=hf", f"model.path='{quoted}'", "model.init=random", *others]
+    return arguments
+
+
+def _show(found: Inspection, console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    blocks = ", ".join(f"{count} x {kind}" for kind, count in found.blocks.items())
+    cuts = found.cut_points
+    rows = {
+        "model": f"{found.model}, {found.parameters:,} parameters",
+        "blocks": f"{blocks} in {found.layers}" if blocks else "none",
+        "cut points": f"{len(cuts)}: before {cuts[0]} ... {cuts[-1]}" if cuts else "none",
+        "first stage": ", ".join(found.first) or "not known",
+        "last stage": ", ".join(found.last) or "not known",
+        "ties": ", ".join(f"{other} = {name}" for other, name in found.ties.items()) or "none",
+    }
+    for name, text in rows.items():
+        table.add_row(name, escape(text))
+    plan = [f"{pattern}: {style}" for pattern, style in found.tensor_plan.items()]
+    for number, line in enumerate(plan[:SHOWN] or ["none"]):
+        table.add_row("" if number else "tensor plan", escape(line))
+    if len(plan) > SHOWN:
+        table.add_row("", f"{len(plan) - SHOWN} more; --json has all")
+    for number, one in enumerate(found.layouts):
+        answer = "yes" if one.legal else f"no: {one.reason}"
+        table.add_row("" if number else "layouts", escape(f"{one.layout}: {answer}"))
+    for note in found.notes:
+        table.add_row("note", escape(note))
+    console.print(table)

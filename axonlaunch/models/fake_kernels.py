@@ -1,0 +1,47 @@
+"""Operations whose kernel for tensors without bytes refuses what their kernel for a device takes.
+
+What is private to torch is here alone; ``tests/planning/test_fake_tensors.py`` holds it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_impls
+
+
+@functools.cache
+def install() -> None:
+    """Let fake tensors do what tensors do; once in a process."""
+    operation = torch.ops.aten._grouped_mm.default
+    if operation not in fake_impls.op_implementations_dict:
+        fake_impls.register_op_impl(operation)(_grouped_mm)
+
+
+def _grouped_mm(
+    mode: Any,
+    func: Any,
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the product of groups of rows, of any type: torch's own takes bf16 alone.
+
+    [S, K] x [G, K, N] is [S, N], [K, S] x [S, N] in G groups is [G, K, N], [G, M, K] x [K, S] is
+    [M, S], and [G, M, K] x [G, K, N] is [G, M, N].
+    """
+    del func, bias
+    if mat_a.dim() == 2 and mat_b.dim() == 2:
+        assert offs is not None
+        shape: tuple[int, ...] = (offs.shape[0], mat_a.shape[0], mat_b.shape[1])
+    elif mat_a.dim() == mat_b.dim():
+        shape = (mat_b.shape[0], mat_a.shape[1], mat_b.shape[2])
+    else:
+        shape = (mat_a.shape[-2], mat_b.shape[-1])
+    with mode:
+        return torch.empty(shape, dtype=out_dtype or mat_a.dtype, device=mat_a.device)

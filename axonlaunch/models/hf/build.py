@@ -1,0 +1,101 @@
+"""From an architecture to a module: parameters without storage, buffers with values.
+
+Its forward takes tokens and returns logits, beside a router's auxiliary loss if it has one. The
+authors' code is kept; a model that returns something else is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.models.hf import library
+from axonlaunch.models.hf.architecture import architecture
+from axonlaunch.models.hf.recorded_weights import WeightRecorder
+from axonlaunch.models.initialization import Initializer
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import IGNORE_INDEX, ModelOutputs
+
+_ATTENTION = {"auto": None, "sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""What a model calls the weight of its routers' loss."""
+
+
+class CausalLM(nn.Module):
+    """What a class of transformers is given: a forward from tokens to logits."""
+
+    def forward(self, input_ids: Tensor) -> Tensor | ModelOutputs:
+        """Return logits [samples, tokens, vocabulary] of tokens [samples, tokens]."""
+        found: Any = super().forward(input_ids=input_ids)
+        logits: Tensor = found.logits
+        auxiliary = getattr(found, "aux_loss", None)
+        if auxiliary is None:
+            return logits
+        return ModelOutputs(logits, auxiliary * _coefficient(self))
+
+
+def recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initializer]]:
+    """Build a model, and return how each of its parameters starts.
+
+    Raises:
+        ConfigError: It can't be described, or its own code can't build it so.
+    """
+    typed = architecture(config)
+    attention = _ATTENTION[config.attention]
+    if attention is not None:
+        typed._attn_implementation = attention
+    recorder = WeightRecorder()
+    try:
+        # Buffers get the values that the constructors compute, which no checkpoint has.
+        with library.quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), recorder:
+            model: Any = library.transformers().AutoModelForCausalLM.from_config(
+                typed, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            )
+            model.initialize_weights()
+        initializers = recorder.initializers(model)
+    except ConfigError:
+        raise
+    except Exception as error:  # a constructor may refuse figures in any way
+        raise ConfigError([_failed(config, error)]) from error
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (CausalLM, cls), {"__module__": cls.__module__})
+    return model, initializers
+
+
+def loss(outputs: Tensor | ModelOutputs, targets: Tensor) -> Tensor:
+    """Return the summed cross entropy, and the routers' loss as often as targets are counted.
+
+    Over the number of counted targets it is what transformers returns for ``labels``.
+    """
+    if isinstance(outputs, Tensor):
+        return cross_entropy_sum(outputs, targets)
+    counted = (targets != IGNORE_INDEX).sum()
+    return cross_entropy_sum(outputs.logits, targets) + outputs.auxiliary_loss.float() * counted
+
+
+def _coefficient(model: Any) -> float:
+    """Return the weight of a model's auxiliary loss.
+
+    Raises:
+        ConfigError: It has none that is known here.
+    """
+    for owner in (model, model.config):
+        for name in _COEFFICIENTS:
+            if (value := getattr(owner, name, None)) is not None:
+                return float(value)
+    message = "its auxiliary loss has no known weight; use false"
+    raise ConfigError([ConfigIssue("model.config.output_router_logits", message, True)])
+
+
+def _failed(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
+    reason = " ".join(str(error).split())[:400] or type(error).__name__
+    if config.attention != "auto" and "ttention" in reason:
+        message = f"the model refuses it ({reason}); use auto"
+        return ConfigIssue("model.attention", message, config.attention)
+    key = "model.path" if config.path else "model.config"
+    message = f"transformers can't build it: {type(error).__name__}: {reason}"
+    return ConfigIssue(key, message, config.path or config.config)

@@ -1,0 +1,58 @@
+"""What a folder of exported weights holds beside them, so that ``from_pretrained`` loads it.
+
+It writes no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.models.hf import files, library
+from axonlaunch.models.hf.structure import structure
+
+_OURS = (files.CONFIG, "*.safetensors.index.json", "*.bin.index.json")
+"""What is written anew, or belongs to the weights that were read."""
+
+
+def config_json(config: HuggingFaceConfig) -> dict[str, Any]:
+    """Return the content of ``config.json``: the file's, with what was overridden.
+
+    Raises:
+        ConfigError: The model can't be described.
+    """
+    found = structure(config)
+    content: dict[str, Any] = json.loads(found.typed.to_json_string(use_diff=True))
+    content.pop("use_cache", None)  # off for training alone
+    before = files.read_config(config)
+    content |= {key: before[key] for key in ("use_cache", "auto_map") if key in before}
+    content["architectures"] = [type(found.model).__name__]
+    return content
+
+
+def copy_besides(config: HuggingFaceConfig, folder: Path) -> list[str]:
+    """Copy a tokenizer's files and how text is generated; return the names of what was written.
+
+    A model that came without a file says the latter by its configuration.
+
+    Raises:
+        ConfigError: The model's folder is not there any more.
+    """
+    where, written = files.folder(config), []
+    patterns = (*files.BESIDES, *(["*.py"] if config.trust_remote_code else []))
+    for file in sorted(where.iterdir()) if where is not None else []:
+        wanted = any(fnmatch(file.name, pattern) for pattern in patterns)
+        if wanted and file.is_file() and not any(fnmatch(file.name, one) for one in _OURS):
+            shutil.copyfile(file, folder / file.name)
+            written.append(file.name)
+    if "generation_config.json" not in written:
+        typed = structure(config).typed
+        made = library.transformers().GenerationConfig.from_model_config(typed)
+        made.use_cache = True
+        made.save_pretrained(folder)
+        written.append("generation_config.json")
+    return written

@@ -1,0 +1,139 @@
+"""The installed transformers, and everything that depends on how it works inside.
+
+A version that can't serve is refused; ``tests/models/hf/test_library.py`` holds what is private.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch._subclasses.fake_tensor import is_fake
+
+from axonlaunch.config.errors import ConfigError, ConfigIssue
+
+OLDEST = 5
+"""Major version of transformers from which it builds and converts as this package expects."""
+INSTALL = "pip install 'axonlaunch[hf]'"
+
+
+@functools.cache
+def transformers() -> Any:
+    """Import transformers, which then keeps its advice to itself.
+
+    Raises:
+        ConfigError: It is not installed, or too old.
+    """
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        message = f"transformers is not installed; {INSTALL}"
+        raise ConfigError([ConfigIssue("model.name", message, "hf")]) from None
+    if int(version.partition(".")[0]) < OLDEST:
+        message = f"transformers {version} is installed, and it takes {OLDEST} or newer; {INSTALL}"
+        raise ConfigError([ConfigIssue("model.name", message, "hf")])
+    # It would look for new versions of what is in the cache whenever it reads a file of it.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    found = importlib.import_module("transformers")
+    found.utils.logging.set_verbosity_error()
+    found.utils.logging.disable_progress_bar()
+    _let_masks_be_those_of_a_run()
+    return found
+
+
+def _let_masks_be_those_of_a_run() -> None:
+    """Let a model on tensors without values build the masks that it builds on tensors with values.
+
+    It looks whether positions restart, and takes its own compiler's part where it can't look: a
+    mask [samples, 1, tokens, tokens] that no run has, and another kernel of attention.
+    """
+    masking: Any = importlib.import_module("transformers.masking_utils")
+    look: Any = masking.find_packed_sequence_indices
+
+    def find_packed_sequence_indices(position_ids: Any) -> Any:
+        if is_fake(position_ids):
+            return None  # a forward is given no positions: they count up from 0
+        return look(position_ids)
+
+    masking.find_packed_sequence_indices = find_packed_sequence_indices
+
+
+@functools.cache
+def causal_types() -> dict[str, str]:
+    """Return ``{model_type: class name}`` of every causal language model."""
+    transformers()
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    return dict(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+@functools.cache
+def config_types() -> Any:
+    """Return the mapping of ``model_type`` to configuration classes, of models of all kinds."""
+    transformers()
+    return importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+
+
+@functools.cache
+def keys_read_by_code(cls: Any) -> frozenset[str]:
+    """Return the keys that a model's code looks for without its configuration declaring them.
+
+    Qwen3-MoE reads ``getattr(config, "head_dim", ...)``, and its class has no such field.
+    """
+    folder = Path(inspect.getfile(cls)).parent
+    code = "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
+    return frozenset(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", code))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what transformers warns of while it reads or builds: it is checked here, or moot."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def targets(model: Any, names: list[str]) -> Iterator[tuple[str, str, str | None, Any]]:
+    """Yield where each tensor of a checkpoint goes, as transformers' loading finds it.
+
+    Args:
+        model: Without storage.
+        names: Of the tensors.
+
+    Yields:
+        The tensor's name, the parameter's, and the converter's pattern and the converter that takes
+        it; None and None: it is taken as it is.
+    """
+    loading = importlib.import_module("transformers.core_model_loading")
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    transforms = mapping.get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    state = model.state_dict()
+    prefix = model.base_model_prefix
+    for name in sorted(names, key=loading.dot_natural_key):
+        renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
+        if renamed not in state and name in state:
+            renamed, pattern = loading.rename_source_key(name, [], [], prefix, state)
+        yield name, renamed, pattern, of_pattern[pattern] if pattern else None
+
+
+def reverted(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's parameters as transformers' saving names and shapes them."""
+    loading = importlib.import_module("transformers.core_model_loading")
+    found: dict[str, Any] = loading.revert_weight_conversion(model, tensors)
+    return found
+
+
+def ignored(model: Any) -> list[str]:
+    """Return patterns of tensors that a model may find in a checkpoint and has no use for."""
+    return list(model._keys_to_ignore_on_load_unexpected or ())

@@ -1,0 +1,57 @@
+"""What an engine must know of a model of transformers, for each configuration of one.
+
+How tensors, pipelines and contexts divide it is not offered yet: plans and ends stay empty, so that
+such a layout is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.models.hf.build import loss
+from axonlaunch.models.hf.structure import structure
+from axonlaunch.models.initialization import Constant, Initializer
+from axonlaunch.models.spec import ModelSpec
+
+
+def build(config: HuggingFaceConfig) -> nn.Module:
+    """Build a model whose parameters have no storage.
+
+    Raises:
+        ConfigError: It can't be described, or its own code can't build it so.
+    """
+    return structure(config).copy()
+
+
+def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
+    """Return the spec of the model that a configuration describes.
+
+    Raises:
+        ConfigError: It can't be built.
+    """
+    found = structure(config)
+    starts: dict[str, Initializer] = dict(found.initializers)
+    if config.init == "pretrained" and config.path is not None:
+        starts = dict.fromkeys(starts, Constant(0.0))  # a checkpoint fills all of them
+    typed: Any = found.typed
+    return replace(
+        spec,
+        layers=found.layers,
+        initializers=lambda module: starts,
+        max_positions=getattr(typed, "max_position_embeddings", None),
+        mixes_samples=bool(getattr(typed, "output_router_logits", False)),
+    )
+
+
+SPEC = ModelSpec(
+    build=build,
+    loss=loss,
+    adapt=adapt,
+    refused_axes=dict.fromkeys(
+        ("tensor", "pipeline", "context"), "model=hf does not support it yet; use 1"
+    ),
+)

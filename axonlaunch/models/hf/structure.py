@@ -1,0 +1,190 @@
+"""What of a model's structure parallelism needs, derived from the model and never asked for.
+
+Where blocks, ends or ties can't be found, it says why, and what depends on them is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.hf.build import recorded
+from axonlaunch.models.initialization import Initializer, materialize
+
+_TOKENS = 4
+"""Of the sample that is run to see which module is called when."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Modules that hold parameters and are called outside of the blocks.
+
+    Attributes:
+        before: Called before the first block, by full names, in turn.
+        after: Called after the last block.
+        problem: Why it is not known; empty if it is.
+    """
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model of transformers, as parallelism sees it.
+
+    Attributes:
+        model: Whole, parameters without storage. Nobody changes it: ``copy`` gives one's own.
+        initializers: How each parameter starts.
+        layers: Path of the ``nn.ModuleList`` of blocks; None: there is none.
+        no_layers: Why not; empty if there is one.
+        kinds: Of each block: its class and, where the configuration says so, its type.
+        ties: ``{other name: first name}`` of parameters that are held twice.
+        tensor_plan: Patterns of module names to styles of transformers.
+        pipeline_plan: What transformers says is passed between the parts of the base model.
+    """
+
+    model: nn.Module
+    initializers: Mapping[str, Initializer]
+    layers: str | None
+    no_layers: str
+    kinds: tuple[str, ...]
+    ties: Mapping[str, str]
+    tensor_plan: Mapping[str, str]
+    pipeline_plan: Mapping[str, Any]
+
+    def copy(self) -> nn.Module:
+        """Return a model of one's own."""
+        return copy.deepcopy(self.model)
+
+    @property
+    def typed(self) -> Any:
+        """Transformers' configuration of the model."""
+        return self.model.config
+
+    @functools.cached_property
+    def ends(self) -> Ends:
+        """What only the first, and only the last, stage of a pipeline needs."""
+        if self.layers is None:
+            return Ends(problem=self.no_layers)
+        return _ends(self.copy(), self.layers)
+
+
+def structure(config: HuggingFaceConfig) -> Structure:
+    """Build a model without storage and look at it; once in a process for each configuration.
+
+    Raises:
+        ConfigError: It can't be built.
+    """
+    keys = asdict(config)
+    del keys["init"], keys["weights"]
+    return _of(json.dumps(keys, sort_keys=True, default=str))
+
+
+@functools.lru_cache(maxsize=8)
+def _of(keys: str) -> Structure:
+    config = HuggingFaceConfig(**json.loads(keys), init="random")
+    model, initializers = recorded(config)
+    layers, why_not = _layers(model)
+    return Structure(
+        model=model,
+        initializers=initializers,
+        layers=layers,
+        no_layers=why_not,
+        kinds=tuple(_kinds(model, layers)),
+        ties=_ties(model),
+        tensor_plan=dict(getattr(model, "tp_plan", None) or {}),
+        pipeline_plan=dict(getattr(model, "pp_plan", None) or {}),
+    )
+
+
+def _layers(model: Any) -> tuple[str | None, str]:
+    """Return the path of the blocks' list, or why there is none.
+
+    It is the one list whose elements transformers would not split over devices; or the list of
+    the base model's pipeline plan; or the one of ``num_hidden_layers`` elements in the decoder.
+    """
+    depth = getattr(model.config, "num_hidden_layers", None)
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+    }
+    if not lists:
+        return None, "it has no nn.ModuleList"
+    inner = model.get_decoder() if hasattr(model, "get_decoder") else model
+    inside = {id(module) for module in inner.modules()}
+    stages = dict(getattr(model, "pp_plan", None) or {})
+    unsplit = set(getattr(model, "_no_split_modules", None) or ())
+    for candidates in (
+        [name for name, one in lists.items() if {type(b).__name__ for b in one} <= unsplit],
+        [name for name in lists if name.rpartition(".")[2] in stages],
+        [name for name, one in lists.items() if len(one) == depth and id(one) in inside],
+    ):
+        outermost = [n for n in candidates if not any(n.startswith(f"{o}.") for o in candidates)]
+        deep = [name for name in outermost if len(lists[name]) == depth] or outermost
+        if len(deep) == 1:
+            return deep[0], ""
+    return None, f"none of its lists ({', '.join(lists)}) is that of its {depth} blocks alone"
+
+
+def _kinds(model: Any, layers: str | None) -> Iterator[str]:
+    if layers is None:
+        return
+    types = getattr(model.config, "layer_types", None) or []
+    blocks: Any = model.get_submodule(layers)
+    for number, block in enumerate(blocks):
+        kind = type(block).__name__
+        yield f"{kind}({types[number]})" if len(types) == len(blocks) else kind
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            found[name] = first[id(parameter)]
+    return found
+
+
+def _ends(model: nn.Module, layers: str) -> Ends:
+    """Run a sample on tensors without bytes, and see what is called before and after the blocks."""
+    blocks: Any = model.get_submodule(layers)
+    called: list[str] = []
+    owners = {
+        name: module
+        for name, module in model.named_modules()
+        if not name.startswith(f"{layers}.") and any(True for _ in module.parameters(recurse=False))
+    }
+    for name, module in [*owners.items(), ("first", blocks[0]), ("last", blocks[-1])]:
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    silence_fake_tensors()
+    try:
+        with torch.no_grad(), tensors_without_bytes():
+            materialize(model, device="cpu")
+            model(torch.zeros((1, _TOKENS), dtype=torch.int64))
+    except Exception as error:  # code of others may need values, or fail in any way
+        return Ends(problem=f"running it without values fails with {type(error).__name__}: {error}")
+    if "first" not in called or "last" not in called:
+        return Ends(problem="its blocks are not called")
+    before, after = called[: called.index("first")], called[called.index("last") + 1 :]
+    uncalled = owners.keys() - called
+    middle = set(called) - {*before, *after, "first", "last"}
+    if uncalled or middle:
+        what = ", ".join(sorted(uncalled or middle))
+        return Ends(problem=f"{what} is called neither before nor after the blocks")
+    return Ends(_once(before), _once(after))
+
+
+def _once(names: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

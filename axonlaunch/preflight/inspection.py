@@ -1,0 +1,137 @@
+"""What a model looks like to parallelism: blocks, cuts, ties, plans, and which layouts are legal.
+
+It builds the model without storage and starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.engines.pipeline.tied_weights import tied_names
+from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.spec import ModelSpec
+from axonlaunch.preflight.checks import fetch
+from axonlaunch.preflight.parallelism import (
+    context_problems,
+    pipeline_problems,
+    sharding_problems,
+    tensor_problems,
+)
+
+_DEGREE = 2
+"""Of an axis when it is asked whether the model can be divided over it."""
+
+
+@dataclass(frozen=True)
+class LayoutAnswer:
+    """Whether a layout is legal for a model.
+
+    Attributes:
+        layout: As overrides.
+        legal: Whether it is.
+        reason: Why not; empty if it is.
+    """
+
+    layout: str
+    legal: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A model's structure.
+
+    Attributes:
+        model: Its class.
+        parameters: How many numbers they hold, tied ones once.
+        layers: Path of the list of blocks; None: there is none.
+        blocks: ``{kind: count}``, in the order in which kinds first occur.
+        cut_points: Blocks before which a pipeline may cut.
+        first: Modules of the first stage alone, beside blocks.
+        last: Modules of the last stage alone.
+        ties: ``{other name: first name}`` of weights that are held twice.
+        tensor_plan: ``{pattern: style}``: the model's own, and transformers' where that is all.
+        layouts: Which can be used.
+        notes: What could not be determined, and why.
+    """
+
+    model: str
+    parameters: int
+    layers: str | None
+    blocks: dict[str, int]
+    cut_points: list[str]
+    first: list[str]
+    last: list[str]
+    ties: dict[str, str]
+    tensor_plan: dict[str, str]
+    layouts: list[LayoutAnswer]
+    notes: list[str]
+
+
+def inspect(config: RunConfig) -> Inspection:
+    """Look at the model of a configuration.
+
+    Raises:
+        ConfigError: It can't be built.
+    """
+    if problems := fetch(config, here=False):
+        raise ConfigError(problems)
+    spec = spec_for(config.model)
+    model = on_meta(config.model, seed=config.seed)
+    blocks = spec.blocks(model)
+    kinds = [type(block).__name__ for block in blocks.values()]
+    first, last = spec.ends or ((), ())
+    plan, notes = spec.plan(model), []
+    if isinstance(config.model, HuggingFaceConfig):
+        from axonlaunch.models.hf.structure import structure
+
+        found = structure(config.model)
+        kinds, plan = list(found.kinds), plan or dict(found.tensor_plan)
+        first, last = found.ends.before, found.ends.after
+        notes = [text for text in (found.no_layers, found.ends.problem) if text]
+    return Inspection(
+        model=type(model).__name__,
+        parameters=sum(one.numel() for one in model.parameters()),
+        layers=spec.layers,
+        blocks=dict(Counter(kinds)),
+        cut_points=list(blocks)[1:],
+        first=list(first),
+        last=list(last),
+        ties=tied_names(model),
+        tensor_plan=plan,
+        layouts=list(_layouts(config, spec, model)),
+        notes=list(dict.fromkeys(notes)),
+    )
+
+
+def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[LayoutAnswer]:
+    ways: dict[str, tuple[dict[str, Any], Callable[[RunConfig], Iterable[ConfigIssue]]]] = {
+        "strategy=ddp": ({"strategy.data_parallel": "ddp"}, lambda _: ()),
+        "strategy=zero1": ({"strategy.data_parallel": "zero1"}, lambda _: ()),
+        "strategy=fsdp": (
+            {"strategy.data_parallel": "fsdp"},
+            lambda changed: sharding_problems(changed, spec, model),
+        ),
+        f"strategy.tensor.degree={_DEGREE}": (
+            {"strategy.tensor.degree": _DEGREE},
+            lambda changed: tensor_problems(changed, spec, model),
+        ),
+        f"strategy.pipeline.degree={_DEGREE}": (
+            {"strategy.pipeline.degree": _DEGREE},
+            lambda changed: pipeline_problems(changed, spec, model),
+        ),
+        f"strategy.context.degree={_DEGREE}": (
+            {"strategy.context.degree": _DEGREE},
+            lambda changed: context_problems(changed, spec),
+        ),
+    }
+    for layout, (settings, problems) in ways.items():
+        reasons = [one.message for one in problems(with_values(config, settings))]
+        yield LayoutAnswer(layout, not reasons, "; ".join(reasons))

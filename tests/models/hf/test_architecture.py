@@ -1,0 +1,154 @@
+"""What model=hf refuses, in a line that says what to write instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_families import FAMILIES
+
+from axonlaunch.config.errors import ConfigError
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.models.hf.architecture import architecture
+
+
+def folder(tmp_path: Path, **content: Any) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    return str(tmp_path)
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        architecture(HuggingFaceConfig(init="random", **settings))
+    return str(caught.value)
+
+
+def test_overrides_go_over_what_the_file_says(tmp_path: Path) -> None:
+    path = folder(tmp_path, **FAMILIES["llama"])
+    changes = {"num_hidden_layers": 1, "rope_parameters": {"factor": 4.0}}
+    found = architecture(HuggingFaceConfig(path=path, config=changes))
+    assert found.num_hidden_layers == 1
+    assert found.hidden_size == 64
+    assert found.rope_parameters["factor"] == 4.0
+    assert found.rope_parameters["rope_type"] == "llama3"
+
+
+def test_an_override_may_use_the_name_that_all_families_share(tmp_path: Path) -> None:
+    path = folder(tmp_path, model_type="gpt2", n_layer=5, n_embd=64, n_head=4)
+    found = architecture(HuggingFaceConfig(path=path, config={"num_hidden_layers": 2}))
+    assert found.n_layer == 2
+
+
+def test_fewer_blocks_take_the_first_entries_of_lists_of_blocks(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    content = {**FAMILIES["gemma3_text"], "num_hidden_layers": 3, "layer_types": kinds}
+    path = folder(tmp_path, **content)
+    found = architecture(HuggingFaceConfig(path=path, config={"num_hidden_layers": 2}))
+    assert found.layer_types == kinds[:2]
+
+
+def test_an_override_of_the_rotary_base_counts(tmp_path: Path) -> None:
+    path = folder(tmp_path, **FAMILIES["llama"])
+    found = architecture(HuggingFaceConfig(path=path, config={"rope_theta": 777.0}))
+    assert found.rope_parameters["rope_theta"] == 777.0
+
+
+def test_an_unknown_override_is_told_with_the_nearest_key() -> None:
+    found = refusal(config={**FAMILIES["llama"], "hiden_size": 32})
+    assert found == (
+        "model.config.hiden_size=32: llama has no such key; did you mean model.config.hidden_size?"
+    )
+
+
+def test_a_value_of_another_type_is_refused() -> None:
+    assert "num_hidden_layers" in refusal(config={**FAMILIES["llama"], "num_hidden_layers": "two"})
+
+
+def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+    found = refusal(config={**FAMILIES["llama"], "num_attention_heads": 7})
+    assert found.startswith("model.config={")
+    assert "not a multiple" in found
+
+
+def test_an_unknown_model_type_is_told_with_the_nearest() -> None:
+    found = refusal(config={"model_type": "qwen33"})
+    assert "model.config.model_type=qwen33: is not known to transformers" in found
+    assert "did you mean qwen3?" in found
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"model_type": "t5"}, "model_type=t5 is not a causal language model"),
+        ({"model_type": "vit"}, "model_type=vit is not a causal language model"),
+        ({"model_type": "bart"}, "model_type=bart is an encoder-decoder, which is not supported"),
+        ({"model_type": "bert"}, "model_type=bert is an encoder, whose tokens see later ones"),
+        ({"model_type": "gemma3"}, "model_type=gemma3 takes images or sound too"),
+        ({"model_type": "xlnet"}, "model_type=xlnet predicts tokens in a random order"),
+        ({}, "model_type=None is not known to transformers"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_no_causal_language_model_is_refused(
+    content: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = folder(tmp_path, **content)
+    assert refusal(path=path).startswith(f"model.path={path}: {message}")
+
+
+def test_an_encoder_that_is_set_to_be_a_decoder_is_taken() -> None:
+    found = architecture(
+        HuggingFaceConfig(config={"model_type": "bert", "is_decoder": True}, init="random")
+    )
+    assert found.model_type == "bert"
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path, **FAMILIES["llama"], quantization_config={"quant_method": "gptq"})
+    assert "its weights are quantised (gptq)" in refusal(path=path)
+
+
+def test_a_folder_without_a_description_is_refused(tmp_path: Path) -> None:
+    assert refusal(path=str(tmp_path)).startswith(f"model.path={tmp_path}: has no config.json")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\x00"])
+def test_a_description_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert "config.json can't be read" in refusal(path=str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "../up", "a b"])
+def test_a_folder_that_is_not_there_is_refused(path: str) -> None:
+    assert refusal(path=path).startswith(f"model.path={path}: there is no such folder")
+
+
+def test_a_model_id_that_is_not_in_the_cache_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    found = refusal(path="someone/some-model")
+    assert "hf download someone/some-model where there is a network" in found
+
+
+def test_code_that_comes_with_a_model_is_not_run_unless_that_is_allowed(tmp_path: Path) -> None:
+    code = "modeling_own.OwnForCausalLM"
+    path = folder(tmp_path, model_type="own", auto_map={"AutoModelForCausalLM": code})
+    (tmp_path / "modeling_own.py").write_text("raise SystemExit('it was run')")
+    found = refusal(path=path)
+    assert found.startswith("model.trust_remote_code=false: ")
+    assert code in found
+
+
+def test_a_family_that_transformers_has_uses_its_code(tmp_path: Path) -> None:
+    brought = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    path = folder(tmp_path, **FAMILIES["llama"], auto_map=brought)
+    assert type(architecture(HuggingFaceConfig(path=path))).__name__ == "LlamaConfig"
+
+
+def test_a_type_that_is_not_the_files_is_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path, **FAMILIES["llama"])
+    found = refusal(path=path, config={"model_type": "qwen3"})
+    assert found == "model.config.model_type=qwen3: model.path is llama; remove this setting"

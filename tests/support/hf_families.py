@@ -1,0 +1,73 @@
+"""Families of models of transformers, as small as each one's shape allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_GATED = {**_HEADS, "intermediate_size": 128}
+_WINDOW = {**_GATED, "sliding_window": 16}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "gpt2": {"num_attention_heads": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {"num_attention_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0},
+    "llama": {**_GATED, "rope_parameters": _LLAMA3_ROPE},
+    "qwen2": _GATED,
+    "qwen3": {**_GATED, "head_dim": 16},
+    "mistral": _WINDOW,
+    "gemma2": {**_WINDOW, "head_dim": 16},
+    "gemma3_text": {**_WINDOW, "head_dim": 16},
+    "phi3": {**_GATED, "pad_token_id": 0},
+    "gpt_neox": {"num_attention_heads": 4, "intermediate_size": 128},
+    "bloom": {"n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "olmo2": _GATED,
+    "mixtral": {**_GATED, "num_local_experts": 4},
+    "qwen3_moe": {
+        **_GATED,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    kind: {
+        "model_type": kind,
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+        **own,
+    }
+    for kind, own in _OWN.items()
+}
+"""By ``model_type``: the configuration."""
+del FAMILIES["bloom"]["max_position_embeddings"]
+
+
+def theirs(kind: str, **changes: Any) -> Any:
+    """Return a model of a family with random weights, as transformers makes it."""
+    import transformers
+
+    content = {**FAMILIES[kind], **changes}
+    config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def save(kind: str, folder: Path, **changes: Any) -> Any:
+    """Save a model of a family with ``save_pretrained``, and return it."""
+    model = theirs(kind, **changes)
+    model.save_pretrained(folder)
+    return model
