@@ -37,7 +37,8 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from axonlaunch.checkpoint.dcp_reader import only_tensors, source
+    from axonlaunch.checkpoint.dcp_reader import source
+    from axonlaunch.checkpoint.planners import ReadsBoxes
 
     share = partial(step_folders.damage, checkpoint, part=world.rank, parts=world.world_size)
     damage: CorruptCheckpointError | None = None
@@ -45,7 +46,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
         with step_folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
             summing = beside.submit(share)
             try:
-                dcp.load(state, storage_reader=source(checkpoint.path), planner=only_tensors())
+                dcp.load(state, storage_reader=source(checkpoint.path), planner=ReadsBoxes())
             except (Exception, CheckpointException) as error:  # the latter is none of the former
                 refuse_damage(checkpoint)  # of a corrupt file torch says what it stumbled over
                 raise _damage_in(checkpoint, error) or error from None
@@ -98,12 +99,13 @@ def read_whole_tensors(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from axonlaunch.checkpoint.dcp_reader import only_tensors, source
+    from axonlaunch.checkpoint.dcp_reader import source
+    from axonlaunch.checkpoint.planners import ReadsBoxes
 
     with step_folders.reading(checkpoint), in_one_process():
         read_from = source(checkpoint.path)
         try:
-            dcp.load(state, storage_reader=read_from, planner=only_tensors(), no_dist=True)
+            dcp.load(state, storage_reader=read_from, planner=ReadsBoxes(), no_dist=True)
         except CheckpointException as error:
             raise _damage_in(checkpoint, error) or error from None
 

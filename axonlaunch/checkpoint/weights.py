@@ -50,12 +50,13 @@ def start(engine: Engine, model: Any, *, world: World) -> None:
     else:
         import torch.distributed.checkpoint as dcp
 
+        from axonlaunch.checkpoint.planners import ReadsBoxes
         from axonlaunch.checkpoint.safetensors import Reader
 
         source = Reader(where, model)
         known = source.shapes()
         named = {name: tensor for name, tensor in state["model"].items() if name in known}
-        dcp.load({"model": named}, storage_reader=source)
+        dcp.load({"model": named}, storage_reader=source, planner=ReadsBoxes())
     engine.load_state_dict(state)
 
 

@@ -42,12 +42,21 @@ from axonlaunch.engines.optimizer.optimizers import learning_rate
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.pipeline import Pipeline
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
-from axonlaunch.engines.pipeline.split import Part, cut, parts, stage_counts
+from axonlaunch.engines.pipeline.split import (
+    Part,
+    crossing_ties,
+    cut,
+    ends_of,
+    holds,
+    parts,
+    stage_counts,
+)
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
 from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded_policy
 from axonlaunch.engines.tensor.loss import vocab_parallel_cross_entropy_sum
 from axonlaunch.engines.tensor.parallelize import has_divided_logits, parallelize
 from axonlaunch.models.build import construct, spec_for, start
+from axonlaunch.models.loss import with_auxiliary_loss
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
@@ -140,18 +149,18 @@ def build(
         counts = stage_blocks(config, shares, whole, sample=sample)
     _parallelize(plan, whole)
     divided_logits = has_divided_logits(whole)
+    crossing = crossing_ties(plan.spec, ties) if shares.pipeline > 1 else {}
     passes: ForwardBackward
     if shares.pipeline == 1:
         passes, replicas = _whole(plan, whole)
     else:
-        passes, replicas = _pipeline(plan, whole, counts, ties)
+        passes, replicas = _pipeline(plan, whole, counts, crossing)
     trained = {
         name: parameter
         for module in passes.modules
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    crossing = {other: first for other, first in ties.items() if shares.pipeline > 1}
     tied = None
     if crossing.keys() & trained.keys() or set(crossing.values()) & trained.keys():
         tied = TiedGradients(trained, ties=crossing, owners=plan.owners, group=mesh.group("pp"))
@@ -159,7 +168,8 @@ def build(
     loss: Loss = plan.spec.loss
     gather: Callable[[Tensor], Tensor] = _as_is
     if divided_logits:
-        loss = partial(vocab_parallel_cross_entropy_sum, group=tensor_group)
+        divided = partial(vocab_parallel_cross_entropy_sum, group=tensor_group)
+        loss = partial(with_auxiliary_loss, divided)
         gather = partial(collect_from, group=tensor_group, dim=-1)
     return MeshEngine(
         passes,
@@ -259,10 +269,10 @@ def _pipeline(
         stages_per_rank=shares.stages_per_rank,
     )
     stages = parts(counts)
-    for other, first in ties.items():
-        # A weight's first end is at the model's first one, the other at its last.
-        plan.owners[first] = group.ranks[schedule.rank_of_stage[0]]
-        plan.owners[other] = group.ranks[schedule.rank_of_stage[-1]]
+    at_start, _ = ends_of(plan.spec)
+    for name in {*ties, *ties.values()}:
+        end = 0 if holds(at_start, name) else -1
+        plan.owners[name] = group.ranks[schedule.rank_of_stage[end]]
     boundaries = _boundaries(plan, stages)
     mine: dict[int, nn.Module] = {}
     for index in schedule.stages_of(group.rank):

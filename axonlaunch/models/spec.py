@@ -15,6 +15,7 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from axonlaunch.models.block_flow import BlockFlow
     from axonlaunch.models.initialization import Initializer
 
 __all__ = ["IGNORE_INDEX", "Inputs", "ModelOutputs", "ModelSpec", "TensorPlan"]
@@ -54,12 +55,15 @@ class ModelSpec:
             None: it can't be divided.
         sequence_parallel: Whether the plan says what sees a part of the sequence too.
         ends: Attributes that only the first, and only the last, pipeline stage keeps; the others
-            set them, and the blocks that they leave out, to None. None: it can't be cut.
+            set them, and the blocks that they leave out, to None. None: see ``flow``.
+        flow: What passes through its blocks; a stage then runs the whole model's forward, in which
+            stand-ins take the place of what other stages keep. None: without ends it can't be cut.
         adapt: The spec and a typed configuration to the spec of the model that it describes; None:
             nothing of the spec depends on it.
         mixes_samples: Whether a sample's loss depends on what else is in its micro-batch, beside
             batch normalisation.
         max_positions: Longest sequence; None: as the configuration says, if it does.
+        untraceable: Why it can't be run on tensors without values; empty if it can.
         refused_axes: ``{axis: why}`` of what divides no such model: tensor, pipeline or context.
         positions: Attributes that know of positions, an ``nn.Embedding`` of them or a
             ``RotaryTable``, in a model whose ``Attention`` is causal; None: its sequences can't be
@@ -74,10 +78,12 @@ class ModelSpec:
     tensor_plan: TensorPlan | None = None
     sequence_parallel: bool = False
     ends: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    flow: Callable[[], BlockFlow] | None = None
     positions: tuple[str, ...] | None = None
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: bool = False
     max_positions: int | None = None
+    untraceable: str = ""
     refused_axes: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self, module: nn.Module) -> dict[str, str]:
@@ -99,7 +105,11 @@ class ModelSpec:
             held = ", ".join(name for name, _ in module.named_children()) or "nothing"
             message = f"{type(module).__name__} has no such module; at its top it has {held}"
             raise ConfigError([ConfigIssue("model.layers", message, self.layers)]) from None
-        return {f"{self.layers}.{name}": block for name, block in container.named_children()}
+        return {
+            f"{self.layers}.{name}": block
+            for name, block in container.named_children()
+            if not getattr(block, "is_stand_in", False)
+        }
 
     def repeats(self, module: nn.Module) -> bool:
         """Say whether a module's blocks are equal, in all that can be seen without running them.

@@ -95,6 +95,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
     if here:
         problems += _backend(config)
         problems += _custom_loggers(config)
+        problems += _attention(config)
     dataset, found = _dataset(config)
     problems += found
     spec, model, found = _model(config)
@@ -172,6 +173,14 @@ def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
                 import_callable(f"loggers[{number}].target", logger.target, logger.arguments)
             except ConfigError as error:
                 yield from error.problems
+
+
+def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
+    model = config.model
+    on_cpu = config.launch.backend in ("gloo", "mock") or not accelerators()
+    if isinstance(model, HuggingFaceConfig) and model.attention == "flex" and on_cpu:
+        message = "torch can't train with it on CPUs; use sdpa"
+        yield ConfigIssue("model.attention", message, "flex")
 
 
 def _dataset(config: RunConfig) -> tuple[Dataset | None, list[ConfigIssue]]:

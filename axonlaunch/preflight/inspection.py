@@ -14,6 +14,7 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.engines.pipeline.split import ends_of
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.spec import ModelSpec
@@ -87,15 +88,14 @@ def inspect(config: RunConfig) -> Inspection:
     model = on_meta(config.model, seed=config.seed)
     blocks = spec.blocks(model)
     kinds = [type(block).__name__ for block in blocks.values()]
-    first, last = spec.ends or ((), ())
+    first, last = ends_of(spec)
     plan, notes = spec.plan(model), []
     if isinstance(config.model, HuggingFaceConfig):
         from axonlaunch.models.hf.structure import structure
 
         found = structure(config.model)
         kinds, plan = list(found.kinds), plan or dict(found.tensor_plan)
-        first, last = found.ends.before, found.ends.after
-        notes = [text for text in (found.no_layers, found.ends.problem) if text]
+        notes = [text for text in (found.no_layers, found.flow.problem) if text]
     return Inspection(
         model=type(model).__name__,
         parameters=sum(one.numel() for one in model.parameters()),

@@ -14,7 +14,14 @@ from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import data_parallel_facts, stages_per_rank
 from axonlaunch.engines.context.context import CHUNKS
-from axonlaunch.engines.pipeline.split import block_names, cuttable, kept_everywhere, missing_ends
+from axonlaunch.engines.pipeline.split import (
+    block_names,
+    cuttable,
+    ends_of,
+    holds,
+    kept_everywhere,
+    missing_ends,
+)
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.tensor.plan_checks import plan_issues, styled
 from axonlaunch.models.loss import cross_entropy_sum
@@ -147,6 +154,10 @@ def pipeline_problems(
         )
         yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
         return
+    if spec.flow is not None and (why := spec.flow().problem):
+        message = f"{type(model).__name__} can't be cut into stages: {why}"
+        yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
+        return
     if missing := missing_ends(spec, model):
         held = ", ".join(name for name, _ in model.named_children())
         message = f"{type(model).__name__} has no such attribute; at its top it has {held}"
@@ -167,8 +178,7 @@ def pipeline_problems(
     elif pipeline.split != "auto" and sum(pipeline.split) != blocks:
         message = f"sums to {sum(pipeline.split)}, but the model has {blocks} blocks"
         yield ConfigIssue("strategy.pipeline.split", message, pipeline.split)
-    first, last = spec.ends or ((), ())
     for other, one in tied_names(model).items():
-        if not (one.split(".")[0] in first and other.split(".")[0] in last):
+        if not all(any(holds(end, name) for end in ends_of(spec)) for name in (one, other)):
             message = f"{other} is {one}, and they may come to lie on different stages; untie them"
             yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)

@@ -1,6 +1,6 @@
-"""Which causal language models of the installed transformers each layout trains as one process does.
+"""Which causal language models of transformers each layout trains as one process does.
 
-Every class is built at a tiny configuration and proved as ``axonlaunch verify`` does, each layout in
+Every class is built at a tiny configuration and proved as ``verify`` does, each layout in
 a process of its own with a time limit; a class that can't be built so is reported with the reason.
 """
 

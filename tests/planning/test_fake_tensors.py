@@ -217,3 +217,19 @@ def test_operators_that_run_others_have_torch_s_rules() -> None:
         expected = told(draw()[1])
     with tensors_without_bytes():
         assert told(draw()[1]) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_groups_has_the_shapes_of_a_real_one_both_ways(dtype: torch.dtype) -> None:
+    def shapes() -> list[tuple[Any, ...]]:
+        rows = torch.zeros(12, 16, dtype=dtype, requires_grad=True)
+        experts = torch.zeros(3, 8, 16, dtype=dtype, requires_grad=True)
+        ends = torch.tensor([4, 8, 12], dtype=torch.int32)
+        made = torch.nn.functional.grouped_mm(rows, experts.transpose(-2, -1), offs=ends)
+        made.backward(torch.ones(12, 8, dtype=dtype))
+        found = [made, rows.grad, experts.grad]
+        return [(one.shape, one.stride(), one.dtype) for one in found if one is not None]
+
+    expected = shapes()
+    with tensors_without_bytes():
+        assert shapes() == expected

@@ -5,14 +5,18 @@ It refuses a model that doesn't say what belongs to its two ends, and more stage
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.engines.pipeline import stand_ins
+from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.initialization import materialize
 from axonlaunch.models.spec import ModelSpec
 
 # fp32 parameter, gradient and AdamW's two moments.
@@ -56,9 +60,32 @@ def parts(counts: Sequence[int]) -> list[Part]:
     ]
 
 
+def ends_of(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of what only the first, and only the last, stage keeps beside blocks."""
+    if spec.flow is not None:
+        flow = spec.flow()
+        return flow.before, flow.after
+    return spec.ends or ((), ())
+
+
+def holds(ends: Sequence[str], parameter: str) -> bool:
+    """Say whether a parameter belongs to one of these modules, or is one of them."""
+    return any(f"{parameter}.".startswith(f"{name}.") for name in ends)
+
+
+def crossing_ties(spec: ModelSpec, ties: Mapping[str, str]) -> dict[str, str]:
+    """Return those of ``{other name: first name}`` whose two ends lie on different stages."""
+    at_start, _ = ends_of(spec)
+    return {
+        other: first
+        for other, first in ties.items()
+        if holds(at_start, other) != holds(at_start, first)
+    }
+
+
 def cuttable(spec: ModelSpec, model: nn.Module) -> bool:
     """Say whether a model can be cut: it names blocks and ends, or is a plain sequence."""
-    named = spec.layers is not None and spec.ends is not None
+    named = spec.layers is not None and (spec.ends is not None or spec.flow is not None)
     return named or type(model) is nn.Sequential
 
 
@@ -76,7 +103,7 @@ def missing_ends(spec: ModelSpec, model: nn.Module) -> list[str]:
 
 def kept_everywhere(spec: ModelSpec, model: nn.Module) -> list[str]:
     """Return trained parameters outside of blocks and ends: every stage would move its own."""
-    homes = {*block_names(spec, model), *itertools.chain(*spec.ends or ())}
+    homes = {*block_names(spec, model), *itertools.chain(*ends_of(spec))}
     return [
         name
         for name, parameter in model.named_parameters()
@@ -91,6 +118,8 @@ def cut(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
     What is kept keeps its name, so a stage's state is a part of the model's.
     """
     names = block_names(spec, model)
+    if spec.flow is not None:
+        return stand_ins.cut_out(model, spec.flow(), blocks=names, first=part.first, last=part.last)
     for index, name in enumerate(names):
         if not part.first <= index < part.last:
             parent, _, child = name.rpartition(".")
@@ -150,13 +179,7 @@ def stage_counts(
         in_flight: Micro-batches whose activations a stage holds at once.
     """
     names = block_names(spec, model)
-    if len(names) > 3 and spec.repeats(model):
-        with _without(model, names[2:-1]):
-            few = [*names[:2], names[-1]]
-            start, one, inner, end, rest = _saved_bytes(model, few, sample)
-        saved = [start, one, *[inner] * (len(names) - 2), end, rest]
-    else:
-        saved = _saved_bytes(model, names, sample)
+    saved = _saved_by_each(spec, model, names, sample)
 
     def bytes_of(parameters: Iterator[nn.Parameter], activations: int) -> float:
         count = sum(p.numel() for p in parameters)
@@ -168,10 +191,42 @@ def stage_counts(
     ]
     named = dict(model.named_parameters(remove_duplicate=False))
     first, last = (
-        bytes_of((p for name, p in named.items() if name.split(".")[0] in end), saved[place])
-        for end, place in zip(spec.ends or ((), ()), (0, -1), strict=True)
+        bytes_of((p for name, p in named.items() if holds(end, name)), saved[place])
+        for end, place in zip(ends_of(spec), (0, -1), strict=True)
     )
     return balanced(costs, num_stages=num_stages, first=first, last=last)
+
+
+def _saved_by_each(
+    spec: ModelSpec, model: nn.Module, names: Sequence[str], sample: Tensor
+) -> list[int]:
+    """Return bytes that backward keeps: before the blocks, of each block, after them."""
+    if spec.flow is None:
+        return _saved_by_few(spec, model, names, sample)
+    # Code of others mixes buffers that have values with parameters that have none.
+    silence_fake_tensors()
+    model = copy.deepcopy(model)
+    with tensors_without_bytes():
+        materialize(model, device="cpu")
+        return _saved_by_few(spec, model, names, torch.zeros(sample.shape, dtype=sample.dtype))
+
+
+def _saved_by_few(
+    spec: ModelSpec, model: nn.Module, names: Sequence[str], sample: Tensor
+) -> list[int]:
+    """Run three blocks of many that are alike, or all."""
+    if len(names) <= 3 or not spec.repeats(model):
+        return _saved_bytes(model, names, sample)
+    passed_over, few = names[2:-1], [*names[:2], names[-1]]
+    flow = spec.flow
+    left_out = (
+        _without(model, passed_over)
+        if flow is None
+        else stand_ins.without(model, flow(), blocks=passed_over)
+    )
+    with left_out:
+        start, one, inner, end, rest = _saved_bytes(model, few, sample)
+    return [start, one, *[inner] * (len(names) - 2), end, rest]
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """What an engine must know of a model of transformers, for each configuration of one.
 
-How tensors, pipelines and contexts divide it is not offered yet: plans and ends stay empty, so that
-such a layout is refused before anything starts.
+How contexts divide it is not offered yet: such a layout is refused before anything starts.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.hf.build import loss
+from axonlaunch.models.hf.build import untraceable
 from axonlaunch.models.hf.structure import structure
+from axonlaunch.models.hf.tensor_plans import tensor_plan
 from axonlaunch.models.initialization import Constant, Initializer
+from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
 
@@ -37,21 +38,24 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
     starts: dict[str, Initializer] = dict(found.initializers)
     if config.init == "pretrained" and config.path is not None:
         starts = dict.fromkeys(starts, Constant(0.0))  # a checkpoint fills all of them
+    for other, first in found.ties.items():
+        starts[other] = replace(starts[first], key=first)  # type: ignore[type-var]
     typed: Any = found.typed
     return replace(
         spec,
         layers=found.layers,
+        flow=lambda: found.flow,
+        tensor_plan=lambda module: tensor_plan(module, found.layers),
         initializers=lambda module: starts,
         max_positions=getattr(typed, "max_position_embeddings", None),
+        untraceable=untraceable(config),
         mixes_samples=bool(getattr(typed, "output_router_logits", False)),
     )
 
 
 SPEC = ModelSpec(
     build=build,
-    loss=loss,
+    loss=cross_entropy_sum,
     adapt=adapt,
-    refused_axes=dict.fromkeys(
-        ("tensor", "pipeline", "context"), "model=hf does not support it yet; use 1"
-    ),
+    refused_axes=dict.fromkeys(("context",), "model=hf does not support it yet; use 1"),
 )

@@ -12,31 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
-from axonlaunch.models.hf.build import recorded
-from axonlaunch.models.initialization import Initializer, materialize
-
-_TOKENS = 4
-"""Of the sample that is run to see which module is called when."""
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Modules that hold parameters and are called outside of the blocks.
-
-    Attributes:
-        before: Called before the first block, by full names, in turn.
-        after: Called after the last block.
-        problem: Why it is not known; empty if it is.
-    """
-
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    problem: str = ""
+from axonlaunch.models.block_flow import BlockFlow, block_flow
+from axonlaunch.models.hf.build import recorded, untraceable
+from axonlaunch.models.initialization import Initializer
 
 
 @dataclass(frozen=True)
@@ -52,6 +33,7 @@ class Structure:
         ties: ``{other name: first name}`` of parameters that are held twice.
         tensor_plan: Patterns of module names to styles of transformers.
         pipeline_plan: What transformers says is passed between the parts of the base model.
+        untraceable: Why it can't be run without values; empty if it can.
     """
 
     model: nn.Module
@@ -62,6 +44,7 @@ class Structure:
     ties: Mapping[str, str]
     tensor_plan: Mapping[str, str]
     pipeline_plan: Mapping[str, Any]
+    untraceable: str = ""
 
     def copy(self) -> nn.Module:
         """Return a model of one's own."""
@@ -73,11 +56,13 @@ class Structure:
         return self.model.config
 
     @functools.cached_property
-    def ends(self) -> Ends:
-        """What only the first, and only the last, stage of a pipeline needs."""
+    def flow(self) -> BlockFlow:
+        """What passes through the blocks, which pipelines cut between."""
         if self.layers is None:
-            return Ends(problem=self.no_layers)
-        return _ends(self.copy(), self.layers)
+            return BlockFlow(problem=self.no_layers)
+        if self.untraceable:
+            return BlockFlow(problem=self.untraceable)
+        return block_flow(self.model, layers=self.layers)
 
 
 def structure(config: HuggingFaceConfig) -> Structure:
@@ -105,6 +90,7 @@ def _of(keys: str) -> Structure:
         ties=_ties(model),
         tensor_plan=dict(getattr(model, "tp_plan", None) or {}),
         pipeline_plan=dict(getattr(model, "pp_plan", None) or {}),
+        untraceable=untraceable(config),
     )
 
 
@@ -112,7 +98,8 @@ def _layers(model: Any) -> tuple[str | None, str]:
     """Return the path of the blocks' list, or why there is none.
 
     It is the one list whose elements transformers would not split over devices; or the list of
-    the base model's pipeline plan; or the one of ``num_hidden_layers`` elements in the decoder.
+    the base model's pipeline plan; or the one of ``num_hidden_layers`` elements in the decoder; or
+    the only one there.
     """
     depth = getattr(model.config, "num_hidden_layers", None)
     lists = {
@@ -130,6 +117,7 @@ def _layers(model: Any) -> tuple[str | None, str]:
         [name for name, one in lists.items() if {type(b).__name__ for b in one} <= unsplit],
         [name for name in lists if name.rpartition(".")[2] in stages],
         [name for name, one in lists.items() if len(one) == depth and id(one) in inside],
+        [name for name, one in lists.items() if id(one) in inside],
     ):
         outermost = [n for n in candidates if not any(n.startswith(f"{o}.") for o in candidates)]
         deep = [name for name in outermost if len(lists[name]) == depth] or outermost
@@ -155,36 +143,3 @@ def _ties(model: nn.Module) -> dict[str, str]:
         if first.setdefault(id(parameter), name) != name:
             found[name] = first[id(parameter)]
     return found
-
-
-def _ends(model: nn.Module, layers: str) -> Ends:
-    """Run a sample on tensors without bytes, and see what is called before and after the blocks."""
-    blocks: Any = model.get_submodule(layers)
-    called: list[str] = []
-    owners = {
-        name: module
-        for name, module in model.named_modules()
-        if not name.startswith(f"{layers}.") and any(True for _ in module.parameters(recurse=False))
-    }
-    for name, module in [*owners.items(), ("first", blocks[0]), ("last", blocks[-1])]:
-        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
-    silence_fake_tensors()
-    try:
-        with torch.no_grad(), tensors_without_bytes():
-            materialize(model, device="cpu")
-            model(torch.zeros((1, _TOKENS), dtype=torch.int64))
-    except Exception as error:  # code of others may need values, or fail in any way
-        return Ends(problem=f"running it without values fails with {type(error).__name__}: {error}")
-    if "first" not in called or "last" not in called:
-        return Ends(problem="its blocks are not called")
-    before, after = called[: called.index("first")], called[called.index("last") + 1 :]
-    uncalled = owners.keys() - called
-    middle = set(called) - {*before, *after, "first", "last"}
-    if uncalled or middle:
-        what = ", ".join(sorted(uncalled or middle))
-        return Ends(problem=f"{what} is called neither before nor after the blocks")
-    return Ends(_once(before), _once(after))
-
-
-def _once(names: list[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))

@@ -125,6 +125,7 @@ class FakeRank:
                 blocks=block_names(spec, model),
                 stages=parts,
                 inputs=torch.empty(shape, dtype=self._blueprint.sample.dtype),
+                takes_first=spec.flow is not None,
             )
         for part in parts:
             takes, gives = ends[part.index]

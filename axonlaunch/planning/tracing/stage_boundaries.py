@@ -1,7 +1,7 @@
 """What passes between the stages of a pipeline, found by one process from the whole model.
 
 It runs the model once, without values; a model whose blocks pass on more than one tensor is
-refused.
+refused, but for a tuple of which the first is known to be all that the next block takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from axonlaunch.engines.pipeline.split import Part
 
 @torch.no_grad()
 def find(
-    model: nn.Module, *, blocks: Sequence[str], stages: Sequence[Part], inputs: Tensor
+    model: nn.Module,
+    *,
+    blocks: Sequence[str],
+    stages: Sequence[Part],
+    inputs: Tensor,
+    takes_first: bool = False,
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Return what each stage takes and gives, as tensors of the shape and type.
 
@@ -27,6 +32,7 @@ def find(
         blocks: Full names of what it has of what stages are made of, in order.
         stages: All of them.
         inputs: One micro-batch.
+        takes_first: Whether of a tuple the next block takes the first element alone.
 
     Raises:
         ConfigError: A block gives something other than one tensor.
@@ -34,6 +40,8 @@ def find(
     after: dict[int, Tensor] = {}
 
     def note(index: int, output: object) -> None:
+        if takes_first and isinstance(output, tuple):
+            output = output[0]
         if not isinstance(output, Tensor):
             message = f"{blocks[index]} gives {type(output).__name__}; stages pass on one tensor"
             raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, len(stages))])

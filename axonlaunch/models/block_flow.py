@@ -1,0 +1,346 @@
+"""What passes through a model's blocks, found by running it without values.
+
+A pipeline needs to know which parameters are used before, in and after the blocks, and that nothing
+but hidden states passes from block to block. A model for which that does not hold is reported.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.initialization import materialize
+from axonlaunch.models.spec import ModelOutputs
+
+Dim = int | str
+_SAMPLES = ((2, 6), (3, 10))
+"""Samples and tokens of the two runs: what an output's dims have in common are its own."""
+BATCH, LENGTH, TOKENS = "batch", "length", "tokens"
+
+
+@dataclass(frozen=True)
+class BlockFlow:
+    """What passes through a model's blocks.
+
+    Attributes:
+        before: Modules whose parameters are used before the first block, by full names, in turn.
+        after: Modules whose parameters are used after the last block.
+        shapes: What each of ``before`` returns: numbers, or ``BATCH``, ``LENGTH`` or ``TOKENS``,
+            which is their product.
+        returns: Of each block: elements of the tuple that it returns, hidden states first; None:
+            it returns them alone.
+        problem: Why a pipeline can't cut between the blocks; empty if it can.
+    """
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
+    returns: tuple[int | None, ...] = ()
+    problem: str = ""
+
+
+class _ImpassableError(Exception):
+    """A pipeline can't cut the model; the text says why."""
+
+
+class _Enough(BaseException):
+    """The first block is reached, and the rest of a run is not needed."""
+
+
+def block_flow(model: nn.Module, *, layers: str) -> BlockFlow:
+    """Run a model of tokens on two samples, and see what passes through its blocks.
+
+    Args:
+        model: Without storage; it is not changed.
+        layers: Path of the list of its blocks.
+    """
+    silence_fake_tensors()
+    try:
+        runs = [_Run(copy.deepcopy(model), layers=layers, sample=sample) for sample in _SAMPLES]
+        runs[0].whole()
+        runs[1].preamble()
+        before, after = runs[0].ends()
+        shapes = {name: _shape(name, [run.shapes for run in runs]) for name in before}
+        return BlockFlow(before, after, shapes, tuple(runs[0].returns))
+    except _ImpassableError as reason:
+        return BlockFlow(problem=str(reason))
+    except Exception as error:  # code of others may need values, or fail in any way
+        said = " ".join(str(error).split())[:200]
+        problem = f"running it without values fails with {type(error).__name__}: {said}"
+        return BlockFlow(problem=problem)
+
+
+class _Run:
+    """One sample through a model without values.
+
+    Attributes:
+        shapes: ``{module outside of the blocks: shapes of what it returned}``.
+        returns: As of ``BlockFlow``.
+    """
+
+    def __init__(self, model: nn.Module, *, layers: str, sample: tuple[int, int]) -> None:
+        self._model, self._layers, self._sample = model, layers, sample
+        blocks: Any = model.get_submodule(layers)
+        self._blocks: Sequence[nn.Module] = list(blocks)
+        self.shapes: dict[str, set[tuple[int, ...]]] = {}
+        self.returns: list[int | None] = []
+        self._watch = _Watch()
+        self._stops_at_blocks = False
+        self._previous: Tensor | None = None
+        for number, block in enumerate(self._blocks):
+            block.register_forward_pre_hook(
+                lambda _, args, kwargs, number=number: self._enter(number, args, kwargs),
+                with_kwargs=True,
+            )
+            block.register_forward_hook(
+                lambda _, __, output, number=number: self._leave(number, output)
+            )
+        for name, module in model.named_modules():
+            if not f"{name}.".startswith(f"{layers}.") and _own(module):
+                module.register_forward_hook(
+                    lambda _, __, output, name=name: self._note(name, output)
+                )
+
+    def preamble(self) -> None:
+        """Run what comes before the blocks."""
+        self._stops_at_blocks = True
+        try:
+            self.whole()
+        except _Enough:
+            return
+
+    def whole(self) -> None:
+        """Run all of it.
+
+        Raises:
+            _ImpassableError: More than hidden states passes from block to block.
+        """
+        with tensors_without_bytes():
+            materialize(self._model, device="cpu")
+            for name, parameter in self._model.named_parameters(remove_duplicate=False):
+                self._watch.parameters.setdefault(_storage(parameter), []).append(name)
+            tokens = torch.zeros(self._sample, dtype=torch.int64)
+            self._watch.depend(tokens)
+            with self._watch:
+                outputs = self._model(tokens)
+        if len(self.returns) < len(self._blocks):
+            raise _ImpassableError(f"{self._layers}.{len(self.returns)} is not called")
+        if isinstance(outputs, ModelOutputs):
+            raise _ImpassableError(
+                "its auxiliary loss is of all blocks together, which no stage has; use "
+                "model.config.output_router_logits=false"
+            )
+        if self._watch.depends(outputs):
+            raise _ImpassableError(
+                "what its head returns depends on more than the last block returned"
+            )
+
+    def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the modules whose parameters are used before and after the blocks.
+
+        Raises:
+            _ImpassableError: Some are used elsewhere too, or without their module being called.
+        """
+        blocks = tuple(f"{self._layers}.{number}." for number in range(len(self._blocks)))
+        ends: tuple[dict[str, None], dict[str, None]] = ({}, {})
+        for name, module in self._model.named_modules():
+            if f"{name}.".startswith(blocks) or not (own := _own(module)):
+                continue
+            names = [f"{name}.{one}" if name else one for one in own]
+            phases = {phase for one in names for phase in self._watch.phases_of(one)}
+            if self._layers.startswith(f"{name}.") or not name:
+                raise _ImpassableError(
+                    f"{names[0]} is used beside the blocks, in no module of its own"
+                )
+            place = self._place(name, names[0], phases)
+            ends[place][name] = None
+        for number, block in enumerate(blocks):
+            self._refuse_foreign(number, block)
+        return tuple(ends[0]), tuple(ends[1])
+
+    def _place(self, module: str, parameter: str, phases: set[int]) -> int:
+        """Return 0 for a module of the start, 1 for one of the end.
+
+        Raises:
+            _ImpassableError: It is neither.
+        """
+        last = len(self._blocks)
+        tied = len(self._watch.names_of(parameter)) > 1
+        if phases - {-1, last}:
+            raise _ImpassableError(f"{parameter} is used in blocks, and belongs to none of them")
+        called = module in self.shapes
+        if phases == {-1, last} and not tied:
+            raise _ImpassableError(f"{parameter} is used both before and after the blocks")
+        if phases == {-1, last}:
+            # Of two names of one parameter, one is of a module that is called before the blocks.
+            return 0 if self._watch.called_in.get(module, -1) == -1 else 1
+        if -1 in phases and not called:
+            raise _ImpassableError(f"{parameter} is used without {module} being called")
+        return 1 if last in phases else 0
+
+    def _refuse_foreign(self, number: int, block: str) -> None:
+        """Refuse a parameter of a block that is used outside of it."""
+        for name in self._watch.names():
+            if name.startswith(block) and (others := self._watch.phases_of(name) - {number}):
+                where = "outside of the blocks" if others & {-1, len(self._blocks)} else "in others"
+                raise _ImpassableError(f"{name} is used {where} too")
+
+    def _enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._stops_at_blocks:
+            raise _Enough
+        if number != len(self.returns):
+            raise _ImpassableError(f"{self._layers}.{number} is called out of turn")
+        given = {**{f"argument {n}": one for n, one in enumerate(args)}, **kwargs}
+        hidden = self._previous
+        if hidden is None:
+            hidden = next((one for one in given.values() if isinstance(one, Tensor)), None)
+        if not args or args[0] is not hidden:
+            raise _ImpassableError(
+                f"{self._layers}.{number} is given something else than the block before it returned"
+            )
+        for name, value in given.items():
+            for tensor in tree_leaves(value):
+                if not isinstance(tensor, Tensor) or tensor is hidden:
+                    continue
+                if tensor.requires_grad or self._watch.depends(tensor):
+                    why = "is trained" if tensor.requires_grad else "depends on the tokens"
+                    raise _ImpassableError(
+                        f"{self._layers}.{number} is given {name}, which {why}, beside the hidden "
+                        "states; a pipeline passes those alone from stage to stage"
+                    )
+        self._watch.phase = number
+
+    def _leave(self, number: int, output: Any) -> None:
+        is_tuple = isinstance(output, tuple)
+        hidden = output[0] if is_tuple and output else output
+        if not isinstance(hidden, Tensor):
+            raise _ImpassableError(f"{self._layers}.{number} returns {type(output).__name__}")
+        self.returns.append(len(output) if is_tuple else None)
+        self._previous = hidden
+        self._watch.phase = number + 1
+        if number + 1 == len(self._blocks):
+            self._watch.forget(hidden)
+
+    def _note(self, name: str, output: Any) -> None:
+        self._watch.called_in.setdefault(name, self._watch.phase)
+        shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+        self.shapes.setdefault(name, set()).add(shape)
+
+
+class _Watch(TorchDispatchMode):
+    """Follows what depends on the tokens, and which parameters are used when.
+
+    Attributes:
+        phase: -1 before the blocks, then each block's number, then the number of blocks.
+        parameters: Names of each parameter, by its storage.
+        called_in: ``{module: phase of its first call}``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase = -1
+        self.parameters: dict[int, list[str]] = {}
+        self.called_in: dict[str, int] = {}
+        self._phases: dict[int, set[int]] = {}
+        self._dependent: dict[int, Any] = {}
+
+    def depend(self, tensor: Tensor) -> None:
+        """Take a tensor for one that depends on the tokens."""
+        self._dependent[_storage(tensor)] = tensor.untyped_storage()  # kept: its address is a key
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Say whether a tensor depends on the tokens."""
+        return _storage(tensor) in self._dependent
+
+    def forget(self, tensor: Tensor) -> None:
+        """Take a tensor for one that doesn't depend on what came before it."""
+        self._dependent.pop(_storage(tensor), None)
+
+    def names(self) -> Iterator[str]:
+        """Yield all names of parameters."""
+        for names in self.parameters.values():
+            yield from names
+
+    def names_of(self, parameter: str) -> list[str]:
+        """Return all names of one parameter."""
+        return next(names for names in self.parameters.values() if parameter in names)
+
+    def phases_of(self, parameter: str) -> set[int]:
+        """Return when a parameter was used."""
+        storage = next(key for key, names in self.parameters.items() if parameter in names)
+        return self._phases.get(storage, set())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [one for one in tree_leaves((args, kwargs)) if _is(one)]
+        result = func(*args, **(kwargs or {}))
+        depends = False
+        for tensor in given:
+            storage = _storage(tensor)
+            depends = depends or storage in self._dependent
+            if storage in self.parameters:
+                self._phases.setdefault(storage, set()).add(self.phase)
+        if depends and not _takes_the_shape_alone(func):
+            for tensor in tree_leaves(result):
+                if _is(tensor):
+                    self.depend(tensor)
+        return result
+
+
+def _takes_the_shape_alone(func: Any) -> bool:
+    name: str = func.overloadpacket.__name__
+    return name.startswith("new_") or name.endswith("_like")
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _storage(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _own(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(recurse=False)]
+
+
+def _shape(name: str, runs: Sequence[Mapping[str, set[tuple[int, ...]]]]) -> tuple[Dim, ...]:
+    """Return what the shape of a module's output is made of.
+
+    Raises:
+        _ImpassableError: It returns no tensor, or of several shapes.
+    """
+    seen = [run.get(name, set()) for run in runs]
+    if not any(seen):
+        return ()  # never called: nothing is asked of it
+    if any(len(one) != 1 or () in one for one in seen):
+        raise _ImpassableError(
+            f"{name} is called before the blocks and returns more than one tensor"
+        )
+    first, second = (next(iter(one)) for one in seen)
+    known = {
+        tuple(sizes): what
+        for what, sizes in zip(
+            (BATCH, LENGTH, TOKENS), (*zip(*_SAMPLES, strict=True), _TOKENS), strict=True
+        )
+    }
+    dims: list[Dim] = []
+    for pair in zip(first, second, strict=True):
+        what = pair[0] if pair[0] == pair[1] else known.get(pair)
+        if what is None:
+            raise _ImpassableError(
+                f"{name} returns a shape that follows from neither samples nor tokens"
+            )
+        dims.append(what)
+    return tuple(dims)
+
+
+_TOKENS = tuple(samples * tokens for samples, tokens in _SAMPLES)

@@ -1,0 +1,160 @@
+"""Stages that run transformers' own forward learn as transformers alone does, in a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from configured import run_config
+from hf_families import FAMILIES, save
+from hf_loops import SETTINGS, by_axonlaunch, by_transformers
+from torch import nn
+
+from axonlaunch.config import ConfigError
+from axonlaunch.config.errors import plain
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.engines.pipeline.stand_ins import cut_out
+from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.preflight.inspection import inspect
+
+BLOCKS = 4
+PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"]
+EIGHT = ["train.global_batch_size=8", "train.micro_batch_size=2"]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_learns_in_two_stages_as_in_a_plain_loop(kind: str, tmp_path: Path) -> None:
+    save(kind, tmp_path, num_hidden_layers=BLOCKS)
+    expected = by_transformers(tmp_path)
+    assert by_axonlaunch(tmp_path, PIPELINE) == pytest.approx(expected, rel=2e-5)
+    assert max(expected) - min(expected) > 1e-2  # the weights have moved
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_learns_as_a_plain_loop(schedule: str, tmp_path: Path) -> None:
+    save("gemma2", tmp_path, num_hidden_layers=BLOCKS)  # windows, softcaps, a tied and scaled table
+    words = ["train.global_batch_size=8", "train.micro_batch_size=1"]
+    found = by_axonlaunch(tmp_path, [*PIPELINE, f"strategy.pipeline.schedule={schedule}"], *words)
+    assert found == pytest.approx(by_transformers(tmp_path, *words), rel=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["opt", "qwen3_moe"])
+def test_backward_in_two_parts_takes_what_blocks_of_any_kind_return(
+    kind: str, tmp_path: Path
+) -> None:
+    save(kind, tmp_path, num_hidden_layers=BLOCKS)  # OPT's block returns a view
+    layout = [*PIPELINE, "strategy.pipeline.schedule=zbv_zero_bubble"]
+    found = by_axonlaunch(tmp_path, layout, *EIGHT)
+    assert found == pytest.approx(by_transformers(tmp_path, *EIGHT), rel=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+def test_sharded_stages_learn_as_a_plain_loop(kind: str, tmp_path: Path) -> None:
+    save(kind, tmp_path, num_hidden_layers=BLOCKS)
+    layout = ["strategy=hybrid", "launch.nproc=4"]
+    layout += ["strategy.pipeline.degree=2", "strategy.tensor.degree=1"]
+    found = by_axonlaunch(tmp_path, layout)
+    assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+
+
+def config_of(kind: str, *more: str, **changes: object) -> list[str]:
+    """Overrides of a family's model without a folder."""
+    content = {**FAMILIES[kind], "num_hidden_layers": BLOCKS, **changes}
+    data = ["data=synthetic_tokens", "data.sequence_length=32"]
+    return ["model=hf", "model.init=random", f"model.config={plain(content)}", *data, *more]
+
+
+def test_a_loss_of_all_blocks_routers_is_refused_in_stages() -> None:
+    with pytest.raises(ConfigError) as raised:
+        run_config(config_of("mixtral", *PIPELINE, output_router_logits=True))
+    (found,) = raised.value.problems
+    assert found.key == "strategy.pipeline.degree"
+    assert "its auxiliary loss is of all blocks together" in found.message
+    assert "use model.config.output_router_logits=false" in found.message
+
+
+def test_inspect_shows_ends_and_that_a_pipeline_is_legal() -> None:
+    found = inspect(run_config(config_of("gpt2")))
+    assert found.first == ["transformer.wte", "transformer.wpe"]
+    assert found.last == ["transformer.ln_f", "lm_head"]
+    answers = {one.layout: one.legal for one in found.layouts}
+    assert answers["strategy.pipeline.degree=2"]
+
+
+def test_stages_hold_each_parameter_once_and_a_tied_one_at_both_ends() -> None:
+    config = run_config(config_of("gemma2")).model
+    spec, whole = spec_for(config), on_meta(config, seed=0)
+    assert spec.flow is not None
+    names = [
+        [n for n, _ in _cut(config, first, last).named_parameters()]
+        for first, last in ((0, 1), (1, 3), (3, BLOCKS))
+    ]
+    assert sorted({n for one in names for n in one} - {"lm_head.weight"}) == sorted(
+        n for n, _ in whole.named_parameters()
+    )
+    assert "model.embed_tokens.weight" in names[0]
+    assert "lm_head.weight" in names[2]
+    assert sum(map(len, names)) == len(list(whole.named_parameters())) + 1
+
+
+def test_a_stand_in_has_the_attributes_of_what_it_stands_for() -> None:
+    config = run_config(config_of("gemma2")).model
+    stage = _cut(config, 2, BLOCKS)
+    first = stage.get_submodule("model.layers.0")
+    assert [first.self_attn.layer_idx, first.self_attn.is_sliding] == [0, True]
+    assert not list(first.parameters())
+    assert [*spec_for(config).blocks(stage)] == ["model.layers.2", "model.layers.3"]
+
+
+def _cut(config: object, first: int, last: int) -> nn.Module:
+    spec, whole = spec_for(config), on_meta(config, seed=0)
+    assert spec.flow is not None
+    blocks = [*spec.blocks(whole)]
+    return cut_out(whole, spec.flow(), blocks=blocks, first=first, last=last)
+
+
+def test_a_stage_reads_only_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rank_engine import rank_engine
+
+    from axonlaunch.comm import World
+
+    save("llama", tmp_path, num_hidden_layers=BLOCKS)
+    chosen = run_config([*SETTINGS, f"model.path={tmp_path}", *PIPELINE])
+
+    def run(world: World) -> list[str]:
+        engine, _ = rank_engine(chosen, world)
+        return list(engine.state_dict()["model"])
+
+    first, last = World.mock(2).run(run)
+    assert not {*first} & {*last}
+    assert "model.embed_tokens.weight" in first
+    assert "lm_head.weight" in last
+
+
+def test_no_gradient_is_lost_where_values_pass_under_no_grad(tmp_path: Path) -> None:
+    """Evaluation passes the same stages."""
+    from rank_engine import rank_engine
+
+    from axonlaunch.comm import World
+
+    save("phi3", tmp_path, num_hidden_layers=BLOCKS)
+    words = [*SETTINGS, f"model.path={tmp_path}"]
+
+    def predict(layout: list[str]) -> list[torch.Tensor]:
+        chosen = run_config([*words, *layout])
+        tokens = torch.arange(2 * 32).view(2, 32)
+
+        def run(world: World) -> torch.Tensor:
+            from axonlaunch.checkpoint.weights import start
+
+            engine, _ = rank_engine(chosen, world)
+            start(engine, chosen.model, world=world)
+            return engine.predict(tokens)
+
+        assert isinstance(chosen.launch.nproc, int)
+        return World.mock(chosen.launch.nproc).run(run)
+
+    (expected,) = predict(["strategy=single"])
+    for found in predict(PIPELINE):
+        torch.testing.assert_close(found, expected)
