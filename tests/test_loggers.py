@@ -235,7 +235,7 @@ def test_what_is_wrong_with_a_logger_is_said_before_anything_starts(
         ("wandb", "wandb is not installed; pip install 'axonlaunch[wandb]'"),
         ("mlflow", "MLflow is not installed; pip install 'axonlaunch[mlflow]'"),
         ("tensorboard", "TensorBoard is not installed; pip install 'axonlaunch[tensorboard]'"),
-        ("trackio", "Trackio is not installed; pip install 'trackio>=0.30'"),
+        ("trackio", "Trackio is not installed; pip install 'axonlaunch[trackio]'"),
     ],
 )
 def test_a_package_that_is_missing_is_an_error_that_says_what_to_install(

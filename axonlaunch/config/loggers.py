@@ -138,7 +138,7 @@ LOGGERS: Registry[Callable[[Any], Any], None] = Registry(
             f"{_HERE}.trackio:TrackioLogger",
             "Trackio, local or in a Hugging Face Space",
             TrackioConfig,
-            needs=Needs("trackio", "Trackio", "trackio>=0.30"),
+            needs=Needs("trackio", "Trackio", "axonlaunch[trackio]"),
         ),
         "custom": Entry(
             f"{_HERE}.custom:make_custom",
