@@ -52,6 +52,7 @@ SPEC = ModelSpec(
     build=build,
     loss=loss,
     adapt=adapt,
+    runs_without_values=True,
     refused_axes=dict.fromkeys(
         ("tensor", "pipeline", "context"), "model=hf does not support it yet; use 1"
     ),
