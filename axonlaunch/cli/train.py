@@ -20,6 +20,7 @@ from axonlaunch.cli.options import (
     ConfigName,
     Json,
     Overrides,
+    preloads,
     print_json,
     problems_as_objects,
 )
@@ -76,7 +77,7 @@ def command(
     with ExitStack() as stack:
         context = None
         if not may_be_rank(os.environ):
-            context = stack.enter_context(forkserver.warm())
+            context = stack.enter_context(forkserver.warm(preload=preloads(overrides)))
         # Imported only now, while the server imports torch on another core.
         from axonlaunch.launch.launcher import start
 
@@ -108,7 +109,7 @@ def _dry_run(
     """
     from axonlaunch.system import forkserver
 
-    with forkserver.warm() as context:
+    with forkserver.warm(preload=preloads(overrides)) as context:
         from rich.console import Console
 
         from axonlaunch.launch.dry_run import dry_runs
