@@ -57,5 +57,6 @@ SPEC = ModelSpec(
     build=build,
     loss=cross_entropy_sum,
     adapt=adapt,
+    runs_without_values=True,
     refused_axes=dict.fromkeys(("context",), "model=hf does not support it yet; use 1"),
 )

@@ -50,6 +50,11 @@ def test_what_can_not_be_done_is_refused(overrides: list[str], told: str) -> Non
     assert refusal(*words("llama"), *overrides).startswith(told)
 
 
+def test_figures_that_only_a_forward_refuses_are_refused() -> None:
+    found = refusal(*words("qwen3", num_key_value_heads=3))
+    assert found.startswith("model.config: its forward fails with RuntimeError: ")
+
+
 def test_an_attention_that_a_family_lacks_is_refused() -> None:
     found = refusal(*words("bloom"), "model.attention=sdpa")
     assert found.startswith("model.attention=sdpa: the model refuses it (BloomForCausalLM does not")
