@@ -1,7 +1,7 @@
 """What an engine must know of a model of transformers, for each configuration of one.
 
-How tensors and contexts divide it is not offered yet, so that such a layout is refused before
-anything starts.
+How a tensor axis divides it is not offered yet, so that such a layout is refused before anything
+starts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf.build import loss
+from axonlaunch.models.hf.divided_attention import divide
 from axonlaunch.models.hf.structure import structure
 from axonlaunch.models.initialization import Constant, Initializer
 from axonlaunch.models.spec import ModelSpec
@@ -44,6 +45,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         spec,
         layers=found.layers,
         flow=lambda: found.flow,
+        undivided=lambda: found.undivided,
         initializers=lambda module: starts,
         max_positions=getattr(typed, "max_position_embeddings", None),
         mixes_samples=bool(getattr(typed, "output_router_logits", False)),
@@ -54,5 +56,6 @@ SPEC = ModelSpec(
     build=build,
     loss=loss,
     adapt=adapt,
-    refused_axes=dict.fromkeys(("tensor", "context"), "model=hf does not support it yet; use 1"),
+    divide=divide,
+    refused_axes={"tensor": "model=hf does not support it yet; use 1"},
 )

@@ -17,6 +17,7 @@ from torch import nn
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.block_flow import BlockFlow, block_flow
 from axonlaunch.models.hf.build import recorded
+from axonlaunch.models.hf.sequence_mixing import why_undivided
 from axonlaunch.models.initialization import Initializer
 
 
@@ -59,6 +60,11 @@ class Structure:
         if self.layers is None:
             return BlockFlow(problem=self.no_layers)
         return block_flow(self.model, layers=self.layers)
+
+    @functools.cached_property
+    def undivided(self) -> str:
+        """Why sequences can't be divided over ranks; empty if they can."""
+        return "" if self.layers is None else why_undivided(self.model, layers=self.layers)
 
 
 def structure(config: HuggingFaceConfig) -> Structure:
