@@ -140,6 +140,10 @@ if TYPE_CHECKING:
     from axonlaunch.engines.data_parallel.gradient_synchronizer import (
         GradSyncStrategy as GradSyncStrategy,
     )
+    from axonlaunch.engines.data_parallel.registry import (
+        register_data_parallel as register_data_parallel,
+    )
+    from axonlaunch.engines.data_parallel.replicas import Replicas as Replicas
     from axonlaunch.engines.optimizer.registry import register_optimizer as register_optimizer
     from axonlaunch.engines.pipeline.pipeline import (
         Pipeline as Pipeline,
@@ -164,6 +168,7 @@ if TYPE_CHECKING:
     from axonlaunch.engines.tensor.loss import (
         vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum,
     )
+    from axonlaunch.launch.registry import register_launcher as register_launcher
     from axonlaunch.models import (
         ModelSpec as ModelSpec,
     )
@@ -191,8 +196,8 @@ __all__ = [
     "Logger",
     "MismatchError",
     "ModelSpec",
-    "OptimizerState",
     "NcclError",
+    "OptimizerState",
     "PeerFailedError",
     "Pipeline",
     "PipelineMemoryStats",
@@ -201,6 +206,7 @@ __all__ = [
     "ProcessGroup",
     "RankFailedError",
     "ReduceOp",
+    "Replicas",
     "RowParallelLinear",
     "RunConfig",
     "ShardingStrategy",
@@ -224,7 +230,9 @@ __all__ = [
     "recv",
     "reduce_scatter_mean",
     "reduce_scatter_sum",
+    "register_data_parallel",
     "register_dataset",
+    "register_launcher",
     "register_logger",
     "register_model",
     "register_optimizer",
@@ -249,6 +257,8 @@ _ROOMS = {
         "GradientSynchronizer",
     ),
     "axonlaunch.engines.optimizer.registry": ("register_optimizer",),
+    "axonlaunch.engines.data_parallel.registry": ("register_data_parallel",),
+    "axonlaunch.engines.data_parallel.replicas": ("Replicas",),
     "axonlaunch.engines.pipeline.pipeline": ("Pipeline", "PipelineStage"),
     "axonlaunch.engines.pipeline.schedule": ("PipelineSchedule",),
     "axonlaunch.engines.pipeline.timeline": ("PipelineMemoryStats",),
@@ -259,6 +269,7 @@ _ROOMS = {
         "VocabParallelEmbedding",
     ),
     "axonlaunch.engines.tensor.loss": ("vocab_parallel_cross_entropy_sum",),
+    "axonlaunch.launch.registry": ("register_launcher",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
     "axonlaunch.training.loggers.base": ("Logger",),
     "axonlaunch.training.loggers.registry": ("register_logger",),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 F = TypeVar("F")
+B = TypeVar("B", bound=Callable[..., Any])
 _BEGUN = 3
 """Letters that are the beginning of a name, rather than any letters."""
 
@@ -87,6 +88,7 @@ class Registry(Generic[T, F]):
         kind: What the things are, ``"dataset"``; ``register_dataset`` adds one.
         entry_points: Group of entry points that packages offer names in; None: they can't.
         free_config: Dataclass with ``name`` and ``arguments`` for an entry that brings none.
+        shares_keys: Whether what is set of one entry's keys holds for another that is chosen.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class Registry(Generic[T, F]):
         *,
         entry_points: str | None = None,
         free_config: type | None = None,
+        shares_keys: bool = False,
     ) -> None:
         self.kind = kind
+        self.shares_keys = shares_keys
         self.entry_points = entry_points
         self.free_config = free_config
         self._entries = dict(entries or {})
@@ -130,7 +134,7 @@ class Registry(Generic[T, F]):
         facts: F | None = None,
         summary: str | None = None,
         make_target: Callable[[Callable[..., Any]], Any] | None = None,
-    ) -> Callable[[T], T]:
+    ) -> Callable[[B], B]:
         """Return the decorator that lists a class or a function under a name.
 
         What is decorated is called with one of ``config``; without it, with the ``arguments`` of
@@ -147,23 +151,30 @@ class Registry(Generic[T, F]):
             ValueError: The configuration is no dataclass with a name; when decorating, that the
                 name is taken.
         """
+        self.check_config(name, config)
+
+        def register(builder: B) -> B:
+            takes_config = builder if config else _with_arguments(builder)
+            target: Any = make_target(takes_config) if make_target else takes_config
+            described = summary or inspect.getdoc(builder) or f"from {builder.__module__}"
+            line = described.splitlines()[0]
+            self.add(name, target, summary=line, config=config, facts=facts)
+            return builder
+
+        return register
+
+    def check_config(self, name: str, config: type | None) -> None:
+        """Refuse what is no dataclass with a name.
+
+        Raises:
+            ValueError: It is none.
+        """
         fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
         if config is not None and "name" not in [field.name for field in fields]:
             raise ValueError(
                 f"register_{self.kind}({name!r}, config={config.__name__}): it is not a dataclass "
                 f'with a field name; write name: str = "{name}" in one'
             )
-
-        def register(builder: T) -> T:
-            call = cast("Callable[..., Any]", builder)
-            takes_config = call if config else _with_arguments(call)
-            target = make_target(takes_config) if make_target else takes_config
-            described = summary or inspect.getdoc(builder) or f"from {call.__module__}"
-            line = described.splitlines()[0]
-            self.add(name, target, summary=line, config=config, facts=facts)
-            return builder
-
-        return register
 
     def get(self, name: str) -> T:
         """Import and return what a name stands for.
@@ -215,14 +226,19 @@ class Registry(Generic[T, F]):
             return []
         from importlib import metadata  # takes 10 ms, and few runs use what others offer
 
-        chosen = {} if name is None else {"name": name}
-        points = metadata.entry_points(group=self.entry_points, **chosen)
+        points = metadata.entry_points(group=self.entry_points)
+        if name is not None:
+            points = points.select(name=name)
         # A package that is installed twice, in place and from a wheel, offers the same twice.
         return sorted({(point.name, point.value): point for point in points}.values())
 
     def configs(self) -> dict[str, type]:
         """Return ``{name: its dataclass}`` of what is registered; what packages offer is not."""
         return {name: entry.config for name, entry in self._entries.items() if entry.config}
+
+    def known_facts(self) -> dict[str, F]:
+        """Return ``{name: facts}`` of what is registered; what packages offer is not."""
+        return {n: entry.facts for n, entry in self._entries.items() if entry.facts is not None}
 
     def names(self) -> list[str]:
         """Return the listed names, those that installed packages offer among them, sorted."""

@@ -11,11 +11,14 @@ import served
 
 from axonlaunch.config.schema import REGISTRIES
 
+PROCESSES = {"server", "served", "command", "run_ranks"}
+"""Fixtures of tests that start commands or ranks."""
 LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the slow tests too")
+    parser.addoption("--quick", action="store_true", help="run a cover of what starts no process")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -23,10 +26,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_time_limit, reverse=True)
     if config.getoption("--all"):
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    chosen = [item for item in items if not item.get_closest_marker("slow")]
+    if config.getoption("--quick"):
+        chosen = _cover(chosen)
+    kept = set(chosen)
+    if left := [item for item in items if item not in kept]:
+        config.hook.pytest_deselected(items=left)
+        items[:] = chosen
+
+
+def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return one case of every test that is not known to take long and starts no command."""
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        takes_long = _time_limit(item) > 0 or PROCESSES & set(getattr(item, "fixturenames", ()))
+        if not takes_long:
+            first.setdefault(item.nodeid.partition("[")[0], item)
+    return [*first.values()]
 
 
 def _time_limit(item: pytest.Item) -> float:

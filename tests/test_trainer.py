@@ -201,14 +201,3 @@ def test_metrics_take_no_event_without_numbers(tmp_path: Path) -> None:
     write = JSONLLogger(tmp_path / "metrics.jsonl", resumed_at=None)
     write(Saved(step=1, path="x", seconds=0.1, stalled_s=0.1))
     assert (tmp_path / "metrics.jsonl").read_text() == ""
-
-
-def test_tensorboard_holds_the_losses(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    words = ["train.steps=3", "train.log_every=1", "loggers=[tensorboard]"]
-    losses = [event.loss for event in of(StepLogged, train(tmp_path, *words))]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses)

@@ -5,13 +5,13 @@ torch.distributed.checkpoint does the storage; any layout reads what any layout 
 """
 
 from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
-from axonlaunch.checkpoint.reader import differences, load, load_model, saved_states
+from axonlaunch.checkpoint.reader import load, load_model, model_differences, saved_states
 from axonlaunch.checkpoint.step_folders import (
     Retention,
     corrupt_checkpoints,
+    find_checkpoint,
     latest,
-    listed,
-    resolve,
+    list_checkpoints,
     sweep_partial,
 )
 
@@ -20,12 +20,12 @@ __all__ = [
     "CorruptCheckpointError",
     "Retention",
     "corrupt_checkpoints",
-    "differences",
+    "find_checkpoint",
     "latest",
-    "listed",
+    "list_checkpoints",
     "load",
     "load_model",
-    "resolve",
+    "model_differences",
     "saved_states",
     "sweep_partial",
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
     FileSystemReader,
     LoadPlan,
     LoadPlanner,
@@ -25,7 +23,6 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader
 from torch.distributed.checkpoint.filesystem import FileSystem as LocalFileSystem
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 from zlib_ng.zlib_ng import crc32
 
@@ -34,7 +31,7 @@ from axonlaunch.checkpoint.manifest import CorruptCheckpointError
 from axonlaunch.checkpoint.storage import is_remote
 from axonlaunch.system import files
 
-__all__ = ["FileSystem", "LocalFileSystem", "only_tensors", "read_index", "source"]
+__all__ = ["FileSystem", "LocalFileSystem", "read_index", "source"]
 
 
 def read_index(folder: Path) -> Metadata:
@@ -44,7 +41,7 @@ def read_index(folder: Path) -> Metadata:
         CorruptCheckpointError: Either is not what was written, or says what can't be.
         OSError: They can't be read.
     """
-    about = manifest.read(folder)
+    about = manifest.read_manifest(folder)
     with files.opened(folder / about.index) as stream:
         # A byte more than there should be, so that a file that has grown is found.
         content = stream.read(about.files[about.index].bytes + 1)
@@ -53,7 +50,7 @@ def read_index(folder: Path) -> Metadata:
         raise CorruptCheckpointError(
             f"has an {about.index} that is not what was written (its CRC-32 differs)"
         )
-    return index.read(content, about.files, pickled=about.format < 3)
+    return index.read_index(content, about.files, pickled=about.format < 3)
 
 
 class _Guarded(FileSystemReader):
@@ -105,17 +102,3 @@ def source(folder: Path) -> FileSystemReader:
         found = _Here(folder)
     found.folder = folder
     return found
-
-
-class _OnlyTensors(DefaultLoadPlanner):
-    """Takes tensors, which torch unpickles with ``weights_only``."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
-        raise pickle.UnpicklingError(
-            f"{read_item.dest_index.fqn} is not a tensor, and is not unpickled"
-        )
-
-
-def only_tensors() -> LoadPlanner:
-    """Return what plans the reading of a state whose values are all tensors."""
-    return _OnlyTensors()

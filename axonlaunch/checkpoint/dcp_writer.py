@@ -103,7 +103,7 @@ class Writer(FileSystemWriter):
         """Write the index, on the main rank, and make a checkpoint of what is there."""
         metadata.storage_data = {one.index: one.storage_data for rank in results for one in rank}
         with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "wb") as stream:
-            stream.write(index.written(metadata))
+            stream.write(index.index_to_json(metadata))
         found = dict(self._summing.sums)
         for of_rank in results:
             found.update(cast("_Written", of_rank).sums)

@@ -13,7 +13,7 @@ from axonlaunch.config import RunConfig
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """How far a tensor is from one of the same name.
 
     Attributes:
@@ -43,12 +43,12 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
         return found
     model = on_meta(config.model, seed=config.seed)
     try:
-        return reader.differences(checkpoint, model)
+        return reader.model_differences(checkpoint, model)
     except CorruptCheckpointError as error:
         return [str(error).removeprefix(f"{checkpoint.path} ")]
 
 
-def compare(first: Checkpoint, second: Checkpoint) -> list[Difference]:
+def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> list[TensorDifference]:
     """Return how two checkpoints differ, parameters first, the farthest before others.
 
     Equal tensors are left out.
@@ -57,7 +57,7 @@ def compare(first: Checkpoint, second: Checkpoint) -> list[Difference]:
     for one in (first, second):
         reader.refuse_damage(one)
     found = [
-        Difference(name, None, None, f"only in {(first if name in ours else second).path}")
+        TensorDifference(name, None, None, f"only in {(first if name in ours else second).path}")
         for name in sorted(ours.keys() ^ theirs.keys())
     ]
     alike = []
@@ -66,7 +66,7 @@ def compare(first: Checkpoint, second: Checkpoint) -> list[Difference]:
         if sizes[0] == sizes[1]:
             alike.append(name)
         else:
-            found.append(Difference(name, None, None, f"{sizes[0]} and {sizes[1]}"))
+            found.append(TensorDifference(name, None, None, f"{sizes[0]} and {sizes[1]}"))
     read = (reader.tensors(first, alike, ours), reader.tensors(second, alike, theirs))
     for name, *pair in zip(alike, *read, strict=True):
         a, b = (tensor.double() for tensor in pair)
@@ -74,10 +74,10 @@ def compare(first: Checkpoint, second: Checkpoint) -> list[Difference]:
         if apart.numel() and float(apart.max()) > 0:
             norm = float(a.norm())
             relative = float(apart.norm()) / norm if norm else float("inf")
-            found.append(Difference(name, float(apart.max()), relative))
+            found.append(TensorDifference(name, float(apart.max()), relative))
     return sorted(found, key=_order)
 
 
-def _order(one: Difference) -> tuple[bool, bool, float, str]:
+def _order(one: TensorDifference) -> tuple[bool, bool, float, str]:
     elsewhere = not one.name.startswith("model.")
     return elsewhere, one.largest is not None, -(one.largest or 0.0), one.name

@@ -55,11 +55,15 @@ def newest_good(where: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     Raises:
         OSError: They can't be listed or read.
     """
-    newest = step_folders.resolve(where)
+    newest = step_folders.find_checkpoint(where)
     if newest is None:
         return None, step_folders.corrupt_checkpoints(where) | put_aside_before(where)
     wrong: dict[Path, str] = {}
-    before = [] if newest.path == step_folders.named(where) else step_folders.listed(where)[:-1]
+    before = (
+        []
+        if newest.path == step_folders.named(where)
+        else step_folders.list_checkpoints(where)[:-1]
+    )
     for found in [newest, *reversed(before)]:
         reason = reader.index_fault(found)
         if reason is None:
@@ -91,7 +95,7 @@ def load_newest(
         step = reader.sum_of_ranks(chosen, world=world)
         if step < 0:
             return Resumed(None, {}, tuple(aside))
-        found = step_folders.read(step_folders.path_of(run_dir, step=step))
+        found = step_folders.read_checkpoint(step_folders.path_of(run_dir, step=step))
         try:
             if found is None:
                 raise CorruptCheckpointError(

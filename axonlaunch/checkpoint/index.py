@@ -47,7 +47,7 @@ _IN_PICKLE = {
 """Module -> names that a pickled index may hold."""
 
 
-def written(metadata: Metadata) -> bytes:
+def index_to_json(metadata: Metadata) -> bytes:
     """Return the JSON of an index whose ``storage_data`` says where each part lies.
 
     Raises:
@@ -77,7 +77,7 @@ def _written(name: str, chunk: ChunkStorageMetadata, metadata: Metadata) -> dict
     }
 
 
-def read(content: bytes, files: Mapping[str, Sum], *, pickled: bool) -> Metadata:
+def read_index(content: bytes, files: Mapping[str, Sum], *, pickled: bool) -> Metadata:
     """Return torch's index of what a file of it holds.
 
     Args:

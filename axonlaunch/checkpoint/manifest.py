@@ -103,7 +103,7 @@ class Manifest:
         return PICKLED_INDEX if self.format > 2 else INDEX
 
 
-def written(checkpoint: Checkpoint, files: Mapping[str, Sum]) -> str:
+def manifest_to_json(checkpoint: Checkpoint, files: Mapping[str, Sum]) -> str:
     """Return the text of a checkpoint's manifest."""
     about = {**asdict(checkpoint), "format": FORMAT}
     about["files"] = {name: asdict(files[name]) for name in sorted(files)}
@@ -111,7 +111,7 @@ def written(checkpoint: Checkpoint, files: Mapping[str, Sum]) -> str:
     return json.dumps({**about, _OWN_SUM: _own_sum(about)}, indent=1)
 
 
-def read(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a folder.
 
     Raises:

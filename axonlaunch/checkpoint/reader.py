@@ -37,7 +37,8 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from axonlaunch.checkpoint.dcp_reader import only_tensors, source
+    from axonlaunch.checkpoint.dcp_reader import source
+    from axonlaunch.checkpoint.planners import ReadsBoxes
 
     share = partial(step_folders.damage, checkpoint, part=world.rank, parts=world.world_size)
     damage: CorruptCheckpointError | None = None
@@ -45,7 +46,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict
         with step_folders.reading(checkpoint), ThreadPoolExecutor(max_workers=1) as beside:
             summing = beside.submit(share)
             try:
-                dcp.load(state, storage_reader=source(checkpoint.path), planner=only_tensors())
+                dcp.load(state, storage_reader=source(checkpoint.path), planner=ReadsBoxes())
             except (Exception, CheckpointException) as error:  # the latter is none of the former
                 refuse_damage(checkpoint)  # of a corrupt file torch says what it stumbled over
                 raise _damage_in(checkpoint, error) or error from None
@@ -86,10 +87,10 @@ def load_model(checkpoint: Checkpoint, model: dict[str, Tensor]) -> None:
         CorruptCheckpointError: A file is not what was written.
     """
     refuse_damage(checkpoint)
-    read(checkpoint, {"model": model})
+    read_whole_tensors(checkpoint, {"model": model})
 
 
-def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+def read_whole_tensors(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     """Read whole tensors in one process, in place; ``refuse_damage`` is the caller's.
 
     Raises:
@@ -98,12 +99,13 @@ def read(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from axonlaunch.checkpoint.dcp_reader import only_tensors, source
+    from axonlaunch.checkpoint.dcp_reader import source
+    from axonlaunch.checkpoint.planners import ReadsBoxes
 
     with step_folders.reading(checkpoint), in_one_process():
         read_from = source(checkpoint.path)
         try:
-            dcp.load(state, storage_reader=read_from, planner=only_tensors(), no_dist=True)
+            dcp.load(state, storage_reader=read_from, planner=ReadsBoxes(), no_dist=True)
         except CheckpointException as error:
             raise _damage_in(checkpoint, error) or error from None
 
@@ -143,7 +145,7 @@ def tensors(
             for full, tensor in batch.items():
                 section, _, rest = full.partition(".")
                 state.setdefault(section, {})[rest] = tensor
-            read(checkpoint, state)
+            read_whole_tensors(checkpoint, state)
             yield from batch.values()
             batch = {}
 
@@ -204,7 +206,7 @@ def is_of_a_run(checkpoint: Checkpoint) -> bool:
     return any(key.startswith("counters.") for key in contents(checkpoint))
 
 
-def differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
+def model_differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
     """Compare the names and shapes of a model's parameters with a checkpoint's; [] if equal."""
     saved = {
         name: tuple(entry.size)
@@ -250,7 +252,7 @@ def _refuse(checkpoint: Checkpoint, changed: list[str]) -> None:
     if not changed:
         return
     folder = checkpoint.path.parent.parent
-    others = [c.path for c in step_folders.listed(folder) if c.step < checkpoint.step]
+    others = [c.path for c in step_folders.list_checkpoints(folder) if c.step < checkpoint.step]
     message = f"{checkpoint.path}: {', '.join(changed)} {step_folders.CHANGED}"
     remedy = f"resume from the previous one with checkpoint.resume={others[-1]}" if others else ""
     raise CorruptCheckpointError(message, remedy=remedy)

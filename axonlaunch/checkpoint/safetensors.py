@@ -37,9 +37,9 @@ from axonlaunch.models.hugging_face import ParameterMapping
 from axonlaunch.models.pieces import Laid
 from axonlaunch.system.files import opened, read_text
 
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 _LARGEST_JSON = 64 << 20
 _BLOB = r"\.\./\.\./blobs/([0-9a-f]{40,64})"
 
@@ -168,7 +168,7 @@ def _of_ours(
     return found, tuple(sizes.keys() - used)
 
 
-def write(
+def write_safetensors(
     folder: Path,
     model: Any,
     tensors: Iterator[tuple[str, Tensor]],
@@ -215,7 +215,7 @@ def write(
         pairs = zip(files, written.values(), strict=True)
         index = {name: file for file, names in pairs for name in names}
         content = {"metadata": {"total_size": total}, "weight_map": index}
-        (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
+        (folder / INDEX_FILE).write_text(json.dumps(content, indent=1) + "\n")
     return files
 
 
@@ -254,7 +254,7 @@ def _files(folder: Path) -> list[Path]:
     Raises:
         ConfigError: There is none, or the index names what is no file of the folder.
     """
-    index = folder / INDEX
+    index = folder / INDEX_FILE
     if not os.path.lexists(index):
         found = [folder / WHOLE] if (folder / WHOLE).exists() else []
         found = found or sorted(folder.glob("*.safetensors"))

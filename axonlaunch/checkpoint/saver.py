@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from axonlaunch.checkpoint import step_folders
 from axonlaunch.checkpoint.dcp_writer import Writer
 from axonlaunch.checkpoint.manifest import Checkpoint
+from axonlaunch.checkpoint.planners import WritesBoxes
 from axonlaunch.checkpoint.step_folders import Retention
 from axonlaunch.comm import World
 
@@ -124,13 +125,15 @@ class Saver:
         writer = Writer(about, done=self._prune, background=self._background)
         done: Future[Any]
         if self._background:
-            begun = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+            begun = dcp.async_save(
+                state, storage_writer=writer, planner=WritesBoxes(), process_group=self._group
+            )
             assert isinstance(begun, Future)
             done = begun
         else:
             done = Future()
             try:
-                done.set_result(dcp.save(state, storage_writer=writer))
+                done.set_result(dcp.save(state, storage_writer=writer, planner=WritesBoxes()))
             except (CheckpointException, OSError) as error:
                 done.set_exception(error)
         stalled = time.perf_counter() - began

@@ -81,11 +81,11 @@ def prepare(folder: Path) -> None:
 
 def latest(run_dir: Path) -> Checkpoint | None:
     """Return the newest complete checkpoint of a run, None where there is none."""
-    found = listed(run_dir)
+    found = list_checkpoints(run_dir)
     return found[-1] if found else None
 
 
-def resolve(path: Path) -> Checkpoint | None:
+def find_checkpoint(path: Path) -> Checkpoint | None:
     """Return the checkpoint that a path means: itself, or a run's newest; None where neither.
 
     A link that a user names is followed; those that a folder holds are not.
@@ -94,7 +94,7 @@ def resolve(path: Path) -> Checkpoint | None:
         OSError: It can't be listed or read.
     """
     path = named(path)
-    return read(path) if MANIFEST in sizes(path) else latest(path)
+    return read_checkpoint(path) if MANIFEST in sizes(path) else latest(path)
 
 
 def named(path: Path) -> Path:
@@ -102,17 +102,17 @@ def named(path: Path) -> Path:
     return path.resolve() if not is_remote(path) and path.is_symlink() else path
 
 
-def listed(run_dir: Path) -> list[Checkpoint]:
+def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
     """Return a run's complete checkpoints, by step.
 
     Raises:
         OSError: They can't be listed or read.
     """
-    found = [read(folder) for folder in _folders(run_dir)]
+    found = [read_checkpoint(folder) for folder in _folders(run_dir)]
     return sorted((c for c in found if c is not None), key=lambda c: c.step)
 
 
-def read(folder: Path) -> Checkpoint | None:
+def read_checkpoint(folder: Path) -> Checkpoint | None:
     """Read a manifest; None where the folder is no complete checkpoint that is understood.
 
     Raises:
@@ -146,7 +146,7 @@ def _looked_at(folder: Path) -> Checkpoint | str:
     if MANIFEST not in present:
         return f"lacks {MANIFEST}"
     try:
-        about = manifest.read(folder)
+        about = manifest.read_manifest(folder)
     except FileNotFoundError:  # deleted since it was listed
         return f"lacks {MANIFEST}"
     except NotRegularError:
@@ -204,12 +204,12 @@ def damage(checkpoint: Checkpoint, *, part: int = 0, parts: int = 1) -> list[str
 
 def files(checkpoint: Checkpoint) -> dict[str, Sum]:
     """Return a checkpoint's files."""
-    return manifest.read(checkpoint.path).files
+    return manifest.read_manifest(checkpoint.path).files
 
 
 def prune(run_dir: Path, retention: Retention) -> None:
     """Delete the checkpoints that are not to be kept, but for those that someone reads."""
-    for checkpoint in superseded(listed(run_dir), retention):
+    for checkpoint in superseded(list_checkpoints(run_dir), retention):
         if is_remote(checkpoint.path):
             _unmake(checkpoint.path)
             continue
@@ -265,7 +265,7 @@ def sweep_partial(run_dir: Path) -> list[str]:
 
 def complete(partial: Path, checkpoint: Checkpoint, written: Mapping[str, Sum]) -> None:
     """Describe files that are written and synced, and give their folder its name."""
-    text = manifest.written(checkpoint, written)
+    text = manifest.manifest_to_json(checkpoint, written)
     if is_remote(partial):
         (partial / MANIFEST).write_text(text)
         return

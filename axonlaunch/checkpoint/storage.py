@@ -22,7 +22,7 @@ from axonlaunch.system import files
 CHECKPOINTS = "checkpoints"
 
 
-def place(text: str | Path) -> Path:
+def storage_path(text: str | Path) -> Path:
     """Return a path of a folder's name or a URL.
 
     Raises:
@@ -49,7 +49,7 @@ def place(text: str | Path) -> Path:
 
 def root(config: RunConfig) -> Path:
     """Return where a run keeps its ``checkpoints`` folder; its ``run_dir`` is resolved."""
-    return place(config.checkpoint.path or config.run_dir)
+    return storage_path(config.checkpoint.path or config.run_dir)
 
 
 def kept_by(run_dir: Path) -> Path:
@@ -68,7 +68,7 @@ def kept_by(run_dir: Path) -> Path:
         return run_dir
     kept = frozen.get("checkpoint")
     where = kept.get("path") if isinstance(kept, dict) else None
-    return place(where) if where and isinstance(where, str) else run_dir
+    return storage_path(where) if where and isinstance(where, str) else run_dir
 
 
 def is_remote(path: Path) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from axonlaunch.checkpoint import reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint
-from axonlaunch.checkpoint.storage import place
+from axonlaunch.checkpoint.storage import storage_path
 from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
 from axonlaunch.config.data import DATASETS, NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
@@ -43,19 +43,20 @@ def start(engine: Engine, model: Any, *, world: World) -> None:
     if given is None:
         return
     state = engine.state_dict()
-    where = place(given[1])
-    found = step_folders.resolve(where)
+    where = storage_path(given[1])
+    found = step_folders.find_checkpoint(where)
     if found is not None:
         reader.load(found, {"model": state["model"]}, world=world)
     else:
         import torch.distributed.checkpoint as dcp
 
+        from axonlaunch.checkpoint.planners import ReadsBoxes
         from axonlaunch.checkpoint.safetensors import Reader
 
         source = Reader(where, model)
         known = source.shapes()
         named = {name: tensor for name, tensor in state["model"].items() if name in known}
-        dcp.load({"model": named}, storage_reader=source)
+        dcp.load({"model": named}, storage_reader=source, planner=ReadsBoxes())
     engine.load_state_dict(state)
 
 
@@ -65,9 +66,9 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     Raises:
         ConfigError: The path holds no weights.
     """
-    found = step_folders.resolve(path)
+    found = step_folders.find_checkpoint(path)
     if found is not None:
-        return reader.differences(found, model)
+        return reader.model_differences(found, model)
     from axonlaunch.checkpoint.safetensors import Reader
 
     buffers = {name for name, _ in model.named_buffers()}
@@ -116,7 +117,9 @@ def export(
     contents = {f"{reader.MODEL}{name}": entry for name, entry in entries.items()}
     read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in names], contents)
     tensors = zip(names, read, strict=True)
-    written = safetensors.write(folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes)
+    written = safetensors.write_safetensors(
+        folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes
+    )
     copied: list[str] = []
     if isinstance(config.model, HuggingFaceConfig):
         from axonlaunch.models.hf import exported
@@ -129,8 +132,8 @@ def export(
     if length := getattr(config.data, "sequence_length", None):
         content[TRAINED_ON]["sequence_length"] = length
     content["dtype"] = str(dtype or entries[names[0]].properties.dtype).removeprefix("torch.")
-    (folder / safetensors.CONFIG).write_text(json.dumps(content, indent=1) + "\n")
-    return [*written, safetensors.CONFIG, *copied]
+    (folder / safetensors.CONFIG_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    return [*written, safetensors.CONFIG_FILE, *copied]
 
 
 def _naturally(name: str) -> list[tuple[bool, int, str]]:
@@ -173,19 +176,19 @@ def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
 
 def described(
     folder: Path,
-) -> tuple[GPTConfig | LlamaConfig, PythonSourceConfig | SyntheticTokensConfig]:
+) -> tuple[GPTConfig | LlamaConfig | HuggingFaceConfig, PythonSourceConfig | SyntheticTokensConfig]:
     """Return the model of a folder of safetensors, and data such as it was trained on.
 
-    What was exported from here says what that was; another model with a vocabulary of 256 is taken
-    to be one of bytes of text.
+    What was exported from here says what that was, and may be any model of transformers; another
+    one with a vocabulary of 256 is taken to be one of bytes of text.
 
     Raises:
         ConfigError: Its ``config.json`` can't be read, or is not of a model of ours.
     """
-    from axonlaunch.checkpoint.safetensors import CONFIG, read_json
+    from axonlaunch.checkpoint.safetensors import CONFIG_FILE, read_json
     from axonlaunch.models import hugging_face
 
-    file = folder / CONFIG
+    file = folder / CONFIG_FILE
     content = read_json(file)
     if "model_type" not in content and "name" in content:
         message = (
@@ -193,17 +196,33 @@ def described(
             "are; only model.weights reads it"
         )
         raise ConfigError([ConfigIssue("", message)])
-    model = hugging_face.typed(content, where=str(file))
+    model: GPTConfig | LlamaConfig | HuggingFaceConfig
+    try:
+        model = hugging_face.typed(content, where=str(file))
+    except ConfigError:
+        trained_on = content.get(TRAINED_ON, {})
+        if not _is_text(str(trained_on.get("data"))):
+            raise
+        model = HuggingFaceConfig(path=str(folder.absolute()), init="random")
+        return model, PythonSourceConfig(sequence_length=trained_on["sequence_length"])
     assumed = {"data": "text" if model.vocab_size == NUM_BYTES else "tokens"}
     trained_on = content.get(TRAINED_ON, assumed)
     length = trained_on.get("sequence_length", model.max_position_embeddings)
     name = str(trained_on["data"])
-    if DATASETS.is_registered(name) and DATASETS.facts(name).is_text:
+    if _is_text(name):
         return model, PythonSourceConfig(sequence_length=length)
     return model, SyntheticTokensConfig(vocab_size=model.vocab_size, sequence_length=length)
 
 
-def read_folder(folder: Path, model: GPTConfig | LlamaConfig) -> dict[str, Tensor]:
+def _is_text(name: str) -> bool:
+    """Say whether a dataset of this name is registered and gives bytes of text."""
+    facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
+    return facts is not None and facts.is_text
+
+
+def read_folder(
+    folder: Path, model: GPTConfig | LlamaConfig | HuggingFaceConfig
+) -> dict[str, Tensor]:
     """Read all weights of a folder of safetensors, by our names.
 
     Raises:
@@ -216,9 +235,8 @@ def read_folder(folder: Path, model: GPTConfig | LlamaConfig) -> dict[str, Tenso
     from axonlaunch.models import hugging_face
 
     source = Reader(folder, model)
-    known = hugging_face.places(model)
-    assert known is not None
     shapes = source.shapes()
+    known = hugging_face.places(model) or shapes  # others' are held against the model by who reads
     if wrong := [f"{name} is missing" for name in known if name not in shapes]:
         raise ConfigError([ConfigIssue("", f"{folder}: {first(wrong)}")])
     state = {name: torch.empty(shapes[name]) for name in known}

@@ -53,7 +53,7 @@ for name, module in {
     "help": help_pages,
 }.items():
     app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
-app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(checkpoint.checkpoint_app, name="checkpoint")
 
 
 def _version(wanted: bool) -> None:

@@ -14,7 +14,7 @@ from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
     from axonlaunch.checkpoint import Checkpoint
-    from axonlaunch.checkpoint.diff import Difference
+    from axonlaunch.checkpoint.diff import TensorDifference
     from axonlaunch.config import RunConfig
 
 HELP = "Inspect, verify, export and import checkpoints."
@@ -27,14 +27,14 @@ EXAMPLES = """Examples:
   axonlaunch checkpoint export runs/gpt-fsdp exported
   axonlaunch checkpoint import exported runs/imported
 """
-SHOWN = 10
+MAX_SHOWN_TENSORS = 10
 GB = 10**9
 
 
 def _place(text: str) -> Path:
-    from axonlaunch.checkpoint.storage import place
+    from axonlaunch.checkpoint.storage import storage_path
 
-    return place(text)
+    return storage_path(text)
 
 
 RunDir = Annotated[
@@ -45,16 +45,18 @@ RunDir = Annotated[
         help="Folder or fsspec URL of a run, or of one of its checkpoints.",
     ),
 ]
-app = typer.Typer(help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True)
+checkpoint_app = typer.Typer(
+    help=HELP, epilog=EXAMPLES, rich_markup_mode=None, invoke_without_command=True
+)
 
 
-@app.callback()
+@checkpoint_app.callback()
 def _root(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-@app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
+@checkpoint_app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
 def ls(run_dir: RunDir, as_json: Json = False) -> None:
     """List a run's checkpoints."""
     from axonlaunch.checkpoint import corrupt_checkpoints, fallback, step_folders
@@ -100,7 +102,9 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
         console.print(f"[yellow]moved aside[/yellow]  {escape(f'{path} {reason}')}", soft_wrap=True)
 
 
-@app.command("check", help="Verify the checksum of every file and the presence of every parameter.")
+@checkpoint_app.command(
+    "check", help="Verify the checksum of every file and the presence of every parameter."
+)
 def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     """Verify the checksum of every file and the presence of every parameter."""
     from axonlaunch.checkpoint import corrupt_checkpoints, diff
@@ -124,14 +128,16 @@ def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
         for path, wrong in problems.items():
             verdict = "[red]corrupt[/red]" if wrong else "[green]whole[/green]"
             console.print(f"{verdict}  {escape(path)}", soft_wrap=True)
-            for line in wrong[:SHOWN]:
+            for line in wrong[:MAX_SHOWN_TENSORS]:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
-            if len(wrong) > SHOWN:
-                console.print(f"  {len(wrong) - SHOWN} more")
+            if len(wrong) > MAX_SHOWN_TENSORS:
+                console.print(f"  {len(wrong) - MAX_SHOWN_TENSORS} more")
     raise typer.Exit(0 if passed else 1)
 
 
-@app.command("diff", help="Compare two checkpoints; exit status 1 if any tensor differs.")
+@checkpoint_app.command(
+    "diff", help="Compare two checkpoints; exit status 1 if any tensor differs."
+)
 def diff(
     first: Annotated[
         Path, typer.Argument(metavar="A", parser=_place, help="A run or a checkpoint.")
@@ -148,7 +154,7 @@ def diff(
     from axonlaunch.checkpoint.storage import reaching
 
     with spinner("comparing"), reaching(first), reaching(second):
-        found = diff.compare(_checkpoint(first), _checkpoint(second))
+        found = diff.compare_checkpoints(_checkpoint(first), _checkpoint(second))
     if as_json:
         print_json({"equal": not found, "differences": [asdict(one) for one in found]})
     elif found:
@@ -158,7 +164,7 @@ def diff(
     raise typer.Exit(1 if found else 0)
 
 
-def _show_differences(found: list[Difference]) -> None:
+def _show_differences(found: list[TensorDifference]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -168,17 +174,17 @@ def _show_differences(found: list[Difference]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("tensor", "largest", "relative"):
         table.add_column(name, justify="left" if name == "tensor" else "right", overflow="fold")
-    for one in found[: 2 * SHOWN]:
+    for one in found[: 2 * MAX_SHOWN_TENSORS]:
         if one.largest is None or one.relative is None:
             table.add_row(escape(one.name), escape(one.reason), "")
         else:
             table.add_row(escape(one.name), f"{one.largest:.3g}", f"{one.relative:.3g}")
     console.print(table)
-    if len(found) > 2 * SHOWN:
-        console.print(f"{len(found) - 2 * SHOWN} more; --json has all")
+    if len(found) > 2 * MAX_SHOWN_TENSORS:
+        console.print(f"{len(found) - 2 * MAX_SHOWN_TENSORS} more; --json has all")
 
 
-@app.command(
+@checkpoint_app.command(
     "export", help="Export weights as safetensors, in Hugging Face's format where there is one."
 )
 def export(
@@ -218,7 +224,9 @@ def export(
         typer.echo(f"{out / name}")
 
 
-@app.command("import", help="Create a run at step 0 from Hugging Face GPT-2 or Llama weights.")
+@checkpoint_app.command(
+    "import", help="Create a run at step 0 from Hugging Face GPT-2 or Llama weights."
+)
 def import_(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="Folder with config.json and *.safetensors.")
@@ -246,19 +254,19 @@ def _about(found: Checkpoint) -> dict[str, Any]:
 
 def _all(path: Path) -> list[Checkpoint]:
     """Return the checkpoint that a path is, or those of the run that it is."""
-    from axonlaunch.checkpoint import listed, step_folders
+    from axonlaunch.checkpoint import list_checkpoints, step_folders
 
-    one = step_folders.read(step_folders.named(path))
-    return [one] if one else listed(path)
+    one = step_folders.read_checkpoint(step_folders.named(path))
+    return [one] if one else list_checkpoints(path)
 
 
 def _checkpoint(path: Path) -> Checkpoint:
-    from axonlaunch.checkpoint import corrupt_checkpoints, resolve
+    from axonlaunch.checkpoint import corrupt_checkpoints, find_checkpoint
     from axonlaunch.checkpoint.storage import reaching
 
     _folder(path)
     with reaching(path):
-        found = resolve(path)
+        found = find_checkpoint(path)
         wrong = (
             "" if found else "; ".join(f"{p} {why}" for p, why in corrupt_checkpoints(path).items())
         )

@@ -75,10 +75,10 @@ def command(
     with forkserver.warm() as context:
         from rich.console import Console
 
-        from axonlaunch.planning.estimate import forecast, load
+        from axonlaunch.planning.estimate import forecast, load_for_estimate
 
         with spinner("tracing a step"):
-            config = load(
+            config = load_for_estimate(
                 context,
                 overrides or [],
                 config_name=config_name,
@@ -86,26 +86,26 @@ def command(
             )
             found = forecast(context, config, exact=exact, analytic=analytic)
         if plot is not None:
-            from axonlaunch.planning.reports.memory_plot import draw
+            from axonlaunch.planning.reports.memory_plot import draw_memory
 
-            save(draw(found), plot)
+            save(draw_memory(found), plot)
         if as_json:
-            print_json(to_json_dict(found, *searched(context, config, found)))
+            print_json(estimate_to_json(found, *search_all_changes(context, config, found)))
             return
         console = Console(file=sys.stdout, highlight=False)
-        show(found, console)
+        print_estimate(found, console)
         show_remedies(context, config, found, console)
     if plot is not None:
         console.print(f"\nplot          {plot}", markup=False, soft_wrap=True)
 
 
-def searched(
+def search_all_changes(
     context: ForkServerContext, config: RunConfig, found: Forecast
 ) -> tuple[list[Remedy], Searched]:
     """Return every change that makes a run fit, and how the search for them ended."""
-    from axonlaunch.planning.estimate import remedies
+    from axonlaunch.planning.estimate import suggest_changes
 
-    search = remedies(context, config, found)
+    search = suggest_changes(context, config, found)
     changes: list[Remedy] = []
     while True:
         try:
@@ -114,7 +114,7 @@ def searched(
             return changes, end.value
 
 
-def to_json_dict(found: Forecast, changes: Sequence[Remedy], ended: Searched) -> dict[str, Any]:
+def estimate_to_json(found: Forecast, changes: Sequence[Remedy], ended: Searched) -> dict[str, Any]:
     """Return what ``--json`` prints."""
     notes = [*found.notes, *([_UNSEARCHED + ended.reason] if ended.reason else [])]
     return {
@@ -131,7 +131,7 @@ def to_json_dict(found: Forecast, changes: Sequence[Remedy], ended: Searched) ->
     }
 
 
-def show(found: Forecast, console: Console) -> None:
+def print_estimate(found: Forecast, console: Console) -> None:
     """Print an estimate: what it is of, a table, bars, and whether it fits."""
     from rich.text import Text
 
@@ -144,7 +144,7 @@ def show(found: Forecast, console: Console) -> None:
     console.print(f"[bold]{found.layout}[/bold]: {of}\n")
     for note in found.notes:
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
-    console.print(memory_table.table(known))
+    console.print(memory_table.build_memory_table(known))
     console.print()
     width = console.width
     console.print(
@@ -161,9 +161,9 @@ def show_remedies(
     context: ForkServerContext, config: RunConfig, found: Forecast, console: Console
 ) -> None:
     """Print each change that makes a run fit as soon as it is found, and how the search ended."""
-    from axonlaunch.planning.estimate import remedies
+    from axonlaunch.planning.estimate import suggest_changes
 
-    search, count = remedies(context, config, found), 0
+    search, count = suggest_changes(context, config, found), 0
     while True:
         try:
             with spinner("searching for changes that make it fit"):

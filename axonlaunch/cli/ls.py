@@ -24,6 +24,7 @@ LISTS = {
     "schedulers": "scheduler",
     "launchers": "launch",
     "loggers": "loggers",
+    "data_parallel": "strategy.data_parallel",
     "hardware": "hardware",
     "experiments": "experiment",
 }

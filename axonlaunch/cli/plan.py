@@ -50,7 +50,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Search the fastest layouts that fit."""
-    from axonlaunch.planning.plan import experiment, plan
+    from axonlaunch.planning.plan import experiment, plan_run
     from axonlaunch.system import forkserver
 
     count = _checked(devices, write)
@@ -59,7 +59,7 @@ def command(
         from rich.console import Console
 
         with spinner("searching layouts"):
-            found = plan(
+            found = plan_run(
                 context,
                 overrides or [],
                 devices=count,
@@ -71,10 +71,10 @@ def command(
         write.parent.mkdir(parents=True, exist_ok=True)
         write.write_text(experiment(overrides or [], found.candidates[0].overrides))
     if as_json:
-        print_json(to_json_dict(found, seconds))
+        print_json(plan_to_json(found, seconds))
         return
     console = Console(file=sys.stdout, highlight=False)
-    show(found, console, seconds=seconds)
+    print_plan(found, console, seconds=seconds)
     if write is not None:
         console.print(f"\nwritten to {write}", markup=False, soft_wrap=True)
         if write.parent.name == "experiment":
@@ -82,7 +82,7 @@ def command(
             console.print(f"axonlaunch train {there}", markup=False, soft_wrap=True)
 
 
-def to_json_dict(found: Plan, seconds: float) -> dict[str, Any]:
+def plan_to_json(found: Plan, seconds: float) -> dict[str, Any]:
     """Return what ``--json`` prints."""
     candidates = [{**asdict(planned), "fits": planned.fits} for planned in found.candidates]
     return {
@@ -93,7 +93,7 @@ def to_json_dict(found: Plan, seconds: float) -> dict[str, Any]:
     }
 
 
-def show(found: Plan, console: Console, *, seconds: float) -> None:
+def print_plan(found: Plan, console: Console, *, seconds: float) -> None:
     """Print a table, the words to paste and why the second is second."""
     from rich.text import Text
 
@@ -101,7 +101,7 @@ def show(found: Plan, console: Console, *, seconds: float) -> None:
 
     console.print(f"[bold]{found.workload}[/bold]")
     console.print(f"{found.searched:,} layouts in {seconds:.0f} s, the fastest that fit first\n")
-    console.print(plan_table.table(found))
+    console.print(plan_table.build_plan_table(found))
     for number, planned in enumerate(found.candidates, 1):
         console.print()
         console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)

@@ -81,7 +81,7 @@ def command(
             found = estimated(context, with_values(config, {"hardware": None}))
         stats = pipeline_stats(found, schedule)
     if plot is not None:
-        save(timeline_plot.draw(times), plot)
+        save(timeline_plot.draw_timeline(times), plot)
     if as_json:
         print_json(
             {

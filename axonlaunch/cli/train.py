@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.estimate import searched, show, show_remedies, to_json_dict
+from axonlaunch.cli.estimate import (
+    estimate_to_json,
+    print_estimate,
+    search_all_changes,
+    show_remedies,
+)
 from axonlaunch.cli.options import (
     STARTED,
     ConfigDir,
@@ -155,14 +160,14 @@ def _dry_run(
         for number, run in enumerate(runs):
             if number:
                 console.print()
-            show(run.forecast, console)
+            print_estimate(run.forecast, console)
             show_remedies(context, run.config, run.forecast, console)
             _show_obstacles(run.obstacles, console)
         _show_elsewhere(runs, overrides, console)
 
 
 def _as_object(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
-    found = to_json_dict(run.forecast, *searched(context, run.config, run.forecast))
+    found = estimate_to_json(run.forecast, *search_all_changes(context, run.config, run.forecast))
     return {**found, "obstacles": problems_as_objects(run.obstacles)}
 
 

@@ -24,7 +24,7 @@ EXAMPLES = """Examples:
   axonlaunch verify strategy=fsdp model=llama_debug train.precision=bf16 --steps 8
   axonlaunch verify strategy=pipeline launch.backend=gloo    (real processes)
 """
-SHOWN = 8
+MAX_SHOWN_PARAMETERS = 8
 
 
 def command(
@@ -82,8 +82,8 @@ def _show(verdict: ParityResult, console: Console) -> None:
         console.print(f"worst parameter  {verdict.worst_parameter}", markup=False)
     else:
         console.print(verdict.failure, markup=False, soft_wrap=True)
-    for line in verdict.differences[:SHOWN]:
+    for line in verdict.differences[:MAX_SHOWN_PARAMETERS]:
         console.print(line, markup=False, soft_wrap=True)
-    if len(verdict.differences) > SHOWN:
-        console.print(f"and {len(verdict.differences) - SHOWN} more")
+    if len(verdict.differences) > MAX_SHOWN_PARAMETERS:
+        console.print(f"and {len(verdict.differences) - MAX_SHOWN_PARAMETERS} more")
     console.print("[green]passed[/green]" if verdict.passed else "[red]failed[/red]")

@@ -145,7 +145,7 @@ def _import_plugins(tree: dict[str, Any]) -> list[ConfigIssue]:
 
 
 def import_code(config: RunConfig) -> None:
-    """Import what a configuration names, in a process that received it as a value.
+    """Import the plugins of a configuration, in a process that received it as a value.
 
     Raises:
         ConfigError: A module can't be imported.
@@ -157,7 +157,8 @@ def import_code(config: RunConfig) -> None:
 def _with_registered(composed: Composed) -> Composed:
     """Let ``GROUP=NAME`` choose what a plugin or a package registers, for which there is no YAML.
 
-    Such a group then holds the name and what overrides set, nothing of the default option's.
+    Such a group then holds the name and what overrides set, of the default option's keys those
+    alone that all entries have.
     """
     tree, given, problems = dict(composed.tree), dict(composed.given), []
     for problem in composed.problems:
@@ -168,6 +169,7 @@ def _with_registered(composed: Composed) -> Composed:
         group = tree.get(problem.key, {})
         inside = f"{problem.key}."
         keys = {key.split(".")[1] for key in composed.given if key.startswith(inside)}
+        keys |= group.keys() - {"name"} if registry.shares_keys else set()
         tree[problem.key] = {"name": name, **{key: group[key] for key in sorted(keys)}}
         given[f"{inside}name"] = f"{problem.key}={name}"
     return dataclasses.replace(composed, tree=tree, given=given, problems=problems)

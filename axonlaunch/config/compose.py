@@ -13,31 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.other_names import FOREIGN_OPTIONS
+from axonlaunch.config.override_text import too_much, without_quoted_keys, without_spaces
 from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.registry import Registry, nearest, unknown
 
-_LONGEST, _DEEPEST = 8192, 32
-"""Characters and levels of an override: Hydra's parser takes seconds for a multiple of it."""
-_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
-
 OVERRIDE_ORIGIN = "override "
 DEFAULT_ORIGIN = "default"
-
-FOREIGN_OPTIONS = {
-    "strategy=context_parallel": "strategy.context.degree=2",
-    "strategy=data_parallel": "ddp",
-    "strategy=deepspeed": "zero1, zero2 or fsdp",
-    "strategy=dp": "ddp",
-    "strategy=full_shard": "fsdp",
-    "strategy=hybrid_shard": "hsdp",
-    "strategy=none": "single",
-    "strategy=pp": "pipeline",
-    "strategy=shard_grad_op": "zero2",
-    "strategy=tp": "tensor",
-    "strategy=zero3": "fsdp",
-}
-"""What other tools call an option, to what it is here."""
-
 
 PRESET = "preset"
 """A key of the group ``model``: what its size makes sense with, by a key of ``PRESETS``. It is a
@@ -93,15 +75,7 @@ class Composer:
         config_dirs: Sequence[str | Path] = (),
         registries: Mapping[str, Registry[Any, Any]] | None = None,
     ) -> None:
-        """Look for the folders.
-
-        Args:
-            config_dirs: A user's own.
-            registries: Of groups whose options are also entries of a registry.
-
-        Raises:
-            ConfigError: There is no such folder.
-        """
+        """Find a user's folders; what ``registries`` list are options of their groups too."""
         from hydra._internal.config_loader_impl import ConfigLoaderImpl
         from hydra._internal.utils import create_config_search_path
 
@@ -183,9 +157,9 @@ class Composer:
 
         parser = OverridesParser.create(config_loader=self._loader)
         parsed = []
-        words, problems = _without_spaces(overrides)
-        for text in map(_without_quoted_keys, words):
-            if reason := _too_much(text):
+        words, problems = without_spaces(overrides)
+        for text in map(without_quoted_keys, words):
+            if reason := too_much(text):
                 problems.append(ConfigIssue("", f"{text[:60]}...: {reason}"))
                 continue
             try:
@@ -325,36 +299,6 @@ class Composer:
         return ""
 
 
-def _without_quoted_keys(text: str) -> str:
-    """Take the quotes from the keys of ``key={"*.bias": {lr: 0}}``, where Hydra's grammar has none.
-
-    Only from those that need none: it would take a comma or a colon for what ends the key.
-    """
-
-    def plain(match: re.Match[str]) -> str:
-        before, after = text[: match.start()].rstrip(), text[match.end() :].lstrip()
-        is_key = before.endswith(("{", ",")) and after.startswith(":")
-        inside = match[0][1:-1]
-        return inside if is_key and re.fullmatch(r"[\w.*?/@+-]+", inside) else match[0]
-
-    return re.sub(_QUOTED, plain, text)
-
-
-def _too_much(text: str) -> str:
-    """Say what is too much of an override to be parsed in a second; empty if nothing is."""
-    if len(text) > _LONGEST:
-        return (
-            f"is longer than {_LONGEST} characters; write it to a YAML file, and give its folder "
-            "by --config-dir"
-        )
-    depth = 0
-    for mark in re.sub(_QUOTED, "", text):
-        depth += (mark in "[{(") - (mark in ")}]")
-        if depth > _DEEPEST:
-            return f"is nested deeper than {_DEEPEST} levels; write it to a YAML file"
-    return ""
-
-
 def _taken_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:
     """Take a model's preset out of a composed tree, where it has had its effect."""
     model = tree.get("model")
@@ -370,20 +314,6 @@ def _taken_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:
         for name, value in preset.items()
         if name not in known
     ]
-
-
-def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[ConfigIssue]]:
-    """Part words from ``key = value``, of which a shell makes three."""
-    rest, problems = [*words], []
-    while "=" in rest:
-        at = rest.index("=")
-        of_it = slice(max(0, at - 1), at + 2)
-        written = rest[of_it]
-        problems.append(
-            ConfigIssue("", f"{' '.join(written)}: has spaces; write {''.join(written)}")
-        )
-        del rest[of_it]
-    return rest, problems
 
 
 def _omegaconf_problem(error: Any) -> ConfigIssue:

@@ -151,33 +151,26 @@ Kind = Literal["tokens", "images"]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShape:
-    """What one sample is, as far as memory and time depend on it.
-
-    Attributes:
-        kind: tokens [T] int64, or images [C, H, W] fp32.
-        shape: Of one input, [T] or [C, H, W].
-        num_classes: Tokens of the vocabulary, or classes; None: only the data knows.
-    """
+    """What one sample is, as far as memory and time depend on it."""
 
     kind: Kind
+    """tokens are int64, images fp32"""
     shape: tuple[int, ...]
+    """of one input, [T] or [C, H, W]"""
     num_classes: int | None = None
+    """tokens of the vocabulary, or classes; None: only the data knows"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFacts:
-    """What others must know of a dataset without reading it.
-
-    Attributes:
-        sample: Typed configuration to the shape of its samples, so that an estimate reads no file;
-            None: the dataset is made to find out.
-        files: Required keys that name files; an estimate does without them.
-        is_text: Whether its tokens are bytes of text.
-    """
+    """What others must know of a dataset without reading it."""
 
     sample: Callable[[Any], SampleShape] | None = None
+    """from its configuration; None: the dataset is made to find out"""
     files: tuple[str, ...] = ()
+    """required keys that name files, which an estimate does without"""
     is_text: bool = False
+    """whether its tokens are bytes of text"""
 
 
 def _bytes(config: PythonSourceConfig | TextConfig) -> SampleShape:

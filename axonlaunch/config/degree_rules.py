@@ -9,7 +9,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from axonlaunch.config.errors import ConfigIssue, divisor_of, divisors, one_of
-from axonlaunch.config.layout import Layout, layout, model_ranks, stages_per_rank
+from axonlaunch.config.layout import (
+    Layout,
+    data_parallel_facts,
+    layout,
+    model_ranks,
+    stages_per_rank,
+)
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import PipelineConfig, RunConfig
 
@@ -27,9 +33,11 @@ def degree_issues(config: RunConfig) -> Iterator[ConfigIssue]:
             "selective or none, or train.compile=false"
         )
         yield ConfigIssue("train.activation_checkpointing", message, "full")
-    if strategy.context.degree > 1 and strategy.data_parallel == "none":
+    averages = data_parallel_facts(strategy).averages
+    if strategy.context.degree > 1 and averages != "gradients":
+        kind = strategy.data_parallel
         message = (
-            "ranks that share a sequence have to sum gradients, and data_parallel is none; "
+            f"ranks that share a sequence have to sum gradients, and data_parallel is {kind}; "
             "use ddp, zero1 or fsdp, or 1"
         )
         yield ConfigIssue("strategy.context.degree", message, strategy.context.degree)

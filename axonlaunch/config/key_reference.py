@@ -70,6 +70,8 @@ def _keys(config: Any, prefix: str) -> Iterator[Key]:
 def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
     if "words" in limits:
         return str(limits["words"])
+    if "names" in limits:
+        return " | ".join([*limits["names"].names(), "null"])
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " | ".join(_allowed(option, limits) for option in inside)

@@ -6,13 +6,11 @@ Pure arithmetic on the typed tree; it starts nothing and refuses nothing (``rule
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT, NONE, DataParallelFacts
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import RunConfig, StrategyConfig
-
-DataParallel = Literal["none", "ddp", "zero1", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +18,7 @@ class Layout:
     """Sizes of the mesh axes and of a rank's share of a step.
 
     Attributes:
-        data_parallel: The engine's kind, ``null`` resolved.
+        data_parallel: The variant's name, ``null`` resolved.
         pipeline: Ranks that layers are divided among.
         dp_replicate: Ranks that hold the same shard.
         dp_shard: Ranks that one copy of the parameters is divided among.
@@ -33,7 +31,7 @@ class Layout:
         round_microbatches: Micro-batches of one round of the pipeline's schedule.
     """
 
-    data_parallel: DataParallel
+    data_parallel: str
     pipeline: int
     dp_replicate: int
     dp_shard: int
@@ -44,6 +42,36 @@ class Layout:
     micro_batch_size: int
     micro_batches: int
     round_microbatches: int
+
+    @property
+    def facts(self) -> DataParallelFacts:
+        """Properties of the data-parallel variant."""
+        return DATA_PARALLEL.facts(self.data_parallel)
+
+    @property
+    def parameter_shards(self) -> int:
+        """Ranks that each parameter is divided among, beside those of other axes."""
+        return self._shards() if self.facts.shards_parameters else 1
+
+    @property
+    def gradient_shards(self) -> int:
+        """The same of each gradient."""
+        return self._shards() if self.facts.shards_gradients else 1
+
+    @property
+    def optimizer_shards(self) -> int:
+        """The same of each optimizer state."""
+        return self._shards() if self.facts.shards_optimizer else 1
+
+    def _shards(self) -> int:
+        if not self.facts.shards_parameters:
+            return self.gradient_ranks
+        return self.dp_shard if self.replicates_context else self.dp_shard * self.context
+
+    @property
+    def replicates_context(self) -> bool:
+        """Whether ranks that share a sequence hold whole parameters, as replicas do."""
+        return not self.facts.shards_parameters or self.dp_replicate == self.data_ranks > 1
 
     @property
     def data_ranks(self) -> int:
@@ -89,12 +117,12 @@ class Layout:
         return rank // (self.context * self.tensor) % self.data_ranks
 
     def __str__(self) -> str:
-        parts = []
-        if self.data_parallel == "fsdp" and self.dp_replicate > 1 and self.dp_shard > 1:
-            parts.append(f"fsdp {self.dp_replicate} x {self.dp_shard}")
-        elif self.data_parallel == "ddp" and self.data_ranks == 1 < self.context:
+        parts, facts = [], self.facts
+        if facts.shards_parameters and self.dp_replicate > 1 and self.dp_shard > 1:
+            parts.append(f"{self.data_parallel} {self.dp_replicate} x {self.dp_shard}")
+        elif not facts.shards_optimizer and self.data_ranks == 1 < self.context:
             pass  # the replicas are the context ranks, which stand below
-        elif self.data_parallel != "none":
+        elif facts.averages != "nothing":
             parts.append(f"{self.data_parallel} {self.data_ranks}")
         if self.context > 1:
             parts.append(f"context {self.context}")
@@ -155,7 +183,12 @@ def model_ranks(strategy: StrategyConfig) -> int:
     return strategy.pipeline.degree * strategy.context.degree * strategy.tensor.degree
 
 
-def data_parallel(strategy: StrategyConfig, *, world_size: int) -> DataParallel:
+def data_parallel_facts(strategy: StrategyConfig) -> DataParallelFacts:
+    """Return the properties of the variant that is chosen, or of the default."""
+    return DATA_PARALLEL.facts(strategy.data_parallel or DEFAULT)
+
+
+def data_parallel(strategy: StrategyConfig, *, world_size: int) -> str:
     """Return what keeps the ranks in step that hold the same parameters; nothing else decides it.
 
     Where ``strategy.data_parallel`` is null that is ddp, or none if no two ranks hold the same.
@@ -165,7 +198,7 @@ def data_parallel(strategy: StrategyConfig, *, world_size: int) -> DataParallel:
     if strategy.data_parallel is not None:
         return strategy.data_parallel
     holders = world_size // (strategy.pipeline.degree * strategy.tensor.degree)
-    return "ddp" if holders > 1 else "none"
+    return DEFAULT if holders > 1 else NONE
 
 
 def stages_per_rank(strategy: StrategyConfig) -> int:
@@ -181,7 +214,8 @@ def stages_per_rank(strategy: StrategyConfig) -> int:
 def replicas(config: RunConfig, *, world_size: int) -> int:
     """Return how many whole copies of the parameters the data-parallel ranks hold."""
     fsdp, ranks = config.strategy.fsdp, max(1, world_size // model_ranks(config.strategy))
-    if config.strategy.data_parallel != "fsdp" or fsdp.sharding == "no_shard":
+    is_sharded = data_parallel_facts(config.strategy).shards_parameters
+    if not is_sharded or fsdp.sharding == "no_shard":
         return ranks
     if fsdp.sharding != "hybrid_shard":
         return 1
@@ -208,7 +242,7 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
     nproc, strategy = config.launch.nproc, config.strategy
     if nproc == "auto":
         degrees = model_ranks(strategy)
-        if strategy.data_parallel == "none":
+        if data_parallel_facts(strategy).averages == "nothing":
             nproc = degrees
         elif accelerators or degrees == 1:
             nproc = accelerators or 2

@@ -84,16 +84,20 @@ def read_yaml(text: str) -> dict[str, Any]:
 
 
 def line_of(text: str, key: str) -> int:
-    """Return the line, from 1, in which YAML that was read names a dotted key."""
+    """Return the line, from 1, in which YAML that was read names a dotted key, ``a.b[0].c``."""
     import yaml
 
     node = yaml.compose(text, Loader=_loader())
     line = 1
-    for name in key.split("."):
+    for part in key.split("."):
+        name, _, index = part.rstrip("]").partition("[")
         for known, value in node.value if isinstance(node, yaml.MappingNode) else []:
             if known.value == name:
                 node, line = value, known.start_mark.line + 1
                 break
+        if index and isinstance(node, yaml.SequenceNode):
+            node = node.value[int(index)]
+            line = node.start_mark.line + 1
     return line
 
 

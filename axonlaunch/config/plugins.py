@@ -68,17 +68,18 @@ def import_callable(key: str, target: str, arguments: Mapping[str, Any]) -> Call
     if not callable(found):
         message = f"is {type(found).__name__}, not a class or function"
         raise ConfigError([ConfigIssue(key, message, target)])
+    builder: Callable[..., Any] = found
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(builder)
     except (ValueError, TypeError):
-        return found  # some of what is written in C has none
+        return builder  # some of what is written in C has none
     try:
         signature.bind(**arguments)
     except TypeError as error:
         takes = ", ".join(signature.parameters) or "none"
         message = f"{error}; arguments that it takes: {takes}"
         raise ConfigError([ConfigIssue(key, message, target)]) from error
-    return found
+    return builder
 
 
 def _reason(name: str, error: BaseException) -> str:

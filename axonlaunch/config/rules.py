@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.degree_rules import (
     broken_rounds,
     broken_world_degrees,
@@ -18,11 +19,17 @@ from axonlaunch.config.degree_rules import (
     legal_micro_batch_sizes,
 )
 from axonlaunch.config.errors import ConfigIssue, divisor_of, one_of
-from axonlaunch.config.layout import model_ranks, nodes, replicas, world_size
+from axonlaunch.config.layout import (
+    data_parallel_facts,
+    model_ranks,
+    nodes,
+    replicas,
+    world_size,
+)
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.plain import with_values
-from axonlaunch.config.schema import GROUPS, DDPConfig, FSDPConfig, RunConfig
+from axonlaunch.config.schema import GROUPS, RunConfig
 from axonlaunch.config.url import is_url
 
 _LONGEST_NAME, _LONGEST_PATH = 240, 2048
@@ -38,6 +45,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
     problems = [
         *_name(config),
         *_unused(config),
+        *_averaged_parameters(config),
         *_no_replicas(config),
         *degree_issues(config),
         *_schedule(config),
@@ -97,23 +105,37 @@ def _name(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _unused(config: RunConfig) -> Iterator[ConfigIssue]:
     """A setting of an engine that is not the chosen one would silently do nothing."""
-    chosen = config.strategy.data_parallel or "ddp"
-    users = {"ddp": ("ddp", DDPConfig()), "fsdp": ("fsdp", FSDPConfig())}
-    for section, (engine, defaults) in users.items():
-        if chosen == engine:
+    name, chosen = config.strategy.data_parallel or DEFAULT, data_parallel_facts(config.strategy)
+    sections = {
+        entry.section: engine
+        for engine, entry in DATA_PARALLEL.known_facts().items()
+        if entry.section
+    }
+    for section, engine in sections.items():
+        if chosen.section == section:
             continue
         given = getattr(config.strategy, section)
+        defaults = type(given)()
         for field in dataclasses.fields(given):
             value = getattr(given, field.name)
             if value != getattr(defaults, field.name):
                 use = f"strategy.data_parallel={engine}"
-                message = f"data_parallel is {chosen}; use {use} or remove this setting"
+                message = f"data_parallel is {name}; use {use} or remove this setting"
                 yield ConfigIssue(f"strategy.{section}.{field.name}", message, value)
+
+
+def _averaged_parameters(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Ranks that each train by themselves for a while would each scale their loss."""
+    name, precision = config.strategy.data_parallel, config.train.precision
+    if not data_parallel_facts(config.strategy).is_exact and precision == "fp16":
+        message = f"ranks of {name} have gradients of their own, and one loss scale; use bf16"
+        yield ConfigIssue("train.precision", message, precision)
 
 
 def _single(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     needed = model_ranks(config.strategy)
-    if config.strategy.data_parallel == "none" and world_size > needed:
+    alone = data_parallel_facts(config.strategy).averages == "nothing"
+    if alone and world_size > needed:
         many = "1 rank" if needed == 1 else f"{needed} ranks"
         apart = f"{world_size} ranks would train independent copies"
         message = f"{apart}; use strategy.data_parallel=ddp or {many}"
@@ -122,7 +144,8 @@ def _single(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
 
 def _no_replicas(config: RunConfig) -> Iterator[ConfigIssue]:
     fsdp = config.strategy.fsdp
-    if config.strategy.data_parallel != "fsdp" or fsdp.sharding == "hybrid_shard":
+    is_sharded = data_parallel_facts(config.strategy).shards_parameters
+    if not is_sharded or fsdp.sharding == "hybrid_shard":
         return
     if fsdp.replicate != "auto":
         message = f"sharding is {fsdp.sharding}; use hybrid_shard, or remove this setting"

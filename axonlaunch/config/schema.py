@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from axonlaunch.config.data import DATASETS, PythonSourceConfig
+from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.config.launch import LAUNCHERS, LaunchConfig
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.model import MODELS, GPTConfig
 from axonlaunch.config.optimizer import (
@@ -59,7 +61,7 @@ class FSDPConfig:
     """
     cpu_offload: Literal["none", "params", "full", "optimizer_states"] = "none"
     """what lives in host memory between uses. params: parameters and gradients; optimizer_states:
-    AdamW's moments; full: all of them, and the update itself runs on the host
+    the optimizer's states; full: all of them, and the update itself runs on the host
     """
     replicate: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
     """number of replicas under hybrid_shard; auto: one per node of a stage"""
@@ -115,11 +117,16 @@ class ContextConfig:
 class StrategyConfig:
     """Where the work happens; it never changes what is computed."""
 
-    data_parallel: Literal["none", "ddp", "zero1", "fsdp"] | None = None
+    data_parallel: str | None = field(default=None, metadata={"names": DATA_PARALLEL})
     """what ranks that hold the same parameters do: those that tensor and pipeline leave over, those
     of context among them. none: there is one; ddp: replicas; zero1: replicas with sharded optimizer
     states; fsdp: sharded; null: ddp, or none for one rank
     """
+    options: Any = field(
+        default=None,
+        metadata={"typed_by": "data_parallel", "words": "keys of a registered variant, or null"},
+    )
+    """keys of a data-parallel variant that is not included"""
     ddp: DDPConfig = field(default_factory=DDPConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     tensor: TensorConfig = field(default_factory=TensorConfig)
@@ -217,71 +224,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmConfig:
-    """What sbatch needs to know of a job (launch=slurm); nodes and ranks are those of the run."""
-
-    partition: str | None = None
-    """partition of the job; null: the cluster's default"""
-    account: str | None = None
-    """account that the job is charged to; null: the user's default"""
-    time: str | None = None
-    """time limit, as sbatch takes it: 30 (minutes), 8:00:00, 2-0; the run is checkpointed and
-    requeued 2 minutes before it
-    """
-    extra_args: list[str] = field(default_factory=list)
-    """more options of sbatch: ["--qos=high","--constraint=h100"]"""
-    prologue: list[str] = field(default_factory=list)
-    """lines of the job's script that run before training starts: ["module load cuda"]"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    """How the ranks are started and find each other."""
-
-    name: Literal["auto", "local", "env", "slurm"] = "auto"
-    """auto: detected from the environment: a rank of torchrun, mpirun or srun, one of several nodes
-    (WORLD_SIZE), else local; local: ranks on this node, whatever the environment says; env: from
-    the environment, and an error if it describes no world; slurm: submit a job
-    """
-    nproc: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """ranks per node; auto: one per accelerator; without accelerators 2, or what the degrees of the
-    strategy need
-    """
-    nnodes: int | str = field(default=1, metadata={"min": 1})
-    """nodes, with nproc ranks on each; 2:4: from 2 to 4, as many as join and stay"""
-    node_rank: int | Literal["auto"] = field(default="auto", metadata={"min": 0})
-    """rank of this node, from 0; auto: from the environment"""
-    master_addr: str = "auto"
-    """address of node 0, as the other nodes reach it; auto: from the environment"""
-    master_port: int | Literal["auto"] = field(default="auto", metadata={"min": 1, "max": 65535})
-    """port of the rendezvous, on node 0; auto: from the environment, else a free one"""
-    token_file: str | None = None
-    """file with a secret, the same on every node, that only this user can read (mode 0600): the
-    nodes sign their messages to each other with a key derived from it; made by
-    (umask 077; head -c 32 /dev/urandom | base64 > FILE)
-    """
-    require_token: bool = False
-    """refuse a run on more than one node without token_file; its messages could be forged"""
-    backend: Literal["auto", "gloo", "nccl", "mock"] = "auto"
-    """auto: nccl on accelerators, else gloo; mock: all ranks are threads of one process"""
-    timeout_s: float = field(default=600.0, metadata={"above": 0})
-    """seconds that nodes wait for each other to join, and that a rank may make no progress,
-    after which the run fails and says where each rank is
-    """
-    max_restarts: int = field(default=0, metadata={"min": 0})
-    """how often a run that fails is started again, from its last checkpoint, on the nodes that
-    are left
-    """
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    threads: int | Literal["auto"] = field(default="auto", metadata={"min": 1})
-    """threads that a rank computes with on a CPU; auto: the first node's cores / its ranks, for all
-    nodes; on another number sums round otherwise, and a run's losses differ in their last bits
-    """
-    pin_cores: bool = True
-    """pin each rank to its own share of this node's cores"""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run; ``config.load`` makes one from overrides."""
 
@@ -314,7 +256,7 @@ class RunConfig:
     """
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig, metadata={"variants": LAUNCHERS})
     estimate: EstimateConfig = field(default_factory=EstimateConfig)
     hardware: HardwareConfig | None = None
 
@@ -325,7 +267,7 @@ GROUPS: dict[str, Registry[Any, Any] | None] = {
     "data": DATASETS,
     "optimizer": OPTIMIZERS,
     "scheduler": SCHEDULERS,
-    "launch": None,
+    "launch": LAUNCHERS,
     "hardware": None,
     "experiment": None,
 }
@@ -334,5 +276,6 @@ GROUPS: dict[str, Registry[Any, Any] | None] = {
 REGISTRIES: dict[str, Registry[Any, Any]] = {
     **{group: registry for group, registry in GROUPS.items() if registry is not None},
     "loggers": LOGGERS,
+    "strategy.data_parallel": DATA_PARALLEL,
 }
 """The keys whose values are entries of a registry, and the registry."""

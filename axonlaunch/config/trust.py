@@ -43,17 +43,30 @@ def _named(tree: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         if keys.get("trust_remote_code"):
             message = "run code that comes with the model"
             yield f"{group}.trust_remote_code", keys["trust_remote_code"], message
-        registry, name = REGISTRIES.get(group), str(keys.get("name"))
-        if registry is not None and not registry.is_registered(name):
-            for point in registry.offers(name):
-                yield f"{group}.name", name, f"import {point.value}, of an installed package"
+    for key, registry in REGISTRIES.items():
+        for path, name in _chosen(tree, key):
+            if not registry.is_registered(name):
+                for point in registry.offers(name):
+                    yield path, name, f"import {point.value}, of an installed package"
 
 
 def _groups(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each group with its keys; of a list of groups, each item."""
     for group, keys in tree.items():
-        for item in keys if isinstance(keys, list) else [keys]:
+        items = enumerate(keys) if isinstance(keys, list) else []
+        for name, item in [(group, keys), *((f"{group}[{n}]", item) for n, item in items)]:
             if isinstance(item, dict):
-                yield group, item
-            elif group in REGISTRIES and isinstance(item, str):
-                yield group, {"name": item}
+                yield name, item
+
+
+def _chosen(tree: dict[str, Any], key: str) -> Iterator[tuple[str, str]]:
+    """Yield the names that a key chooses: as its value, its ``name``, or of each of its items."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    items = enumerate(value) if isinstance(value, list) else []
+    for path, item in [(key, value), *((f"{key}[{n}]", item) for n, item in items)]:
+        if isinstance(item, str):
+            yield path, item
+        elif isinstance(item, dict) and isinstance(item.get("name"), str):
+            yield f"{path}.name", item["name"]

@@ -13,57 +13,9 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
 from axonlaunch.config.errors import ConfigIssue, one_of, plain
+from axonlaunch.config.group_options import typed_groups
+from axonlaunch.config.other_names import FOREIGN_NAMES, RENAMED_KEYS
 from axonlaunch.registry import EntryPointError, Registry, nearest, unknown
-
-FOREIGN_NAMES = {
-    "batch": "train.global_batch_size",
-    "batch_size": "train.global_batch_size",
-    "devices": "launch.nproc",
-    "epochs": "train.steps",
-    "gpus": "launch.nproc",
-    "gradient_accumulation_steps": "train.micro_batch_size",
-    "gradient_checkpointing": "train.activation_checkpointing",
-    "learning_rate": "optimizer.lr",
-    "max_epochs": "train.steps",
-    "max_grad_norm": "train.grad_clip",
-    "max_steps": "train.steps",
-    "mixed_precision": "train.precision",
-    "nproc_per_node": "launch.nproc",
-    "num_epochs": "train.steps",
-    "num_gpus": "launch.nproc",
-    "num_processes": "launch.nproc",
-    "output_dir": "run_dir",
-    "pipeline_parallel_size": "strategy.pipeline.degree",
-    "pp": "strategy.pipeline.degree",
-    "tensor_parallel_size": "strategy.tensor.degree",
-    "tp": "strategy.tensor.degree",
-}
-"""What other tools call a key, to the key that it is here."""
-
-RENAMED_KEYS = {
-    "checkpoint.keep": "checkpoint.keep_last",
-    "checkpoint.keep_every": "checkpoint.keep_every_n_steps",
-    "hardware.attention_sustained": "hardware.attention_efficiency",
-    "hardware.host_sustained": "hardware.host_efficiency",
-    "hardware.link_gather_gb_s": "hardware.allgather_bw_gb_s",
-    "hardware.link_sustained": "hardware.link_efficiency",
-    "hardware.matrix_sustained": "hardware.matrix_efficiency",
-    "hardware.memory_sustained": "hardware.memory_efficiency",
-    "hardware.moved_bytes": "hardware.kernel_bytes",
-    "hardware.moved_us": "hardware.kernel_latency_us",
-    "hardware.network_sustained": "hardware.network_efficiency",
-    "launch.account": "launch.slurm.account",
-    "launch.partition": "launch.slurm.partition",
-    "launch.sbatch": "launch.slurm.extra_args",
-    "launch.setup": "launch.slurm.prologue",
-    "launch.time_limit": "launch.slurm.time",
-    "strategy.planned": "strategy.auto",
-    "train.prompt": "sample.prompt",
-    "train.sample_tokens": "sample.max_new_tokens",
-    "train.tensorboard": "loggers=[tensorboard]",
-}
-"""What an earlier version called a key, to the key that it is now."""
-
 
 _ELSEWHERE = 0.75
 """How like a key of another group a name must be: ``stepz`` is meant for ``train.steps`` (0.8), and
@@ -106,6 +58,12 @@ def _dataclass(
     values: dict[str, Any] = {}
     for name, spec in fields.items():
         key = f"{prefix}.{name}" if prefix else name
+        if "typed_by" in spec.metadata:
+            sibling = spec.metadata["typed_by"]
+            registry = fields[sibling].metadata["names"]
+            chosen = values.get(sibling)
+            values[name] = _options(tree.get(name), registry, chosen, key, problems, root)
+            continue
         if name not in tree:
             if spec.default is MISSING and spec.default_factory is MISSING:
                 problems.append(ConfigIssue(key, f"is missing; write {key}=..."))
@@ -118,7 +76,9 @@ def _dataclass(
         if "each" in spec.metadata:
             values[name] = _each(value, spec.metadata["each"], key, problems, root)
         elif (of_a_group := spec.metadata.get("groups")) is not None:
-            values[name] = _groups(value, schema, of_a_group, tree, key, problems)
+            values[name] = typed_groups(
+                value, schema, of_a_group, tree, key, problems, type_one=_dataclass
+            )
         elif variants is not None:
             values[name] = _variant(value, variants, spec, key, problems, root)
         elif (nested := _nested(hints[name], value)) is not None:
@@ -126,6 +86,7 @@ def _dataclass(
         else:
             try:
                 values[name] = _convert(value, hints[name])
+                _is_named(values[name], spec.metadata.get("names"))
                 _in_range(values[name], spec.metadata, or_null=type(None) in get_args(hints[name]))
             except _Rejected as reason:
                 values.pop(name, None)
@@ -139,53 +100,6 @@ def _dataclass(
         if key not in broken:
             problems.append(ConfigIssue(key, message, getattr(config, name, None)))
     return config
-
-
-def _groups(
-    patterns: Any,
-    schema: type,
-    extra: type,
-    tree: dict[str, Any],
-    key: str,
-    problems: list[ConfigIssue],
-) -> dict[str, dict[str, Any]]:
-    """Type ``{pattern: {option: value}}``, whose options are a dataclass's fields, or ``extra``'s.
-
-    Each pattern's are typed as the whole dataclass with these values in place of its own would be,
-    so that a value is refused here for the reason that it would be there.
-    """
-    if not isinstance(patterns, dict):
-        problems.append(ConfigIssue(key, "expected {PATTERN: {OPTION: value}}", patterns))
-        return {}
-    fields = {f.name for f in dataclasses.fields(schema)} - {"name", key.rpartition(".")[2]}
-    extras = {f.name for f in dataclasses.fields(extra)}
-    is_free = "arguments" in fields  # whose class takes what it takes
-    if is_free:
-        fields = {"lr"}
-    own = {name: value for name, value in tree.items() if name != key.rpartition(".")[2]}
-    typed: dict[str, dict[str, Any]] = {}
-    for pattern, options in patterns.items():
-        where = f"{key}.{pattern}"
-        if not isinstance(options, dict) or not options:
-            problems.append(ConfigIssue(where, "expected its options, {OPTION: value}", options))
-            continue
-        known = fields & options.keys()
-        found: list[ConfigIssue] = []
-        beside = {name: options[name] for name in extras & options.keys()}
-        chosen = {name: options[name] for name in known}
-        config = _dataclass({**own, **chosen}, schema, where, found, root=schema)
-        scale = _dataclass(beside, extra, where, found, root=extra)
-        problems += [one for one in found if one.key.removeprefix(f"{where}.") in options]
-        typed[str(pattern)] = {}
-        for name, value in options.items():
-            if name in known or name in beside:
-                typed[str(pattern)][name] = getattr(config if name in known else scale, name)
-            elif is_free:
-                typed[str(pattern)][str(name)] = value
-            else:
-                message = unknown("option of a group", str(name), sorted(fields | extras))
-                problems.append(ConfigIssue(f"{where}.{name}", message, value))
-    return typed
 
 
 def _construct(schema: type, values: dict[str, Any], fields: dict[str, Any]) -> Any:
@@ -221,6 +135,43 @@ def _variant(
         problems.append(ConfigIssue(f"{key}.name", str(error), name))
         return _default(spec)
     return _dataclass(tree, schema, key, problems, root=root)
+
+
+def _options(
+    tree: Any,
+    variants: Registry[Any, Any],
+    name: str | None,
+    key: str,
+    problems: list[ConfigIssue],
+    root: type,
+) -> Any:
+    """Type the options of what another field names; None where that has none."""
+    schema = None if name is None else variants.entry(name).config
+    if schema is not None:
+        named = {"name": name, **(tree or {})} if isinstance(tree, dict | None) else tree
+        return _dataclass(named, schema, key, problems, root=root)
+    if tree:
+        message = f"{plain(name)} has no options; remove this setting"
+        problems.append(ConfigIssue(key, message, tree))
+    return None
+
+
+def _is_named(value: Any, registry: Registry[Any, Any] | None) -> None:
+    """Refuse a name that a registry does not list, or can't import.
+
+    Raises:
+        _Rejected: It says why.
+    """
+    if registry is None or value is None:
+        return
+    if value not in registry:
+        close = nearest(value, registry.names())
+        meant = f"did you mean {close}? " if close else ""
+        raise _Rejected(f"{meant}use {one_of(registry.names())}; or null")
+    try:
+        registry.entry(value)
+    except EntryPointError as error:
+        raise _Rejected(str(error)) from error
 
 
 def _each(

@@ -98,7 +98,7 @@ def _refuse(judged: Iterable[tuple[Path, str | None]], patterns: list[str]) -> N
     """
     refused = [(path, reason) for path, reason in judged if reason is not None]
     if refused:
-        raise ConfigError(text_files.problems(refused, patterns=patterns))
+        raise ConfigError(text_files.text_file_issues(refused, patterns=patterns))
 
 
 def _files(patterns: list[str]) -> list[Path]:

@@ -61,7 +61,9 @@ def refused_content(content: bytes) -> str | None:
     return None
 
 
-def problems(refused: Iterable[tuple[Path, str]], *, patterns: list[str]) -> list[ConfigIssue]:
+def text_file_issues(
+    refused: Iterable[tuple[Path, str]], *, patterns: list[str]
+) -> list[ConfigIssue]:
     """Return a problem for each reason; it names the first file and counts the others.
 
     Args:

@@ -18,7 +18,7 @@ _OPEN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class OpenCollective:
     """A collective that a rank has begun.
 
     Attributes:
@@ -37,7 +37,7 @@ class Call:
     op: str
     num_bytes: int
 
-    def is_like(self, other: Call) -> bool:
+    def is_like(self, other: OpenCollective) -> bool:
         """Whether another rank's call of the same number can be the same collective."""
         return self.op == other.op and (self.num_bytes == other.num_bytes or self.is_uneven)
 
@@ -58,7 +58,7 @@ class Record:
     """
 
     begun: Mapping[str, int]
-    open: tuple[Call, ...]
+    open: tuple[OpenCollective, ...]
 
     def to_json(self) -> str:
         """Write it in one line."""
@@ -67,14 +67,16 @@ class Record:
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Self:
         """Read what ``to_json`` wrote, parsed."""
-        calls = (Call(**{**call, "ranks": tuple(call["ranks"])}) for call in content["open"])
+        calls = (
+            OpenCollective(**{**call, "ranks": tuple(call["ranks"])}) for call in content["open"]
+        )
         return cls(begun=content["begun"], open=tuple(calls))
 
 
 def take() -> Record:
     """Return this process's record; any of its threads may ask, whatever the others wait for."""
     begun: dict[str, int] = {}
-    open_: list[tuple[int, Call]] = []
+    open_: list[tuple[int, OpenCollective]] = []
     ranks = _ranks_of_groups()
     for entry in _entries():
         if entry["is_p2p"]:
@@ -85,7 +87,7 @@ def take() -> Record:
         begun[group] = max(begun.get(group, 0), number)
         if entry["retired"] or entry["state"] == "completed":
             continue
-        call = Call(
+        call = OpenCollective(
             group=group,
             axis="world" if axis == "default_pg" else axis.removeprefix("mesh_"),
             ranks=ranks.get(name, ()),
@@ -94,7 +96,7 @@ def take() -> Record:
             num_bytes=_num_bytes(entry["input_sizes"], entry["input_dtypes"]),
         )
         open_.append((entry["time_created_ns"], call))
-    first: list[Call] = []
+    first: list[OpenCollective] = []
     for _, call in sorted(open_, key=lambda pair: pair[0]):
         if sum(call.group == other.group for other in first) < _OPEN:
             first.append(call)

@@ -31,7 +31,7 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
         if ranks is not None:
             report |= {
                 "measured_ranks": ranks,
-                "measured": measured_hardware.measure(context, ranks=ranks),
+                "measured": measured_hardware.measure_hardware(context, ranks=ranks),
             }
     report["backends"] = backends
     report["run_folder"] = str(run_folder.absolute())

@@ -34,7 +34,7 @@ def of_this_node(
         hardware: As composed.
         ranks: Of the run, all on this node.
     """
-    figures = _kept(ranks) or measure(context, ranks=ranks)
+    figures = _kept(ranks) or measure_hardware(context, ranks=ranks)
     given = dataclasses.asdict(hardware)
     empty = dataclasses.asdict(HardwareConfig(name=hardware.name))
     return HardwareConfig(
@@ -42,14 +42,14 @@ def of_this_node(
     )
 
 
-def measure(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
+def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
     """Measure this node with so many ranks at once, and keep what was found."""
     threads = host.threads(ranks=ranks)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         calls = [(rank, ranks, threads, store) for rank in range(ranks)]
         found, *_ = forked_call.call_together(
-            context, "axonlaunch.doctor.microbenchmarks:on_rank", calls
+            context, "axonlaunch.doctor.microbenchmarks:run_microbenchmarks", calls
         )
     figures = {name: _rounded(value) for name, value in found.items()}
     figures |= {

@@ -37,7 +37,7 @@ _MOVED = tuple(2**exponent for exponent in range(14, 28, 2))
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def on_rank(rank: int, ranks: int, threads: int, store: str) -> dict[str, Any]:
+def run_microbenchmarks(rank: int, ranks: int, threads: int, store: str) -> dict[str, Any]:
     """Be one of the ranks; return the figures, the same on each.
 
     Args:

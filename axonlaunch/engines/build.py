@@ -25,9 +25,9 @@ from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.context.context import CHUNKS, ContextAxis
-from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
+from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.device_mesh import context_group, run_mesh, sharding_mesh
 from axonlaunch.engines.forward_backward import (
@@ -56,6 +56,7 @@ from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded
 from axonlaunch.engines.tensor.loss import vocab_parallel_cross_entropy_sum
 from axonlaunch.engines.tensor.parallelize import has_divided_logits, parallelize
 from axonlaunch.models.build import construct, spec_for, start
+from axonlaunch.models.loss import with_auxiliary_loss
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
@@ -110,7 +111,7 @@ class _Plan:
     def whole_on_host(self) -> bool:
         """Whether FSDP keeps parameters in host memory."""
         offload = CPUOffload(self.config.strategy.fsdp.cpu_offload)
-        return self.shares.data_parallel == "fsdp" and offload.keeps_parameters_on_host
+        return self.shares.facts.shards_parameters and offload.keeps_parameters_on_host
 
     def construct(self) -> nn.Module:
         """Build the whole model, undivided."""
@@ -150,11 +151,10 @@ def build(
     divided_logits = has_divided_logits(whole)
     crossing = crossing_ties(plan.spec, ties) if shares.pipeline > 1 else {}
     passes: ForwardBackward
-    wrapped: DDP | FSDP | None
     if shares.pipeline == 1:
-        passes, wrapped = _whole(plan, whole)
+        passes, replicas = _whole(plan, whole)
     else:
-        passes, wrapped = _pipeline(plan, whole, counts, crossing)
+        passes, replicas = _pipeline(plan, whole, counts, crossing)
     trained = {
         name: parameter
         for module in passes.modules
@@ -168,12 +168,13 @@ def build(
     loss: Loss = plan.spec.loss
     gather: Callable[[Tensor], Tensor] = _as_is
     if divided_logits:
-        loss = partial(vocab_parallel_cross_entropy_sum, group=tensor_group)
+        divided = partial(vocab_parallel_cross_entropy_sum, group=tensor_group)
+        loss = partial(with_auxiliary_loss, divided)
         gather = partial(collect_from, group=tensor_group, dim=-1)
     return MeshEngine(
         passes,
         update=_update(plan, trained, {n: facts[crossing.get(n, n)] for n in trained}),
-        replicas=wrapped if isinstance(wrapped, DDP) else None,
+        replicas=replicas,
         sharded=plan.sharded,
         tied=tied,
         aliases={n: crossing[n] for n in trained if n in crossing},
@@ -240,20 +241,25 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
         )
 
 
-def _whole(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, DDP | FSDP | None]:
-    wrapped = _wrap(plan, model)
+def _whole(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replicas | None]:
+    _wrap_stage(plan, model)
+    replicas, forward = None, model
+    if plan.shares.facts.shards_parameters:
+        [forward] = plan.sharded
+    elif (replicas := _replicas(plan, model, sync=plan.config.strategy.ddp.sync)) is not None:
+        forward = replicas.module
     passes = LocalForwardBackward(
         model,
-        forward=wrapped or model,
+        forward=forward,
         micro_batch_size=plan.shares.micro_batch_size,
         device=plan.world.device,
     )
-    return passes, wrapped
+    return passes, replicas
 
 
 def _pipeline(
     plan: _Plan, whole: nn.Module, counts: list[int], ties: dict[str, str]
-) -> tuple[PipelineForwardBackward, DDP | None]:
+) -> tuple[PipelineForwardBackward, Replicas | None]:
     """Cut this rank's stages out of copies of the model."""
     shares, group = plan.shares, plan.mesh.group("pp")
     schedule = PipelineSchedule(
@@ -278,9 +284,9 @@ def _pipeline(
     replicas = None
     for stage in mine.values():
         _wrap_stage(plan, stage)
-    if plan.shares.data_parallel in ("ddp", "zero1"):
+    if not plan.shares.facts.shards_parameters:
         # Schedules split and reorder backwards, so replicas agree when all of them have run.
-        replicas = _replicate(plan, nn.ModuleList(mine.values()), sync=GradSyncStrategy.NO_SYNC)
+        replicas = _replicas(plan, nn.ModuleList(mine.values()), sync=GradSyncStrategy.NO_SYNC)
     pipeline = Pipeline(mine, schedule=schedule, group=group, boundaries=boundaries)
     return PipelineForwardBackward(pipeline, micro_batch_size=shares.micro_batch_size), replicas
 
@@ -291,7 +297,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
 
     def divide(model: nn.Module) -> None:
         _parallelize(plan, model)
-        if plan.shares.data_parallel == "fsdp":
+        if plan.shares.facts.shards_parameters:
             model.to(DTYPES[plan.config.train.precision])  # as it is gathered
         else:
             _replicated_arithmetic(plan, model)
@@ -299,21 +305,10 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
     return plan.source.boundaries(divide, stages)
 
 
-def _wrap(plan: _Plan, model: nn.Module) -> DDP | FSDP | None:
-    """Recompute, compile, then shard or replicate; and fill the model with its weights."""
-    _wrap_blocks(plan, model)
-    if plan.shares.data_parallel == "fsdp":
-        return _shard(plan, model)
-    _replicated_arithmetic(plan, model)
-    _fill(plan, model)
-    if plan.shares.data_parallel == "none":
-        return None
-    return _replicate(plan, model, sync=plan.config.strategy.ddp.sync)
-
-
 def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
+    """Recompute, compile, then shard; and fill the model, or a stage, with its weights."""
     _wrap_blocks(plan, stage)
-    if plan.shares.data_parallel == "fsdp":
+    if plan.shares.facts.shards_parameters:
         _shard(plan, stage)
     else:
         _replicated_arithmetic(plan, stage)
@@ -366,17 +361,14 @@ def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> None:
         model.forward = autocasting(model.forward, precision, plan.world.device)
 
 
-def _replicate(plan: _Plan, model: nn.Module, *, sync: GradSyncStrategy | str) -> DDP:
-    ddp, reduce = plan.config.strategy.ddp, plan.config.strategy.reduce_dtype
+def _replicas(plan: _Plan, module: nn.Module, *, sync: GradSyncStrategy | str) -> Replicas | None:
     with plan.source.storing():
-        return DDP(
-            model,
+        return make_replicas(
+            plan.config.strategy,
+            module,
+            kind=plan.shares.data_parallel,
             group=plan.mesh.group("dp_replicate"),
             sync=sync,
-            bucket_size_mb=ddp.bucket_size_mb,
-            broadcast_buffers=ddp.broadcast_buffers,
-            gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-            reduce_dtype=None if reduce == "fp32" else DTYPES[reduce],
         )
 
 
@@ -384,7 +376,7 @@ def _fill(plan: _Plan, model: nn.Module) -> None:
     """Put a model on its device and give it its initial weights."""
     config, world = plan.config, plan.world
     filled = not any(parameter.is_meta for parameter in model.parameters())
-    if filled and plan.shares.data_parallel == "fsdp":
+    if filled and plan.shares.facts.shards_parameters:
         return  # fully_shard has moved what the model filled itself
     device = HOST if plan.whole_on_host else world.device
     with plan.source.storing():
@@ -399,11 +391,11 @@ def _update(
 ) -> Update:
     """Choose what updates this rank's parameters; ``facts`` has the same names."""
     config, device = plan.config, plan.world.device
-    if plan.shares.data_parallel == "zero1":
+    if plan.shares.facts.gathers_updates:
         mesh = plan.mesh.device_mesh
         return ShardedUpdate(config.optimizer, trained, mesh=mesh, facts=facts)
     stream = partial(StreamedUpdate, config.optimizer, trained, device=device, parameters=facts)
-    if plan.shares.data_parallel == "fsdp":
+    if plan.shares.facts.shards_parameters:
         offload = CPUOffload(config.strategy.fsdp.cpu_offload)
         if offload is CPUOffload.PARAMS:
             return stream(states_on=device)

@@ -13,9 +13,6 @@ from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.layout import Layout
 
-# Axes whose mesh the engine of a kind needs even where it has one rank.
-_KEPT = {"fsdp": ("dp_shard",), "zero1": ("dp_replicate",)}
-
 
 def run_mesh(world: World, shares: Layout) -> Mesh:
     """Return the mesh of a run: axes pp, dp_replicate, dp_shard, tp.
@@ -24,14 +21,18 @@ def run_mesh(world: World, shares: Layout) -> Mesh:
     data ranks does so over them too. ``context_group`` distinguishes them.
     """
     sizes = dict(shares.axes)
-    # no_shard keeps its shards of one rank.
-    replicated = shares.data_parallel != "fsdp" or shares.dp_replicate == shares.data_ranks > 1
-    sizes["dp_replicate" if replicated else "dp_shard"] *= sizes.pop("cp")
+    sizes["dp_replicate" if shares.replicates_context else "dp_shard"] *= sizes.pop("cp")
+    # What is divided has a mesh of its axis even where that has one rank.
+    keep: tuple[str, ...] = ()
+    if shares.facts.shards_parameters:
+        keep = ("dp_shard",)
+    elif shares.facts.shards_optimizer:
+        keep = ("dp_replicate",)
     return Mesh(
         sizes,
         rank=world.rank,
         device_type=world.device.type,
-        keep=_KEPT.get(shares.data_parallel, ()),
+        keep=keep,
     )
 
 

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup, World
 from axonlaunch.comm.mesh import Mesh
-from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import StepResult
 from axonlaunch.engines.context.context import ContextAxis
-from axonlaunch.engines.data_parallel.ddp import DDP
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
-from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
+from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.forward_backward import ForwardBackward, Loss, Outputs
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
@@ -39,7 +37,7 @@ class MeshEngine:
         passes: ForwardBackward,
         *,
         update: Update,
-        replicas: DDP | None,
+        replicas: Replicas | None,
         sharded: Sequence[FSDP],
         tied: TiedGradients | None,
         aliases: Mapping[str, str],
@@ -62,7 +60,7 @@ class MeshEngine:
         Args:
             passes: Forward and backward.
             update: The optimizer's side.
-            replicas: Who averages gradients that forward and backward leave apart; None: nobody.
+            replicas: Keeps whole copies of the parameters in step; None: there are none.
             sharded: What of the model fully_shard divides.
             tied: Sums gradients of weights that two pipeline stages share.
             aliases: ``{name here: name in the whole model}`` of this rank's copies of a weight
@@ -105,7 +103,6 @@ class MeshEngine:
         self._peak_rate = peak_rate
         self._pipeline: ProcessGroup | None = mesh.group("pp") if layout.pipeline > 1 else None
         self._buffers = [b for module in self.modules for b in persistent_buffers(module)]
-        self._has_stepped = False
         for module in self.modules:
             if not module.training:  # as pretrained models come; parts that a model froze stay so
                 module.train()
@@ -226,6 +223,8 @@ class MeshEngine:
         optimizer: dict[str, Tensor] = {}
         for key, value in self._update.state_dict().items():
             optimizer.setdefault(self._state_name(key), value)
+        if self._replicas is not None:
+            self._replicas.agree([*model.values(), *optimizer.values()])
         return {"model": model, "optimizer": optimizer, "counters": counters}
 
     @torch.no_grad()
@@ -264,18 +263,14 @@ class MeshEngine:
                 self._update.forget_gradients()
                 return norm, True
         self._update.apply(rate=lambda peak: self._rate(self.step - 1, peak=peak))
+        if self._replicas is not None:
+            self._replicas.after_update(step=self.step)
         return norm, False
 
     def _synchronise(self) -> None:
         """Do what forward and backward have left: average replicas, sum tied weights."""
-        if self._replicas is not None and self._replicas.sync is GradSyncStrategy.NO_SYNC:
-            self._replicas.sync_gradients()
-        if self._replicas is not None and not self._has_stepped:
-            self._has_stepped = True
-            if names := self._replicas.parameters_without_grad():
-                listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-                message = f"{listed} got no gradient, for which the others wait; use synchronous"
-                raise ConfigError([ConfigIssue("strategy.ddp.sync", message, "overlapped")])
+        if self._replicas is not None:
+            self._replicas.after_backward()
         if self._tied is not None:
             self._tied.sync()
 

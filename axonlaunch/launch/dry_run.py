@@ -49,7 +49,7 @@ def dry_runs(context: ForkServerContext, request: Request) -> list[DryRun]:
         return dataclasses.replace(found, tree=naming_files(found.tree))
 
     load = partial(
-        auto_strategy.load,
+        auto_strategy.load_auto_strategy,
         compose=with_files,
         server=lambda: context,
         config_dirs=request.config_dirs,
@@ -89,7 +89,7 @@ def _here(context: ForkServerContext, config: RunConfig, ready: RunConfig) -> li
         ready: The same, with the ranks that it would have here.
     """
     if config.launch.name == "slurm":
-        return slurm.problems(config)  # a job's nodes are not this node
+        return slurm.job_issues(config)  # a job's nodes are not this node
     found: list[ConfigIssue] = forked_call.call(
         context, "axonlaunch.preflight.checks:obstacles", ready
     )

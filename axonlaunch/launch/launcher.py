@@ -11,8 +11,10 @@ from multiprocessing.context import ForkServerContext
 from typing import Any, TypeAlias, cast
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.launch import LAUNCHERS, Launcher
 from axonlaunch.config.layout import nodes
 from axonlaunch.registry import load
+from axonlaunch.system import forked_call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,58 +36,54 @@ class LaunchOptions:
     again: str | None = None
 
 
+Check: TypeAlias = Callable[[RunConfig, LaunchOptions], RunConfig]
 Launch: TypeAlias = Callable[[RunConfig, LaunchOptions], tuple[int, dict[str, Any] | None]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launcher:
-    """What makes runs of configurations; its functions are named, ``"module:function"``.
-
-    Attributes:
-        check: Takes a configuration and ``LaunchOptions``; returns the configuration, checked and
-            complete, or raises ``ConfigError``. Called for all runs of a command before ``launch``
-            is for the first.
-        launch: Takes what ``check`` returned and ``LaunchOptions``; returns the exit status and
-            the run's summary, None where another process has it.
-        on_this_node: Whether ``launch`` runs all ranks here, to their end: runs that are finished
-            are then passed over, and those of a sweep compared.
-        sweeps: Whether it can launch more than one run of a command.
-        renders: Whether ``launch`` can print what it would submit, and submit nothing.
-    """
-
-    check: str
-    launch: str
-    on_this_node: bool = False
-    sweeps: bool = True
-    renders: bool = False
-
-
-LAUNCHERS = {
-    "local": Launcher(
-        check="axonlaunch.launch.local.launcher:check",
-        launch="axonlaunch.launch.local.launcher:launch",
-        on_this_node=True,
-    ),
-    "multinode": Launcher(
-        check="axonlaunch.launch.multinode.launcher:check",
-        launch="axonlaunch.launch.multinode.launcher:launch",
-        sweeps=False,
-    ),
-    "slurm": Launcher(
-        check="axonlaunch.launch.slurm:check",
-        launch="axonlaunch.launch.slurm:launch",
-        renders=True,
-    ),
-}
+_LOCAL, _MULTINODE = "local", "multinode"
+_OF_NODES = Launcher(
+    check="axonlaunch.launch.multinode.launcher:check",
+    launch="axonlaunch.launch.multinode.launcher:launch",
+    sweeps=False,
+)
+"""What a run on several nodes has, whose name is ``auto`` or ``env`` on each."""
 
 
 def launcher_of(config: RunConfig) -> str:
     """Return the name of the launcher of a run whose environment was applied to it."""
-    if config.launch.name in LAUNCHERS and config.launch.name != "local":
-        return config.launch.name
-    return "multinode" if nodes(config)[1] > 1 else "local"
+    name = config.launch.name
+    if name != _LOCAL and LAUNCHERS.entry(name).facts is not None:
+        return name
+    return _MULTINODE if nodes(config)[1] > 1 else _LOCAL
+
+
+def launcher(name: str) -> Launcher:
+    """Return what checks and launches the runs of a launcher of that name."""
+    return _OF_NODES if name == _MULTINODE else LAUNCHERS.facts(name)
+
+
+def check_function(config: RunConfig) -> Check:
+    """Import and return what checks a run."""
+    return cast("Check", _imported(launcher(launcher_of(config)).check))
 
 
 def launch_function(config: RunConfig) -> Launch:
     """Import and return what launches a run."""
-    return cast("Launch", load(LAUNCHERS[launcher_of(config)].launch))
+    return cast("Launch", _imported(launcher(launcher_of(config)).launch))
+
+
+def _imported(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    found: Callable[..., Any] = load(function) if isinstance(function, str) else function
+    return found
+
+
+def check_anywhere(config: RunConfig, options: LaunchOptions) -> RunConfig:
+    """Check a run by what holds on every node that has its devices.
+
+    Raises:
+        ConfigError: It can't be run there.
+    """
+    checked: RunConfig = forked_call.call(
+        options.context, "axonlaunch.preflight.checks:resolve_anywhere", config
+    )
+    return checked

@@ -121,7 +121,7 @@ def _differences(config: RunConfig) -> list[str]:
     file = Path(config.run_dir) / CONFIG
     where = storage.root(config)
     with storage.reaching(where):
-        if not is_there(file) or checkpoint.resolve(where) is None:
+        if not is_there(file) or checkpoint.find_checkpoint(where) is None:
             return []
     try:
         before = _frozen(file)
@@ -191,7 +191,7 @@ def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
     """Return the checkpoint that a run resumes from; of a bucket none is looked for."""
     if is_url(config.checkpoint.path or ""):
         return None
-    return checkpoint.resolve(storage.root(config))
+    return checkpoint.find_checkpoint(storage.root(config))
 
 
 def _other_settings(config: RunConfig, before: dict[str, Any]) -> list[str]:
@@ -272,7 +272,7 @@ def default_name(config: RunConfig) -> str:
     """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
     shares = layout(config, world_size=world_size(config))
     degrees = {"context": shares.context, "tensor": shares.tensor, "pipeline": shares.pipeline}
-    kinds: list[str] = [] if shares.data_parallel == "none" else [shares.data_parallel]
+    kinds: list[str] = [] if shares.facts.averages == "nothing" else [shares.data_parallel]
     kinds += [axis for axis, degree in degrees.items() if degree > 1]
     return "-".join([config.model.name, *(kinds or ["single"])])
 

@@ -19,11 +19,10 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.launcher import LAUNCHERS, LaunchOptions, launcher_of
+from axonlaunch.launch.launcher import LaunchOptions, check_function, launcher, launcher_of
 from axonlaunch.launch.output import sweep
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.planning import auto_strategy
-from axonlaunch.registry import load
 from axonlaunch.system import forked_call
 
 INTERRUPTED = 130
@@ -90,7 +89,7 @@ class Request:
         def compose(words: Sequence[str]) -> Composed:
             return environment.applied_to(self.compose(words), accelerators=count)
 
-        return auto_strategy.load(
+        return auto_strategy.load_auto_strategy(
             overrides, compose=compose, server=server, config_dirs=self.config_dirs
         )
 
@@ -148,8 +147,7 @@ class Runs:
         Raises:
             ConfigError: One can't be run; none was launched.
         """
-        launcher = LAUNCHERS[self._launcher()]
-        if not launcher.on_this_node:
+        if not launcher(self._launcher()).on_this_node:
             for config in checked(self.loaded, self.options):
                 yield config, self.options
                 if self.status:
@@ -167,10 +165,10 @@ class Runs:
         """
         names = {launcher_of(config): config.launch for _, config in self.loaded}
         for name, launch in names.items():
-            if not LAUNCHERS[name].sweeps and len(self.loaded) > 1:
+            if not launcher(name).sweeps and len(self.loaded) > 1:
                 message = "a sweep runs on one node; use 1, or start its runs one by one"
                 raise ConfigError([ConfigIssue("launch.nnodes", message, launch.nnodes)])
-            if self.options.render and not LAUNCHERS[name].renders:
+            if self.options.render and not launcher(name).renders:
                 message = "the script of a SLURM job is asked for; use slurm"
                 raise ConfigError([ConfigIssue("launch.name", message, launch.name)])
         if len(names) > 1:
@@ -250,7 +248,7 @@ def checked(
     """
     return _all(
         [
-            (overrides, partial(load(LAUNCHERS[launcher_of(config)].check), config, options))
+            (overrides, partial(check_function(config), config, options))
             for overrides, config in loaded
         ]
     )

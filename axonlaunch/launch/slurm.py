@@ -98,7 +98,7 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     Raises:
         ConfigError: It can't be run there, or a job has to know more of it.
     """
-    if found := problems(config):
+    if found := job_issues(config):
         raise ConfigError(found)
     checked: RunConfig = forked_call.call(
         options.context, "axonlaunch.preflight.checks:resolve_anywhere", config
@@ -177,7 +177,7 @@ def _write(config: RunConfig, folder: Path) -> Path:
     return folder / SCRIPT
 
 
-def problems(config: RunConfig) -> list[ConfigIssue]:
+def job_issues(config: RunConfig) -> list[ConfigIssue]:
     """Return what a job must know, and nothing of this node can show."""
     found = []
     if config.launch.nproc == "auto":

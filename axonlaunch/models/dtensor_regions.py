@@ -1,36 +1,76 @@
-"""Which part of a whole tensor this rank holds, and the whole from the parts.
+"""Which parts of a whole tensor this rank holds, and the whole from the parts.
 
-It reads DTensor's placements; a part that is no box of the whole is refused.
+It reads DTensor's placements; a part that is not made of boxes of the whole is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+Interval = tuple[int, int]
+"""Offset and length."""
 
 
-def local_region(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return ``(offset, length)`` of this rank's part in each dim of the whole.
+@dataclass(frozen=True)
+class Box:
+    """A box of a whole tensor that a rank holds.
+
+    Attributes:
+        region: ``(offset, length)`` in each dim of the whole.
+        offsets: Where it begins in what the rank holds.
+    """
+
+    region: tuple[Interval, ...]
+    offsets: tuple[int, ...]
+
+    def of(self, local: Tensor) -> Tensor:
+        """Return a view of it in what the rank holds."""
+        for dim, (start, (_, length)) in enumerate(zip(self.offsets, self.region, strict=True)):
+            if (start, length) != (0, local.shape[dim]):
+                local = local.narrow(dim, start, length)
+        return local
+
+
+def packed(dim: int, *, pieces: int) -> Placement:
+    """Return the placement of a dim that is ``pieces`` equal tensors one behind the other.
+
+    Each of them is cut: of gate and up projections in one weight a rank has its part of both.
+    """
+    return _StridedShard(dim, split_factor=pieces)
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Say whether a rank's part of a tensor is more than one box of the whole."""
+    return isinstance(tensor, DTensor) and any(cut.pieces > 1 for cut in _cuts(tensor))
+
+
+def local_boxes(tensor: Tensor) -> list[Box]:
+    """Return the boxes of the whole that this rank holds.
 
     Raises:
         NotImplementedError: The placements don't cut the tensor into boxes.
     """
-    region = [(0, size) for size in tensor.shape]
-    if not isinstance(tensor, DTensor):
-        return region
-    mesh, placements = tensor.device_mesh, tensor.placements
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return [(0, 0) for _ in region]
-    for axis, dim in _cuts(tensor):
-        region[dim] = _chunk(*region[dim], parts=mesh.size(axis), index=coordinate[axis])
-    if tuple(length for _, length in region) != tuple(tensor.to_local().shape):
-        raise NotImplementedError(
-            f"a tensor of shape {tuple(tensor.shape)} placed as {placements} is cut in an "
-            "unusual way; use degrees that divide its sizes"
-        )
-    return region
+    held = _local_intervals(tensor)
+    offsets = product(*map(_starts, held))
+    return [Box(*one) for one in zip(product(*held), offsets, strict=True)]
+
+
+def local_region(tensor: Tensor) -> list[Interval]:
+    """Return ``(offset, length)`` of this rank's part in each dim of the whole.
+
+    Raises:
+        NotImplementedError: The placements don't make it a box.
+    """
+    boxes = local_boxes(tensor)
+    if len(boxes) != 1:
+        raise NotImplementedError(f"this rank holds {len(boxes)} boxes of {tuple(tensor.shape)}")
+    return list(boxes[0].region)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -40,32 +80,74 @@ def whole(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    for axis, _ in reversed(_cuts(tensor)):
+    for cut in reversed(_cuts(tensor)):
         placements = list(tensor.placements)
-        placements[axis] = Replicate()
+        placements[cut.axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
 
 
-def _cuts(tensor: DTensor) -> list[tuple[int, int]]:
-    """Return ``(mesh axis, dim that it cuts)``, in the order in which they were cut.
+@dataclass(frozen=True)
+class _Cut:
+    """What a mesh axis does to a dim.
+
+    Attributes:
+        axis: Of the mesh.
+        dim: Which it cuts.
+        pieces: Equal ones of the dim, each of which is cut.
+    """
+
+    axis: int
+    dim: int
+    pieces: int = 1
+
+
+def _local_intervals(tensor: Tensor) -> list[list[Interval]]:
+    """Return what of each dim of the whole this rank holds, in its order."""
+    held = [[(0, size)] for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return held
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return [[(0, 0)] for _ in held]
+    for cut in _cuts(tensor):
+        parts, index = mesh.size(cut.axis), coordinate[cut.axis]
+        before = held[cut.dim]
+        each = [before] if cut.pieces == 1 else [[one] for one in _pieces(before[0], cut.pieces)]
+        held[cut.dim] = [one for piece in each for one in _chunk(piece, parts=parts, index=index)]
+    local = tensor._local_tensor.shape
+    if tuple(sum(length for _, length in one) for one in held) != tuple(local):
+        raise NotImplementedError(
+            f"a tensor of shape {tuple(tensor.shape)} placed as {tensor.placements} is cut in an "
+            "unusual way; use degrees that divide its sizes"
+        )
+    return held
+
+
+def _cuts(tensor: DTensor) -> list[_Cut]:
+    """Return what cuts a tensor, in the order in which it was cut.
 
     Shards cut from left to right, except that a strided one came after the shards to its right:
-    FSDP's data axis stands left of the tensor axis and cuts what that has left.
+    FSDP's data axis stands left of the tensor axis and cuts what that has left. A strided one with
+    no shard to its right cuts each of the pieces that are packed in a dim.
     """
-    plain: list[tuple[int, int]] = []
-    strided: list[tuple[int, int]] = []
+    plain: list[_Cut] = []
+    strided: list[_Cut] = []
     right: dict[int, int] = {}  # how many parts the axes to the right make of a dim
     for axis in reversed(range(tensor.device_mesh.ndim)):
         placement = tensor.placements[axis]
         if isinstance(placement, Replicate):
             continue
         if isinstance(placement, _StridedShard):
-            if placement.split_factor != right.get(placement.dim, 1):
+            factor, after = int(placement.split_factor), right.get(placement.dim, 1)
+            if factor == after:
+                strided.append(_Cut(axis, placement.dim))
+            elif after == 1:
+                plain.insert(0, _Cut(axis, placement.dim, factor))
+            else:
                 raise NotImplementedError(f"{placement} does not follow the shards to its right")
-            strided.append((axis, placement.dim))
         elif isinstance(placement, Shard):
-            plain.insert(0, (axis, placement.dim))
+            plain.insert(0, _Cut(axis, placement.dim))
         else:
             raise NotImplementedError(f"a parameter can't be placed as {placement}")
         parts = tensor.device_mesh.size(axis)
@@ -73,8 +155,31 @@ def _cuts(tensor: DTensor) -> list[tuple[int, int]]:
     return plain + strided
 
 
-def _chunk(offset: int, length: int, *, parts: int, index: int) -> tuple[int, int]:
-    """Cut as ``torch.chunk`` does: equal parts, rounded up, so the last may be short or empty."""
-    size = -(-length // parts)
-    start, stop = min(index * size, length), min((index + 1) * size, length)
-    return offset + start, stop - start
+def _pieces(interval: Interval, count: int) -> list[Interval]:
+    offset, length = interval
+    size = length // count
+    return [(offset + number * size, size) for number in range(count)]
+
+
+def _chunk(intervals: list[Interval], *, parts: int, index: int) -> Iterator[Interval]:
+    """Cut as ``torch.chunk`` does: equal parts, rounded up, so the last may be short or empty.
+
+    Intervals count as one behind the other. What is empty is one empty interval.
+    """
+    total = sum(length for _, length in intervals)
+    size = -(-total // parts)
+    start, stop = min(index * size, total), min((index + 1) * size, total)
+    seen, found = 0, False
+    for offset, length in intervals:
+        low, high = max(start, seen), min(stop, seen + length)
+        if low < high:
+            found = True
+            yield offset + low - seen, high - low
+        seen += length
+    if not found:
+        yield intervals[-1][0] + intervals[-1][1], 0
+
+
+def _starts(intervals: list[Interval]) -> list[int]:
+    """Return where each interval begins when they lie one behind the other."""
+    return [sum(length for _, length in intervals[:number]) for number in range(len(intervals))]

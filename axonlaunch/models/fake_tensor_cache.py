@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from axonlaunch.models import fake_kernels
 
@@ -52,6 +54,15 @@ class _Recipe(Protocol):
 recipes: dict[Any, _Recipe | None] = {}
 """What has been worked out, by what decides it: None where it has to be each time."""
 _repeatable: dict[Any, bool] = {}
+
+
+def with_values() -> AbstractContextManager[Any]:
+    """Return a context in which tensors have bytes again, inside that of ``tensors_without_bytes``.
+
+    No other mode follows what is done in it either.
+    """
+    modes: AbstractContextManager[Any] = _disable_current_modes()
+    return modes
 
 
 def tensors_without_bytes() -> FakeTensorMode:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
@@ -78,15 +79,22 @@ def typed(content: Mapping[str, Any], *, where: str) -> GPTConfig | LlamaConfig:
             except KeyError as error:
                 raise ConfigError([ConfigIssue("", f"{where}: lacks {error}")]) from None
             except ValueError as error:
-                raise ConfigError([ConfigIssue("", f"{where}: {error}")]) from None
+                message = f"{where}: {error}; {_any_model(where)}"
+                raise ConfigError([ConfigIssue("", message)]) from None
             except (TypeError, AttributeError, ArithmeticError) as error:
                 message = f"{where}: holds what is no figure of a model: {error}"
                 raise ConfigError([ConfigIssue("", message)]) from None
             _refuse_wrong(found, where=where)
             return found
     known = " or ".join(sorted(one.model_type for one in _FORMATS.values()))
-    message = f"{where}: model_type={content.get('model_type')} can't be read; use {known}"
+    kind = content.get("model_type")
+    message = f"{where}: model_type={kind} can't be read; {_any_model(where)}, or {known}"
     raise ConfigError([ConfigIssue("", message)])
+
+
+def _any_model(where: str) -> str:
+    """Say what takes any causal language model of transformers as it is."""
+    return f"use model=hf model.path={Path(where).parent}"
 
 
 def _refuse_wrong(found: GPTConfig | LlamaConfig, *, where: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from axonlaunch.models.dtensor_regions import local_region
+from axonlaunch.models.dtensor_regions import local_boxes
 
 # Small enough that torch draws a block on one thread (its grain is as large), large enough that
 # seeding a generator costs little beside it.
@@ -129,16 +129,30 @@ def fill(parameter: Tensor, initializer: Initializer, *, seed: int, name: str) -
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel() == 0:
         return
-    shape = tuple(parameter.shape) or (1,)
-    (first, count), *columns = local_region(parameter) or [(0, 1)]
-    local = local.view(1) if local.ndim == 0 else local
+    for box in local_boxes(parameter):
+        part = box.of(local).view(1) if local.ndim == 0 else box.of(local)
+        _fill(part, box.region or ((0, 1),), initializer, whole=parameter, key=(seed, name))
+
+
+def _fill(
+    part: Tensor,
+    region: Sequence[tuple[int, int]],
+    initializer: Initializer,
+    *,
+    whole: Tensor,
+    key: tuple[int, str],
+) -> None:
+    """Fill a box of a whole parameter, drawing the blocks of rows that touch it."""
+    shape = tuple(whole.shape) or (1,)
+    (first, count), *columns = region
     is_blockwise = getattr(initializer, "blockwise", True)
     block_rows = max(1, _BLOCK_NUMEL // max(1, math.prod(shape[1:]))) if is_blockwise else shape[0]
     generator = torch.Generator()
+    seed, name = key
     for block in range(first // block_rows, -(-(first + count) // block_rows)):
         start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
         generator.manual_seed(_block_seed(seed, initializer.key or name, block))
-        drawn = (stop - start, *shape[1:]) if is_blockwise else tuple(parameter.shape)
+        drawn = (stop - start, *shape[1:]) if is_blockwise else tuple(whole.shape)
         values = initializer.draw(drawn, generator).view(stop - start, *shape[1:])
         for step in getattr(initializer, "constant_rows", ()):
             row, last = (min(max(at, start), stop) - start for at in step.rows)
@@ -147,7 +161,7 @@ def fill(parameter: Tensor, initializer: Initializer, *, seed: int, name: str) -
         values = values[low - start : high - start]
         for dim, (offset, length) in enumerate(columns, start=1):
             values = values.narrow(dim, offset, length)
-        local[low - first : high - first].copy_(values)
+        part[low - first : high - first].copy_(values)
 
 
 def materialize(module: nn.Module, *, device: torch.device | str) -> None:

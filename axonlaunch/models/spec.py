@@ -64,6 +64,7 @@ class ModelSpec:
         mixes_samples: Whether a sample's loss depends on what else is in its micro-batch, beside
             batch normalisation.
         max_positions: Longest sequence; None: as the configuration says, if it does.
+        untraceable: Why it can't be run on tensors without values; empty if it can.
         refused_axes: ``{axis: why}`` of what divides no such model: tensor, pipeline or context.
         positions: Attributes that know of positions, an ``nn.Embedding`` of them or a
             ``RotaryTable``, in a model whose ``Attention`` is causal; None: see ``divide``.
@@ -87,6 +88,7 @@ class ModelSpec:
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: bool = False
     max_positions: int | None = None
+    untraceable: str = ""
     refused_axes: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self, module: nn.Module) -> dict[str, str]:

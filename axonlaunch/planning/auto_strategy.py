@@ -17,13 +17,13 @@ from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import nodes, resolved, world_size
-from axonlaunch.planning.plan import searched
+from axonlaunch.planning.plan import search_composed
 from axonlaunch.system import forked_call
 
 Compose = Callable[[Sequence[str]], Composed]
 
 
-def load(
+def load_auto_strategy(
     overrides: Sequence[str],
     *,
     compose: Compose,
@@ -62,7 +62,9 @@ def load(
         config = configuration.with_values(config, {"hardware.devices_per_node": nproc})
     ranks = world_size(configuration.with_values(config, {"launch.nproc": nproc}))
     print(f"planning the layout of {ranks} ranks", file=sys.stderr)
-    found = searched(context, composed, config, devices=ranks, config_dirs=config_dirs, wanted=1)
+    found = search_composed(
+        context, composed, config, devices=ranks, config_dirs=config_dirs, wanted=1
+    )
     best = found.candidates[0]
     print(f"planned {best.layout}: the fastest of {found.searched} layouts", file=sys.stderr)
     layout = [word for word in best.overrides if not word.startswith("launch.")]

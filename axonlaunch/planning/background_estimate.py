@@ -40,11 +40,14 @@ class BackgroundEstimate:
         self._config = named = replace_with_synthetic(config)
         if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to estimate
             self._config = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
-        self._call: forked_call.Call | None = None
+        self._call: forked_call.ForkedCall | None = None
         self._is_hopeless = False
         self.peak_bytes: int | None = None
         self.reason, self.traceback = "no step was done", ""
-        if (kept := estimate_cache.read(self._config) or estimate_cache.read(named)) is not None:
+        if (
+            kept := estimate_cache.read_estimate(self._config)
+            or estimate_cache.read_estimate(named)
+        ) is not None:
             self._take(kept)
 
     def close(self) -> None:
@@ -59,7 +62,7 @@ class BackgroundEstimate:
             return
         self.reason = "the estimate was not ready when the run had ended"
         try:
-            self._call = forked_call.Call(
+            self._call = forked_call.ForkedCall(
                 self._context, "axonlaunch.planning.estimate:trace_beside", (self._config,)
             )
         except (forkserver.ForkServerError, OSError) as error:
@@ -77,7 +80,7 @@ class BackgroundEstimate:
         except KeyboardInterrupt:
             return
         if error is None:
-            estimate_cache.write(self._config, self._call.result)
+            estimate_cache.write_estimate(self._config, self._call.result)
             self._take(self._call.result)
         elif isinstance(error, ConfigError):
             self.reason = str(error)

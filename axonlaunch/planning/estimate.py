@@ -34,7 +34,7 @@ SEARCH_S = 30.0
 """Seconds that a search for changes that fit takes at most: a person waits."""
 
 
-def load(
+def load_for_estimate(
     context: ForkServerContext,
     overrides: Sequence[str],
     *,
@@ -57,7 +57,7 @@ def load(
         found = configuration.compose(words, config_name=config_name, config_dirs=config_dirs)
         return dataclasses.replace(found, tree=naming_files(found.tree))
 
-    config = auto_strategy.load(
+    config = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
     )
     return prepared(context, config)
@@ -110,7 +110,7 @@ def forecast(
     )
 
 
-def remedies(
+def suggest_changes(
     context: ForkServerContext, config: RunConfig, found: Forecast
 ) -> Generator[Remedy, None, Searched]:
     """Yield changes after which a run fits, the cheapest first, as they are found.
@@ -149,10 +149,10 @@ def estimated(context: ForkServerContext, config: RunConfig, *, exact: bool = Fa
         ConfigError: It can't be run on any node, or can't be traced.
     """
     config = replace_with_synthetic(config)
-    kept = estimate_cache.read(config, exact=exact)
+    kept = estimate_cache.read_estimate(config, exact=exact)
     if kept is None:
         kept = forked_call.call(context, "axonlaunch.planning.estimate:trace", config, exact)
-        estimate_cache.write(config, kept, exact=exact)
+        estimate_cache.write_estimate(config, kept, exact=exact)
     return kept
 
 
@@ -217,16 +217,16 @@ def remedied(config: RunConfig, found: Estimate) -> Generator[Remedy, None, Sear
     room = config.hardware.memory_bytes / (1 + config.estimate.margin)
 
     def estimated(changed: RunConfig) -> Estimate | None:
-        kept = estimate_cache.read(changed)
+        kept = estimate_cache.read_estimate(changed)
         if kept is None:
             kept = memory_estimate.estimate_fitting(
                 resolve_anywhere(changed), memory=room, until=began + SEARCH_S
             )
             if kept is not None:
-                estimate_cache.write(changed, kept)
+                estimate_cache.write_estimate(changed, kept)
         return kept
 
-    untried = yield from remedies.remedies(
+    untried = yield from remedies.search_changes(
         config,
         found,
         memory=room,
@@ -247,7 +247,7 @@ def without_tracing(config: RunConfig) -> Estimate:
     from axonlaunch.preflight.checks import resolve_anywhere
 
     import_plugins(config.plugins)
-    return states_only.estimate(resolve_anywhere(config))
+    return states_only.estimate_states(resolve_anywhere(config))
 
 
 def _on_named_hardware(config: RunConfig) -> RunConfig:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
+from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.layout import world_size
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
@@ -34,7 +35,7 @@ _IDLE = (
 )
 
 
-def read(config: RunConfig, *, exact: bool = False) -> Estimate | None:
+def read_estimate(config: RunConfig, *, exact: bool = False) -> Estimate | None:
     """Return the estimate of a configuration, if one was kept.
 
     Args:
@@ -54,7 +55,7 @@ def read(config: RunConfig, *, exact: bool = False) -> Estimate | None:
     return Estimate(**kept, ranks=ranks)
 
 
-def write(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None:
+def write_estimate(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None:
     """Keep an estimate; where the folder can't be written, none is kept."""
     if not _is_ours(config):
         return
@@ -66,19 +67,22 @@ def write(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None
 def _forget_old() -> None:
     """Delete the oldest of too many estimates; another process may be at it too."""
     with suppress(OSError):
-        found = [*folder().glob("*.json")]
+        found = [*estimates_folder().glob("*.json")]
         if len(found) > _MOST:
             for file in sorted(found, key=lambda one: one.stat().st_mtime)[:-_MOST]:
                 file.unlink()
 
 
-def folder() -> Path:
+def estimates_folder() -> Path:
     """Return where estimates are kept."""
     return cache.cache_folder() / "estimates"
 
 
 def _is_ours(config: RunConfig) -> bool:
     """Tell whether all that is traced is of this package."""
+    kind = config.strategy.data_parallel
+    if kind is not None and not DATA_PARALLEL.is_included(kind):
+        return False
     return not config.plugins and all(
         REGISTRIES[group].is_included(getattr(config, group).name)
         and not hasattr(getattr(config, group), "target")
@@ -102,7 +106,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "torch": version("torch"),
         "source": _source(),
     }
-    return folder() / f"{_hash(json.dumps(matters, sort_keys=True))[:32]}.json"
+    return estimates_folder() / f"{_hash(json.dumps(matters, sort_keys=True))[:32]}.json"
 
 
 @lru_cache(maxsize=1)

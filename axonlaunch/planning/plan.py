@@ -23,7 +23,7 @@ from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_wi
 from axonlaunch.system import forked_call, forkserver
 
 
-def plan(
+def plan_run(
     context: ForkServerContext,
     overrides: Sequence[str],
     *,
@@ -47,10 +47,10 @@ def plan(
     config = configuration.typed(
         naming_files(composed.tree), composed.problems, origins=composed.origins
     )
-    return searched(context, composed, config, devices=devices, config_dirs=config_dirs)
+    return search_composed(context, composed, config, devices=devices, config_dirs=config_dirs)
 
 
-def searched(
+def search_composed(
     context: ForkServerContext,
     composed: Composed,
     config: RunConfig,
@@ -108,7 +108,9 @@ def search(config: RunConfig, devices: int, given: Sequence[str], wanted: int) -
     import_plugins(config.plugins)
     values = configuration.flatten(config)
     kept = {key: values[key] for key in candidates.SEARCHED if key in given}
-    return search.plan(config, devices=devices, kept=kept, check=resolve_anywhere, wanted=wanted)
+    return search.search_layouts(
+        config, devices=devices, kept=kept, check=resolve_anywhere, wanted=wanted
+    )
 
 
 def experiment(overrides: Sequence[str], layout: Sequence[str]) -> str:

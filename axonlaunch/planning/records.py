@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-ParityResult: TypeAlias = Literal["fits", "tight", "too_large"]
+FitVerdict: TypeAlias = Literal["fits", "tight", "too_large"]
 
 if TYPE_CHECKING:
     from axonlaunch.planning.tracing.storage_trace import Category
@@ -68,7 +68,7 @@ class Estimate:
         return max(rank.host_bytes for rank in self.ranks)
 
 
-def verdict(num_bytes: float, *, memory: float, margin: float) -> ParityResult:
+def verdict(num_bytes: float, *, memory: float, margin: float) -> FitVerdict:
     """Say whether an estimate fits a device of so many bytes, though it may be too low.
 
     With 0.1 for margin, 70 GiB fit 80 GiB, 75 are tight (82.5 may be needed), 81 are too large.
@@ -193,7 +193,7 @@ class Forecast:
     notes: list[str]
 
     @property
-    def verdict(self) -> ParityResult | None:
+    def verdict(self) -> FitVerdict | None:
         """Whether it fits a device and the host; None where that can't be said."""
         if self.host_memory is not None and self.host_memory.fits is False:
             return "too_large"
@@ -233,7 +233,7 @@ class Planned:
     peak_bytes: int
     host_bytes: int
     process_bytes: int
-    verdict: ParityResult
+    verdict: FitVerdict
     tokens_per_s_per_device: float
     step_s: float
     mfu: float | None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from axonlaunch.checkpoint import fallback, reader, step_folders, weights
 from axonlaunch.checkpoint.manifest import Checkpoint
-from axonlaunch.checkpoint.storage import place, reaching
+from axonlaunch.checkpoint.storage import reaching, storage_path
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.optimizer import OPTIMIZERS
 from axonlaunch.config.parameter_groups import states_of, with_options
@@ -61,7 +61,7 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, message, path)
         return
     try:
-        there = place(path)
+        there = storage_path(path)
         with reaching(there):
             is_folder = there.is_dir()
     except ConfigError as error:
@@ -87,9 +87,9 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
         yield from _overwritten(kept)
         return
     if resume != "auto":
-        folder = place(resume)
+        folder = storage_path(resume)
     elif kept is not None:
-        folder = place(kept)
+        folder = storage_path(kept)
     elif config.run_dir == config.name == "auto":
         return
     else:
@@ -108,8 +108,8 @@ def _overwritten(kept: str | None) -> Iterator[ConfigIssue]:
     """Refuse to start from step 0 where another run keeps its checkpoints."""
     if kept is None:
         return
-    with reaching(place(kept)):
-        found = step_folders.latest(place(kept))
+    with reaching(storage_path(kept)):
+        found = step_folders.latest(storage_path(kept))
     if found is not None:
         message = f"{found.path} is there; use another checkpoint.path, or resume from it with auto"
         yield ConfigIssue("checkpoint.resume", message, "never")
@@ -141,7 +141,7 @@ def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterat
             f"use never, and model.weights={found.path}"
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
-    differences = reader.differences(found, model)
+    differences = reader.model_differences(found, model)
     if differences:
         message = f"{found.path} was saved with a different model: {weights.first(differences)}"
         yield ConfigIssue("checkpoint.resume", message, resume)

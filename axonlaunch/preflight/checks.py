@@ -14,7 +14,7 @@ from torch import nn
 
 from axonlaunch import data
 from axonlaunch.comm import nccl
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.loggers import CustomLoggerConfig
@@ -31,7 +31,7 @@ from axonlaunch.preflight.model_outputs import output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
-    listed,
+    first_four,
     pipeline_problems,
     sharding_problems,
     tensor_problems,
@@ -40,7 +40,7 @@ from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
-FP32 = 4
+FP32_BYTES = 4
 """Bytes of a parameter's element and of its gradient."""
 
 
@@ -71,7 +71,10 @@ def obstacles(config: RunConfig) -> list[ConfigIssue]:
 def _resolved(config: RunConfig, *, here: bool) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
     config = resolved(config, accelerators=accelerators())
-    problems = fetch(config, here=here) or check(config, here=here)
+    if problems := fetch(config, here=here):
+        raise ConfigError(problems)
+    config = _wherever_it_is_read(config)
+    problems = check(config, here=here)
     if problems:
         raise ConfigError(problems)
     return config
@@ -92,6 +95,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
     if here:
         problems += _backend(config)
         problems += _custom_loggers(config)
+        problems += _attention(config)
     dataset, found = _dataset(config)
     problems += found
     spec, model, found = _model(config)
@@ -130,6 +134,14 @@ def fetch(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
     return []
 
 
+def _wherever_it_is_read(config: RunConfig) -> RunConfig:
+    """Return a configuration whose model's folder is found from any working folder."""
+    path = getattr(config.model, "path", None)
+    if not isinstance(config.model, HuggingFaceConfig) or path is None or not Path(path).is_dir():
+        return config
+    return with_values(config, {"model.path": str(Path(path).absolute())})
+
+
 def accelerators() -> int:
     """Return the number of accelerators that NCCL can serve."""
     accelerator = torch.accelerator.current_accelerator()
@@ -163,6 +175,14 @@ def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
                 yield from error.problems
 
 
+def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
+    model = config.model
+    on_cpu = config.launch.backend in ("gloo", "mock") or not accelerators()
+    if isinstance(model, HuggingFaceConfig) and model.attention == "flex" and on_cpu:
+        message = "torch can't train with it on CPUs; use sdpa"
+        yield ConfigIssue("model.attention", message, "flex")
+
+
 def _dataset(config: RunConfig) -> tuple[Dataset | None, list[ConfigIssue]]:
     try:
         return data.build(config.data), []
@@ -192,7 +212,9 @@ def _model(
     if spec.initializers is not None:
         started = spec.initializers(model)
         if unstarted := [name for name, _ in model.named_parameters() if name not in started]:
-            message = f"initializers= gives nothing for {listed(unstarted)}; add it by that name"
+            message = (
+                f"initializers= gives nothing for {first_four(unstarted)}; add it by that name"
+            )
             return spec, None, [ConfigIssue("model", message, config.model.name)]
     return spec, model, []
 
@@ -269,10 +291,13 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Con
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
     held = count // (shares.tensor * shares.pipeline)
-    states = FP32 * share_of_states(config)
-    whole = 2 * FP32 + states
-    share = {"fsdp": whole / shares.dp_shard, "zero1": 2 * FP32 + states / shares.data_ranks}
-    per_rank = int(held * share.get(shares.data_parallel, whole))
+    states = FP32_BYTES * share_of_states(config)
+    per_element = (
+        FP32_BYTES / shares.parameter_shards
+        + FP32_BYTES / shares.gradient_shards
+        + states / shares.optimizer_shards
+    )
+    per_rank = int(held * per_element)
     memory, where = min(_rooms(config))
     offload = config.strategy.fsdp.cpu_offload
     if per_rank > memory and offload == "none":
@@ -304,7 +329,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     kept = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    needed = int(count * FP32 * (1 + share_of_states(config))) * kept
+    needed = int(count * FP32_BYTES * (1 + share_of_states(config))) * kept
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
         return

@@ -49,7 +49,7 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
         spec: Its loss decides what the outputs have to be.
         dataset: Its samples' shape and the number of its classes are used, no sample.
     """
-    forward = _forward(model, sample_inputs(dataset))
+    forward = None if spec.untraceable else _forward(model, sample_inputs(dataset))
     if forward is None:
         return
     returned = forward.returned

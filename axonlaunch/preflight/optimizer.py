@@ -5,13 +5,14 @@ It tries optimizers of others on small parameters; ours are known by what is wri
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.layout import layout, world_size
+from axonlaunch.config.layout import Layout, layout, world_size
 from axonlaunch.config.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.parameter_groups import (
@@ -43,33 +44,35 @@ def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
         if config.optimizer.name not in OWN_OPTIMIZERS:
             problems += _of_others(config.optimizer, facts)
         if not problems:
-            problems += _in_this_layout(config, facts)
+            problems += layout_problems(config, layout(config, world_size=world_size(config)))
     except ConfigError as error:
         return error.problems
     return problems
 
 
-def _in_this_layout(config: RunConfig, facts: list[ParameterFacts]) -> Iterator[ConfigIssue]:
-    """Refuse layouts that divide what an optimizer needs whole, or stream what it exchanges."""
-    shares = layout(config, world_size=world_size(config))
-    needs = {sharding_of(with_options(config.optimizer, one)) for one in facts}
-    divided = []
-    if shares.data_parallel == "zero1" and shares.gradient_ranks > 1:
-        divided.append("zero1")
-    if shares.data_parallel == "fsdp" and shares.gradient_ranks > shares.dp_replicate:
-        divided.append("fsdp")
+def layout_problems(config: RunConfig, shares: Layout) -> Iterator[ConfigIssue]:
+    """Refuse layouts that divide what an optimizer needs whole, or stream what it exchanges.
+
+    Raises:
+        ConfigError: It is somebody else's, and can't be tried.
+    """
+    needs, divided = sharding_of(config.optimizer), []
+    if shares.optimizer_shards > 1:
+        divided.append(shares.data_parallel)
     if shares.tensor > 1:
         divided.append("tensor parallelism")
     name = config.optimizer.name
-    if "whole" in needs and divided:
+    if needs == "whole" and divided:
         message = (
             "it updates a parameter's elements by what is in the others, and "
             f"{' and '.join(divided)} leave{'s' if len(divided) == 1 else ''} each rank a part; "
             "use strategy=single, ddp or pipeline"
         )
-        yield ConfigIssue("optimizer.name", message, name)
+        target = getattr(config.optimizer, "target", None)
+        key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
+        yield ConfigIssue(key, message, value)
     offload = config.strategy.fsdp.cpu_offload
-    if "collective" in needs and shares.data_parallel == "fsdp" and offload != "none":
+    if needs == "collective" and shares.facts.shards_parameters and offload != "none":
         message = (
             f"optimizer={name} exchanges parts of parameters among ranks while it updates them, "
             "and offloaded ones pass through the device one by one; use none, or adamw"
@@ -83,20 +86,14 @@ def _of_others(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue
     Raises:
         ConfigError: It can't be made, fails, or keeps what a checkpoint can't save.
     """
-    chosen = {len(one.shape): with_options(config, one) for one in facts}
-    tried = {ndim: probe(one, ndim) for ndim, one in chosen.items()}
-    defaults = frozenset.union(*(one.defaults for one in tried.values()))
-    if isinstance(config, FreeOptimizerConfig):
-        for pattern, options in config.groups.items():
-            for option in options.keys() - defaults - {LR_SCALE}:
-                message = unknown("option of a group", option, sorted({*defaults, LR_SCALE}))
-                value = options[option]
-                yield ConfigIssue(f"optimizer.groups.{pattern}.{option}", message, value)
+    if unknown_options := list(_unknown_options(config, facts)):
+        yield from unknown_options
+        return
     declared = OPTIMIZERS.facts(config.name)
-    for ndim, one in chosen.items():
-        shape = tuple(range(2, 2 + ndim))
+    for one, ndim in _different(config, facts):
+        tried, shape = probe(one, ndim), tuple(range(2, 2 + ndim))
         if declared.states is not None:
-            found = {state.name: state.shape(shape) for state in tried[ndim].states}
+            found = {state.name: state.shape(shape) for state in tried.states}
             said = {name: state.shape(shape) for name, state in states_of(one, shape).items()}
             if found != said:
                 message = (
@@ -104,12 +101,37 @@ def _of_others(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue
                     f"a parameter of shape {list(shape)}; register it with states of these shapes"
                 )
                 yield ConfigIssue("optimizer.name", message, config.name)
-        if declared.sharding == "elementwise" and tried[ndim].sharding != "elementwise":
+                return
+        if declared.sharding == "elementwise" and tried.sharding != "elementwise":
             message = (
-                "it is registered as elementwise, and updates halves of a parameter of shape "
-                f"{list(shape)} otherwise than the whole; register it with sharding='whole'"
+                f"it is registered as elementwise, and updates halves of a parameter of {ndim} "
+                "dims otherwise than the whole; register it with sharding='whole'"
             )
             yield ConfigIssue("optimizer.name", message, config.name)
+            return
+
+
+def _different(config: Any, facts: list[ParameterFacts]) -> Iterator[tuple[Any, int]]:
+    """Yield the configurations that update the parameters, each once for each number of dims."""
+    seen = set()
+    for parameter in facts:
+        one, ndim = with_options(config, parameter), len(parameter.shape)
+        if (repr(one), ndim) not in seen:
+            seen.add((repr(one), ndim))
+            yield one, ndim
+
+
+def _unknown_options(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue]:
+    """Yield the options of groups that the class of a free configuration does not have."""
+    if not isinstance(config, FreeOptimizerConfig) or not config.groups:
+        return
+    alone = dataclasses.replace(config, groups={})
+    known = {LR_SCALE, *probe(alone, len(facts[0].shape)).defaults}
+    for pattern, options in config.groups.items():
+        for option, value in options.items():
+            if option not in known:
+                message = unknown("option of a group", option, sorted(known))
+                yield ConfigIssue(f"optimizer.groups.{pattern}.{option}", message, value)
 
 
 def _listed(states: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.errors import one_of
-from axonlaunch.config.layout import stages_per_rank
+from axonlaunch.config.layout import data_parallel_facts, stages_per_rank
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import (
     block_names,
@@ -23,8 +23,7 @@ from axonlaunch.engines.pipeline.split import (
     missing_ends,
 )
 from axonlaunch.engines.pipeline.tied_weights import tied_names
-from axonlaunch.engines.tensor.parallelize import problems as plan_problems
-from axonlaunch.engines.tensor.plan_checks import styled
+from axonlaunch.engines.tensor.plan_checks import plan_issues, styled
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
@@ -73,15 +72,15 @@ def sharding_problems(
     config: RunConfig, spec: ModelSpec, model: nn.Module
 ) -> Iterator[ConfigIssue]:
     """Yield what keeps ``fully_shard`` from dividing the model's parameters."""
-    if config.strategy.data_parallel != "fsdp":
+    if not data_parallel_facts(config.strategy).shards_parameters:
         return
-    key = "strategy.data_parallel"
+    key, kind = "strategy.data_parallel", config.strategy.data_parallel
     if scalars := [name for name, one in model.named_parameters() if one.ndim == 0]:
         message = (
-            f"{listed(scalars)} has no dim that can be sharded; give it the shape [1], or use ddp "
-            "or zero1"
+            f"{first_four(scalars)} has no dim that can be sharded; give it the shape [1], or "
+            "use ddp or zero1"
         )
-        yield ConfigIssue(key, message, "fsdp")
+        yield ConfigIssue(key, message, kind)
     # Each block is gathered by itself, and the rest together; what is gathered is of one type.
     blocks = {f"{name}.": block for name, block in spec.blocks(model).items()}
     units: dict[str, dict[torch.dtype, str]] = {}
@@ -92,10 +91,10 @@ def sharding_problems(
         if len(types) > 1:
             seen = " and ".join(f"{name} is {dtype}" for dtype, name in types.items())
             message = f"{seen}, and they are gathered together; give them one type, or use ddp"
-            yield ConfigIssue(key, message.replace("torch.", ""), "fsdp")
+            yield ConfigIssue(key, message.replace("torch.", ""), kind)
 
 
-def listed(names: Sequence[str]) -> str:
+def first_four(names: Sequence[str]) -> str:
     """Return the first four names."""
     return ", ".join([*names[:4], "..."] if len(names) > 4 else names)
 
@@ -121,7 +120,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         yield ConfigIssue("strategy.tensor.sequence_parallel", message, True)
         return
     yield from _undivided_length(config)
-    found = plan_problems(
+    found = plan_issues(
         model, plan, degree=tensor.degree, sequence_parallel=tensor.sequence_parallel
     )
     for pattern, message in found:
@@ -171,7 +170,7 @@ def pipeline_problems(
         return
     if kept := kept_everywhere(spec, model):
         message = (
-            f"every stage would train its own {listed(kept)}; name what holds it among the ends"
+            f"every stage would train its own {first_four(kept)}; name what holds it among the ends"
         )
         yield ConfigIssue("model.ends", message)
     per_rank = stages_per_rank(config.strategy)

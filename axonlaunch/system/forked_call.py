@@ -51,7 +51,7 @@ def stream(context: ForkServerContext, target: str, *args: Any) -> Generator[Any
         Exception: What the function raised.
         RuntimeError: The process died without an answer.
     """
-    one = Call(context, target, args)
+    one = ForkedCall(context, target, args)
     try:
         while True:
             if (error := one.receive()) is not None:
@@ -86,7 +86,7 @@ def call_together(
     Raises:
         CallsFailedError: One raised, or died without an answer.
     """
-    calls = [Call(context, target, args) for args in arguments]
+    calls = [ForkedCall(context, target, args) for args in arguments]
     errors: dict[int, Exception] = {}
     try:
         pending = {one.connection: index for index, one in enumerate(calls)}
@@ -116,7 +116,7 @@ class RemoteTracebackError(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
-class Call:
+class ForkedCall:
     """A function that runs in another process.
 
     Attributes:

@@ -21,7 +21,7 @@ import torch
 Result = TypeVar("Result")
 
 
-def run(
+def map_forked(
     functions: Sequence[Callable[[], Result]],
     *,
     at_once: int | None = None,

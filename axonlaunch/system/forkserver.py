@@ -71,7 +71,7 @@ def on_demand() -> Iterator[Callable[[], ForkServerContext]]:
 @contextmanager
 def private_files() -> Iterator[None]:
     """Keep what this process and those that it starts share where no other user can reach it."""
-    with temporary_folders.folder() as folder, _sockets_in(folder):
+    with temporary_folders.temporary_folder() as folder, _sockets_in(folder):
         temporary_folders.keep_kernels(folder)
         yield
 

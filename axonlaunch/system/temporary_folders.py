@@ -22,7 +22,7 @@ _LONGEST = 107 - len("/axonlaunch-01234567/listener-01234567")
 
 
 @contextmanager
-def folder() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """Make a folder that this user alone can enter, and delete it on leaving.
 
     It is in TMPDIR, unless a socket's address below that would be too long or nothing can be made

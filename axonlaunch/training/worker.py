@@ -139,7 +139,7 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
             world=world,
             passes_over=config.checkpoint.fallback,
         )
-    elif (found := checkpoint.resolve(storage.place(resume))) is not None:
+    elif (found := checkpoint.find_checkpoint(storage.storage_path(resume))) is not None:
         resumed = Resumed(found, checkpoint.load(found, engine.state_dict(), world=world))
     else:
         raise checkpoint.CorruptCheckpointError(
@@ -191,8 +191,9 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
     """Say what a setting can't do on this device, or in this world."""
     notes = []
     strategy = config.strategy
-    is_hybrid = strategy.data_parallel == "fsdp" and strategy.fsdp.sharding == "hybrid_shard"
-    if is_hybrid and layout(config, world_size=world.world_size).dp_replicate == 1:
+    shares = layout(config, world_size=world.world_size)
+    is_hybrid = shares.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"
+    if is_hybrid and shares.dp_replicate == 1:
         notes.append(
             "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
             "strategy.fsdp.replicate=2 makes two"

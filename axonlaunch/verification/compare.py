@@ -212,7 +212,7 @@ def save_reference(config: RunConfig, steps: int, folder: str) -> ParityResult |
     return None
 
 
-def on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> ParityResult | None:
+def verify_on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> ParityResult | None:
     """Verify a layout as one of its real ranks; rank 0 judges.
 
     Args:
@@ -331,9 +331,11 @@ def _has_drawn() -> bool:
 def _with_smooth_updates(config: RunConfig) -> RunConfig:
     """Return a run whose updates don't jump where a gradient is nothing but rounding."""
     optimizer, eps = config.optimizer, getattr(config.optimizer, "eps", None)
-    if isinstance(optimizer, MuonConfig):  # its own is of a matrix's norm
+    if isinstance(optimizer, MuonConfig):
+        # Its iteration multiplies what is small by 3.4445 each time, and rounds to bf16 before it:
+        # five of them make 1e-3 of a gradient's last bit.
         eps = max(optimizer.adamw_eps, _LEAST_EPS)
-        return with_values(config, {"optimizer.adamw_eps": eps})
+        return with_values(config, {"optimizer.adamw_eps": eps, "optimizer.ns_steps": 1})
     if isinstance(eps, tuple):  # Adafactor's: of squares, and of parameters' sizes
         return with_values(config, {"optimizer.eps": (max(eps[0] or 0, _LEAST_EPS), *eps[1:])})
     if isinstance(eps, float):

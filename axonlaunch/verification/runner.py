@@ -38,7 +38,7 @@ def verify(
         ConfigError: The configuration can't be run.
     """
     compose = partial(configuration.compose, config_name=config_name, config_dirs=config_dirs)
-    config = auto_strategy.load(
+    config = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
     )
     if isinstance(config.model, HuggingFaceConfig):
@@ -64,7 +64,7 @@ def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> 
             return cast("ParityResult", no_reference)
         ranks = [(*given, rank) for rank in range(world_size(config))]
         try:
-            verdict, *_ = forked_call.call_together(context, f"{run}on_rank", ranks)
+            verdict, *_ = forked_call.call_together(context, f"{run}verify_on_rank", ranks)
         except forked_call.CallsFailedError as error:
             for rank, one in error.errors.items():
                 _log.debug("rank %d failed", rank, exc_info=one)

@@ -43,7 +43,7 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
     blueprint = ReducedRun.of(config)
     stages = blueprint.stages_of(one.coords["pp"])
     on_host = memory_estimate.host_categories(config)
-    (changes,) = forked_map.run(
+    (changes,) = forked_map.map_forked(
         [partial(cuda_process.record, blueprint, rank=one.rank, stages=stages, on_host=on_host)]
     )
     held = cuda_process.held(
@@ -91,7 +91,7 @@ def main() -> None:
     jobs = [
         partial(cached, published.run(row), published.device_bytes(row), args.cache) for row in said
     ]
-    answers = forked_map.run(jobs, at_once=2)
+    answers = forked_map.map_forked(jobs, at_once=2)
     _print_errors(said, answers)
     _print_reasons(against)
 

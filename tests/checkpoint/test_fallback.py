@@ -67,14 +67,14 @@ def flip(file: Path, *, at: int = -40) -> None:
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "folder":
         return tmp_path / "run"
-    return storage.place(f"memory://{uuid.uuid4().hex}/run")
+    return storage.storage_path(f"memory://{uuid.uuid4().hex}/run")
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_damage_that_one_rank_finds_sends_all_back(rank: int, where: Path) -> None:
     save(where, 1, 2)
     files_of = sorted(
-        path for path in step_folders.files(checkpoint.listed(where)[-1]) if "__" in path
+        path for path in step_folders.files(checkpoint.list_checkpoints(where)[-1]) if "__" in path
     )
     flip(where / "checkpoints" / "step_2" / files_of[rank % len(files_of)])
     step, values, [line] = resume(where)
@@ -141,7 +141,7 @@ def denied(*_: Any, **__: Any) -> Any:
 
 LISTINGS: dict[str, Callable[[Path], object]] = {
     "latest": checkpoint.latest,
-    "resolve": checkpoint.resolve,
+    "resolve": checkpoint.find_checkpoint,
     "corrupt_checkpoints": checkpoint.corrupt_checkpoints,
     "newest_good": fallback.newest_good,
     "sweep_partial": checkpoint.sweep_partial,
@@ -172,7 +172,7 @@ def test_a_file_that_can_not_be_opened_is_no_damage(
     for module in (files, step_folders):
         monkeypatch.setattr(module, "opened", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
-        step_folders.read(where / "checkpoints" / "step_2")
+        step_folders.read_checkpoint(where / "checkpoints" / "step_2")
     with pytest.raises(OSError, match=os.strerror(number)):
         fallback.newest_good(where)
     monkeypatch.undo()
@@ -188,7 +188,7 @@ def test_a_disk_that_can_not_read_a_file_any_more_is_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
-    found = checkpoint.listed(tmp_path)[0]
+    found = checkpoint.list_checkpoints(tmp_path)[0]
 
     def fail(path: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))

@@ -36,7 +36,7 @@ def save(run_dir: Path, *steps: int, keep: Retention | None = None) -> None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    return [one.step for one in checkpoint.listed(run_dir)]
+    return [one.step for one in checkpoint.list_checkpoints(run_dir)]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_save_deletes_what_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_what_someone_reads_is_not_deleted(three: Path) -> None:
-    with step_folders.reading(checkpoint.listed(three)[0]):
+    with step_folders.reading(checkpoint.list_checkpoints(three)[0]):
         step_folders.prune(three, Retention(newest=1))
         assert steps(three) == [1, 3]
     step_folders.prune(three, Retention(newest=1))
@@ -100,7 +100,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
 
 
 def test_readers_do_not_keep_each_other_out(three: Path) -> None:
-    one = checkpoint.listed(three)[0]
+    one = checkpoint.list_checkpoints(three)[0]
     with (
         step_folders.reading(one),
         step_folders.reading(one),

@@ -52,7 +52,7 @@ def flip(file: Path) -> None:
 
 def is_loaded(folder: Path) -> bool:
     """Whether anything of a checkpoint reaches a state."""
-    found = step_folders.read(folder)
+    found = step_folders.read_checkpoint(folder)
     if found is None:
         return False
     try:
@@ -84,7 +84,7 @@ def test_an_edited_manifest_beside_changed_bytes_is_refused(name: str, tmp_path:
     edit(found.path / "manifest.json", EDITS[name])
     flip(found.path / DATA)
     assert not is_loaded(found.path)
-    assert checkpoint.listed(tmp_path) == []
+    assert checkpoint.list_checkpoints(tmp_path) == []
     assert list(checkpoint.corrupt_checkpoints(tmp_path)) == [found.path]
 
 
@@ -297,7 +297,7 @@ def test_what_was_swapped_since_it_was_looked_at_is_refused(swap: str, tmp_path:
     found = saved(tmp_path)
     SWAPS[swap](found.path / DATA)
     with pytest.raises(CorruptCheckpointError, match="not a regular file"):
-        reader.read(found, {"model": {"w": torch.zeros(64)}})
+        reader.read_whole_tensors(found, {"model": {"w": torch.zeros(64)}})
 
 
 def test_a_checkpoint_that_is_a_link_is_refused_unless_a_user_names_it(tmp_path: Path) -> None:
@@ -306,9 +306,9 @@ def test_a_checkpoint_that_is_a_link_is_refused_unless_a_user_names_it(tmp_path:
     (run_dir / "checkpoints").mkdir(parents=True)
     link = run_dir / "checkpoints" / "step_9"
     link.symlink_to(elsewhere.path)
-    assert checkpoint.listed(run_dir) == []
+    assert checkpoint.list_checkpoints(run_dir) == []
     assert checkpoint.corrupt_checkpoints(run_dir) == {link: "is a link"}
-    named = checkpoint.resolve(link)
+    named = checkpoint.find_checkpoint(link)
     assert named is not None
     assert named.path == elsewhere.path
 

@@ -271,6 +271,6 @@ def test_another_models_names_and_shapes_are_listed(tmp_path: Path) -> None:
     assert found is not None
     with torch.device("meta"):
         other = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(7, 32)})
-    told = checkpoint.differences(found, other)
+    told = checkpoint.model_differences(found, other)
     assert any("is unexpected" in line for line in told)
     assert any("has shape" in line or "is missing" in line for line in told)

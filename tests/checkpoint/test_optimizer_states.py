@@ -85,29 +85,94 @@ def test_other_states_are_refused_with_what_is_at_fault(
         assert part in refusal
 
 
-@pytest.mark.parametrize("optimizer", [MOMENTUM, NO_MOMENTUM])
-@pytest.mark.parametrize("layout", ["strategy=single", "strategy=zero1 launch.nproc=2"])
-@pytest.mark.parametrize("saved_after", [0, 2])
-def test_a_run_of_sgd_resumes_to_the_bit(
-    optimizer: str, layout: str, saved_after: int, tmp_path: Path
-) -> None:
-    """Also from a checkpoint that was saved before any step."""
-    run = chosen(tmp_path, layout, optimizer)
+ADAFACTOR, MUON = "optimizer=adafactor", "optimizer=muon"
+NADAM = "optimizer=nadam optimizer.groups={*.bias:{lr_scale:0.5}}"
+ZERO1 = "strategy=zero1 launch.nproc=2"
+FSDP = "strategy=fsdp launch.nproc=4"
+MIXED = "strategy=fsdp strategy.tensor.degree=2 launch.nproc=4"
+
+
+def straight(folder: Path, layout: str, optimizer: str, steps: int = 5) -> list[float]:
+    run = chosen(folder, layout, optimizer)
+
+    def on_rank(world: World) -> list[float]:
+        engine, loader = rank_engine(run, world)
+        return [float(engine.train_step(loader.batch(step)).loss) for step in range(steps)]
+
     assert run.launch.nproc != "auto"
+    return World.mock(run.launch.nproc).run(on_rank)[0]
 
-    def straight(world: World) -> list[float]:
-        engine, loader = rank_engine(run, world)
-        return [float(engine.train_step(loader.batch(step)).loss) for step in range(5)]
 
-    def resume(world: World) -> list[float]:
+def resumed(folder: Path, layout: str, optimizer: str, steps: int = 5) -> list[float]:
+    run = chosen(folder, layout, optimizer)
+
+    def on_rank(world: World) -> list[float]:
         engine, loader = rank_engine(run, world)
-        found = checkpoint.latest(tmp_path)
+        found = checkpoint.latest(folder)
         assert found is not None
         engine.load_state_dict(checkpoint.load(found, engine.state_dict(), world=world))
-        steps = range(engine.step, 5)
-        return [float(engine.train_step(loader.batch(step)).loss) for step in steps]
+        left = range(engine.step, steps)
+        return [float(engine.train_step(loader.batch(step)).loss) for step in left]
 
+    assert run.launch.nproc != "auto"
+    return World.mock(run.launch.nproc).run(on_rank)[0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "saved_after"),
+    [
+        (MOMENTUM, "strategy=single", 0),  # before any step
+        (MOMENTUM, ZERO1, 2),
+        (NO_MOMENTUM, ZERO1, 0),
+        (NO_MOMENTUM, "strategy=single", 2),
+        (NADAM, ZERO1, 0),
+        (NADAM, FSDP, 2),
+        ("optimizer=lion", FSDP, 2),
+        (ADAFACTOR, FSDP, 2),
+        (ADAFACTOR, MIXED, 0),
+        (MUON, ZERO1, 2),
+        (MUON, MIXED, 2),
+    ],
+)
+def test_a_run_resumes_to_the_bit(
+    optimizer: str, layout: str, saved_after: int, tmp_path: Path
+) -> None:
     save(tmp_path, layout, optimizer, steps=saved_after)
-    ranks = run.launch.nproc
-    expected = World.mock(ranks).run(straight)[0][saved_after:]
-    assert World.mock(ranks).run(resume)[0] == expected
+    expected = straight(tmp_path, layout, optimizer)[saved_after:]
+    assert resumed(tmp_path, layout, optimizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "saved", "loaded"),
+    [
+        (NADAM, MIXED, "strategy=single"),
+        (NADAM, "strategy=pipeline train.micro_batch_size=2 launch.nproc=2", ZERO1),
+        ("optimizer=lion optimizer.eps=1e-4", ZERO1, MIXED),
+        (ADAFACTOR, FSDP, "strategy=single"),
+        (ADAFACTOR, "strategy=single", MIXED),
+        (ADAFACTOR, MIXED, ZERO1),
+        (MUON, "strategy=single", MIXED),
+        (MUON, FSDP, "strategy=pipeline train.micro_batch_size=2 launch.nproc=2"),
+    ],
+)
+def test_a_run_resumes_in_another_layout_to_rounding(
+    optimizer: str, saved: str, loaded: str, tmp_path: Path
+) -> None:
+    deeper = "model.num_hidden_layers=2"
+    save(tmp_path, saved, optimizer, deeper, steps=2)
+    expected = straight(tmp_path, "strategy=single", f"{optimizer} {deeper}")[2:]
+    got = resumed(tmp_path, loaded, f"{optimizer} {deeper}")
+    assert got == pytest.approx(expected, rel=1e-5 if optimizer != MUON else 1e-4)
+
+
+def test_other_groups_are_refused_where_they_leave_other_states(tmp_path: Path) -> None:
+    save(tmp_path, "strategy=single", MOMENTUM)
+    [refusal] = refusals(tmp_path, MOMENTUM, "optimizer.groups={*.bias:{momentum:0}}")
+    assert refusal.startswith("optimizer.groups={*.bias:{momentum:0.0}}: ")
+    assert "was saved with other groups: it has layers.0.input_layernorm.bias.momentum" in refusal
+
+
+def test_adafactor_does_not_take_adams_states(tmp_path: Path) -> None:
+    save(tmp_path, "strategy=single", "optimizer=adam")
+    [refusal] = refusals(tmp_path, ADAFACTOR)
+    assert "was saved with a different optimizer; it has states exp_avg, exp_avg_sq, st" in refusal

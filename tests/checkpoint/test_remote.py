@@ -21,7 +21,7 @@ from axonlaunch.config import ConfigError
 @pytest.fixture
 def bucket() -> Path:
     """A place in memory."""
-    return storage.place(f"memory://{uuid.uuid4().hex}/run")
+    return storage.storage_path(f"memory://{uuid.uuid4().hex}/run")
 
 
 def save(where: Path, *steps: int, ranks: int = 2, retention: Retention | None = None) -> None:
@@ -50,15 +50,15 @@ def values(where: Path) -> set[float]:
 
 
 def steps(where: Path) -> list[int]:
-    return [one.step for one in checkpoint.listed(where)]
+    return [one.step for one in checkpoint.list_checkpoints(where)]
 
 
 def test_what_was_saved_is_read(bucket: Path) -> None:
     save(bucket, 1, 2)
     assert steps(bucket) == [1, 2]
     assert values(bucket) == {2.0}
-    first, second = checkpoint.listed(bucket)
-    assert {one.name for one in diff.compare(first, second)} == {"model.w0", "model.w1"}
+    first, second = checkpoint.list_checkpoints(bucket)
+    assert {one.name for one in diff.compare_checkpoints(first, second)} == {"model.w0", "model.w1"}
     assert all(step_folders.damage(one) == [] for one in (first, second))
 
 
@@ -127,12 +127,12 @@ def test_a_failed_save_is_told_and_the_one_before_stays(
 )
 def test_what_reaches_no_place_is_told(url: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        storage.place(url)
+        storage.storage_path(url)
 
 
 def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
-    assert storage.place(f"file://{tmp_path}") == tmp_path
-    assert not storage.is_remote(storage.place(str(tmp_path)))
+    assert storage.storage_path(f"file://{tmp_path}") == tmp_path
+    assert not storage.is_remote(storage.storage_path(str(tmp_path)))
 
 
 def test_torch_keeps_its_fsspec_storage_where_we_import_it() -> None:

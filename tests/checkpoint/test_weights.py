@@ -255,26 +255,32 @@ def test_each_name_and_shape_of_another_model_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({"model_type": "bert"}, "model_type=bert can't be read; use gpt2 or llama"),
+        (
+            {"model_type": "bert"},
+            "model_type=bert can't be read; use model=hf model.path=there, or gpt2 or llama",
+        ),
         ({"model_type": "llama"}, "lacks 'hidden_size'"),
         (
             {"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}},
-            "rope_type=llama3 stretches positions, which ours does not",
+            "rope_type=llama3 stretches positions, which ours does not; "
+            "use model=hf model.path=there",
         ),
         (
             {"model_type": "llama", "attention_bias": True},
-            "attention_bias=True: ours computes only attention_bias=False",
+            "attention_bias=True: ours computes only attention_bias=False; "
+            "use model=hf model.path=there",
         ),
         (
             {"model_type": "gpt2", "activation_function": "relu"},
-            "activation_function=relu is not supported; use gelu or gelu_new",
+            "activation_function=relu is not supported; use gelu or gelu_new; "
+            "use model=hf model.path=there",
         ),
     ],
 )
 def test_what_ours_computes_otherwise_is_refused(content: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        hugging_face.typed(content, where="config.json")
-    assert str(caught.value) == f"config.json: {told}"
+        hugging_face.typed(content, where="there/config.json")
+    assert str(caught.value) == f"there/config.json: {told}"
 
 
 def test_every_parameter_has_one_place() -> None:

@@ -15,7 +15,7 @@ from command import TINY, Command, Served
 from rich.console import Console
 from served import Server
 
-from axonlaunch.cli.estimate import show, to_json_dict
+from axonlaunch.cli.estimate import estimate_to_json, print_estimate
 from axonlaunch.cli.plotting import save
 from axonlaunch.planning.records import (
     Estimate,
@@ -27,7 +27,7 @@ from axonlaunch.planning.records import (
     Workload,
     verdict,
 )
-from axonlaunch.planning.reports.memory_plot import draw
+from axonlaunch.planning.reports.memory_plot import draw_memory
 from axonlaunch.planning.reports.memory_table import bars
 from axonlaunch.system.formatting import figures, size
 
@@ -113,7 +113,7 @@ REMEDY = Remedy(["train.micro_batch_size=1"], ["smaller matrix products"], 10 * 
 
 def shown(found: Forecast, *, width: int, **options: Any) -> str:
     stream = io.StringIO()
-    show(found, Console(file=stream, width=width, highlight=False, **options))
+    print_estimate(found, Console(file=stream, width=width, highlight=False, **options))
     return stream.getvalue()
 
 
@@ -280,7 +280,7 @@ def test_sizes_have_three_figures() -> None:
 
 
 def test_json_has_what_would_make_it_fit() -> None:
-    told = to_json_dict(forecast(memory=40 * GIB), [REMEDY], Searched(2, 30.0))
+    told = estimate_to_json(forecast(memory=40 * GIB), [REMEDY], Searched(2, 30.0))
     assert (told["fits"], told["verdict"], told["margin"]) == (False, "too_large", 0.1)
     assert told["workload"]["sequence_length"] == 8192
     assert told["untried"] == 2
@@ -343,8 +343,8 @@ def test_what_is_offloaded_is_said_beside_what_a_node_has(node_gib: int | None, 
 
 
 def test_pictures_name_what_they_show(tmp_path: Path) -> None:
-    save(draw(forecast(memory=40 * GIB)), tmp_path / "a.png")
+    save(draw_memory(forecast(memory=40 * GIB)), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
-    save(draw(forecast(memory=40 * GIB)), tmp_path / "b.svg")
+    save(draw_memory(forecast(memory=40 * GIB)), tmp_path / "b.svg")
     written = re.findall(r"<!-- (.*?) -->", (tmp_path / "b.svg").read_text())
     assert {"pp 0", "pp 1", "parameters", "activations", "40 GiB"} <= set(written)

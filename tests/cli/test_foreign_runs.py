@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
     "a target": (
         {"model": {"name": "custom", "target": "evil:build"}},
         "model.target=evil:build: would import and call it",
+    ),
+    "a dataset": (
+        {"data": {"name": "custom", "target": "evil:build"}},
+        "data.target=evil:build: would import and call it",
+    ),
+    "a logger": (
+        {"loggers": [{"name": "csv"}, {"name": "custom", "target": "evil:build"}]},
+        "loggers[1].target=evil:build: would import and call it",
     ),
     "remote code": (
         {"model": {"name": "gpt", "trust_remote_code": True}},
@@ -103,19 +112,30 @@ def test_it_runs_for_who_trusts_it(words: str, foreign: Served) -> None:
     assert (foreign.folder / "victim").exists()
 
 
-def test_a_model_of_an_entry_point_is_foreign_code(
-    foreign: Served, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("key", "changed"),
+    [
+        ("model.name", {"model": {"name": "announced"}}),
+        ("data.name", {"data": {"name": "announced"}}),
+        ("optimizer.name", {"optimizer": {"name": "announced"}}),
+        ("loggers[0].name", {"loggers": [{"name": "announced"}]}),
+        ("launch.name", {"launch": {"name": "announced"}}),
+        ("strategy.data_parallel", {"strategy": {"data_parallel": "announced"}}),
+    ],
+)
+def test_what_an_entry_point_offers_is_foreign_code(
+    key: str, changed: dict[str, Any], foreign: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from importlib.metadata import EntryPoint
 
-    from axonlaunch.models import MODELS
+    from axonlaunch.config.schema import REGISTRIES
 
-    point = EntryPoint("announced", "evil", "axonlaunch.models")
-    monkeypatch.setattr(MODELS, "offers", lambda name=None: [point])
-    file = freeze(foreign, model={"name": "announced"})
-    with pytest.raises(
-        config.ConfigError, match=r"model\.name=announced: would import evil, of an"
-    ):
+    registry = REGISTRIES[key.partition("[")[0].removesuffix(".name")]
+    point = EntryPoint("announced", "evil", "axonlaunch.any")
+    monkeypatch.setattr(registry, "offers", lambda name=None: [point])
+    file = freeze(foreign, **changed)
+    would = f"{key}=announced: would import evil, of an installed package"
+    with pytest.raises(config.ConfigError, match=re.escape(would)):
         config.read(file.parent)
 
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from served import Server
 
 from axonlaunch import config
-from axonlaunch.cli.plan import show
+from axonlaunch.cli.plan import print_plan
 from axonlaunch.planning.plan import experiment
-from axonlaunch.planning.records import HostMemory, ParityResult, Plan, Planned, Workload
+from axonlaunch.planning.records import FitVerdict, HostMemory, Plan, Planned, Workload
 from axonlaunch.planning.reports.plan_table import why_slower
 
 GIB = 1024**3
@@ -30,7 +30,7 @@ MODEL = [
 ]
 
 
-def planned(*, step_s: float, verdict: ParityResult = "fits", **breakdown: float) -> Planned:
+def planned(*, step_s: float, verdict: FitVerdict = "fits", **breakdown: float) -> Planned:
     return Planned(
         overrides=["strategy.data_parallel=fsdp", "launch.nproc=64"],
         layout="fsdp 64, micro-batch 1, selective recomputation",
@@ -125,7 +125,7 @@ def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int
     second = planned(step_s=11.0, **{"matrix products": 7.0, "communication dp": 4.0})
     stream = io.StringIO()
     known = Workload(128, None, 8192, "bf16", None)
-    show(Plan(known, 1234, [first, second]), Console(file=stream, width=width), seconds=12.3)
+    print_plan(Plan(known, 1234, [first, second]), Console(file=stream, width=width), seconds=12.3)
     text = stream.getvalue()
     assert text.startswith(
         "batch 128, 8,192 positions, bf16, recomputation as each layout says\n1,234 layouts in 12 s"

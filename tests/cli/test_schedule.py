@@ -24,7 +24,7 @@ from axonlaunch.config.errors import ConfigError
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import timeline
-from axonlaunch.engines.pipeline.timeline_plot import draw
+from axonlaunch.engines.pipeline.timeline_plot import draw_timeline
 from axonlaunch.engines.pipeline.timeline_text import text_timeline
 
 BATCH = "train.global_batch_size=32"
@@ -253,7 +253,8 @@ def test_drawing_changes_nothing_of_matplotlibs(tmp_path: Path) -> None:
 
     before = matplotlib.rcParams.copy()  # dict() would choose a backend, and import pyplot
     plotting.save(
-        draw(timeline(PipelineSchedule("1f1b", degree=2, microbatches=2))), tmp_path / "a.png"
+        draw_timeline(timeline(PipelineSchedule("1f1b", degree=2, microbatches=2))),
+        tmp_path / "a.png",
     )
     assert matplotlib.rcParams.copy() == before
     assert "matplotlib.pyplot" not in sys.modules
@@ -276,4 +277,4 @@ def test_a_picture_that_can_not_be_written_is_a_users_problem(
     monkeypatch.setattr(Path, "write_bytes", refuse)
     times = timeline(PipelineSchedule("1f1b", degree=2, microbatches=2))
     with pytest.raises(ConfigError, match="can't be written: No space left on device"):
-        plotting.save(draw(times), tmp_path / "a.svg")
+        plotting.save(draw_timeline(times), tmp_path / "a.svg")

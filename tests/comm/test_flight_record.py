@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from axonlaunch.diagnostics.flight_recorder import Call, Record
+from axonlaunch.diagnostics.flight_recorder import OpenCollective, Record
 
 RANK = """
 import os, pickle, sys, time
@@ -51,7 +51,9 @@ def test_what_a_rank_has_begun_and_not_ended_is_told(
     [world, pair] = told[0].begun
     assert told[0].begun == {world: 1, pair: 2}
     assert told[0].open == (
-        Call(group=pair, axis="tp", ranks=(0, 2), number=2, op="all_reduce", num_bytes=14),
+        OpenCollective(
+            group=pair, axis="tp", ranks=(0, 2), number=2, op="all_reduce", num_bytes=14
+        ),
     )
     assert told[1:] == [
         Record(begun={world: 1}, open=()),

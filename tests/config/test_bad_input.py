@@ -93,13 +93,13 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "optimizer.momentum=0.5",
         [
-            "optimizer.momentum=0.5: there is no such key here, only in optimizer=sgd",
+            "optimizer.momentum=0.5: there is no such key here, only in optimizer=sgd or muon",
         ],
     ),
     (
         "optimizer=sgd optimizer.betas=[0.9,0.9]",
         [
-            "optimizer.betas=[0.9,0.9]: there is no such key here, only in optimizer=adamw",
+            "optimizer.betas=[0.9,0.9]: there is no such key here, only in optimizer=adamw, adam, nadam or lion",
         ],
     ),
     (
@@ -487,9 +487,9 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "optimizer=adam",
+        "optimizer=adan",
         [
-            "optimizer=adam: there is no such option; did you mean adamw? known: adamw, sgd",
+            "optimizer=adan: there is no such option; did you mean adam? known: adafactor, adam, adamw, custom, lion, muon, nadam, sgd; plugins=[module] registers your own",
         ],
     ),
     (
@@ -507,7 +507,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "launch=slurmm",
         [
-            "launch=slurmm: there is no such option; did you mean slurm? known: auto, env, local, slurm",
+            "launch=slurmm: there is no such option; did you mean slurm? known: auto, env, local, slurm; plugins=[module] registers your own",
         ],
     ),
     (
@@ -567,7 +567,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "strategy.data_parallel=zero9",
         [
-            "strategy.data_parallel=zero9: did you mean zero1? use none, ddp, zero1 or fsdp; or null",
+            "strategy.data_parallel=zero9: did you mean zero1? use ddp, fsdp, none or zero1; or null",
         ],
     ),
     (
@@ -591,13 +591,13 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "data.name=texts",
         [
-            "data.name=texts: there is no data 'texts'; did you mean text? known: digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
+            "data.name=texts: there is no data 'texts'; did you mean text? known: custom, digits, python_source, synthetic_images, synthetic_tokens, text, tokens",
         ],
     ),
     (
         "optimizer.name=adma",
         [
-            "optimizer.name=adma: there is no optimizer 'adma'; did you mean adamw? known: adamw, sgd",
+            "optimizer.name=adma: there is no optimizer 'adma'; did you mean adam? known: adafactor, adam, adamw, custom, lion, muon, nadam, sgd",
         ],
     ),
     (

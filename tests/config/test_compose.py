@@ -12,7 +12,6 @@ from axonlaunch.config.schema import GROUPS
 NEEDS = {
     "text": ["data.files=[x.txt]"],
     "tokens": ["data.path=x.bin"],
-    "custom": ["model.target=package.module:build"],
     "llama3_8b": ["data.path=x.bin"],
 }
 OPTIONS = [(path.parent.name, path.stem) for path in sorted(packaged_configs().glob("*/*.yaml"))]
@@ -20,7 +19,8 @@ OPTIONS = [(path.parent.name, path.stem) for path in sorted(packaged_configs().g
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=["=".join(o) for o in OPTIONS])
 def test_every_shipped_yaml_composes_and_has_a_summary(group: str, option: str) -> None:
-    needed = NEEDS.get(option, []) if group in ("data", "model", "experiment") else []
+    needed = [f"{group}.target=package.module:build"] if option == "custom" else []
+    needed += NEEDS.get(option, []) if group in ("data", "model", "experiment") else []
     needed = [] if group == "model" and option == "llama3_8b" else needed
     config.load([f"{group}={option}", *needed])
     assert Composer().options(group)[option], "the first line of each YAML says what it is"

@@ -41,6 +41,7 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "lion": LionConfig(weight_decay=0.3),
     "adafactor": AdafactorConfig(weight_decay=0.3),
     "muon": MuonConfig(weight_decay=0.3),
+    "muon original": MuonConfig(weight_decay=0.3, adjust_lr_fn="original"),
 }
 STEPS = 4
 RATES = [0.1 / (step + 1) for step in range(STEPS)]
@@ -81,10 +82,11 @@ def in_torch(kind: str, own: dict[str, nn.Parameter]) -> list[torch.optim.Optimi
         {"params": [p for p in own.values() if p.ndim > 1], "weight_decay": 0.3},
         {"params": [p for p in own.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if kind == "muon":
+    if kind in ("muon", "muon original"):
+        adjust = "original" if kind == "muon original" else "match_rms_adamw"
         groups[0]["params"] = [p for p in groups[0]["params"] if p is not own["hidden"]]
         return [
-            optim.Muon([own["hidden"]], weight_decay=0.3, adjust_lr_fn="match_rms_adamw"),
+            optim.Muon([own["hidden"]], weight_decay=0.3, adjust_lr_fn=adjust),
             optim.AdamW(groups, betas=(0.9, 0.95), fused=True),
         ]
     made: dict[str, Callable[[], torch.optim.Optimizer]] = {
@@ -281,7 +283,7 @@ def divided(tensor: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DT
     )
 
 
-@pytest.mark.parametrize("kind", ["muon", "adafactor", "lion", "nadam"])
+@pytest.mark.parametrize("kind", ["muon", "muon original", "adafactor", "lion", "nadam"])
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_divided_matrices_are_updated_as_whole_ones(division: str, kind: str) -> None:
     sizes, placements = DIVISIONS[division]
@@ -310,7 +312,7 @@ def test_divided_matrices_are_updated_as_whole_ones(division: str, kind: str) ->
         for mine, theirs in zip(got, expected, strict=True):
             assert mine.keys() == theirs.keys()
             for name, tensor in theirs.items():
-                if kind == "muon":
+                if "muon" in kind:
                     assert torch.equal(mine[name], tensor), name
                 else:
                     torch.testing.assert_close(mine[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
@@ -324,9 +326,9 @@ def test_each_matrix_is_iterated_on_one_rank_and_the_work_is_shared_out(
     done: list[int] = []
     iterate = muon.orthogonalized
 
-    def counted(matrix: Tensor, *args: Any) -> Tensor:
+    def counted(matrix: Tensor, **iteration: Any) -> Tensor:
         done.append(matrix.numel())
-        return iterate(matrix, *args)
+        return iterate(matrix, **iteration)
 
     monkeypatch.setattr(muon, "orthogonalized", counted)
     chosen = run_config([*SMALL, *WORDS["muon"], "strategy=fsdp", "launch.nproc=4"])

@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
 from axonlaunch.config.model import MLPConfig
-from axonlaunch.engines.tensor.parallelize import parallelize, problems
+from axonlaunch.engines.tensor.parallelize import parallelize
+from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import build, construct, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 
@@ -343,7 +344,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_changes() -> None:
 def test_a_pattern_behind_a_wider_one_is_told_to_go_first() -> None:
     plan = {"layers.*": "region", "layers.*.mlp.up_proj": "column"}
     model = build(GPT)
-    wrong = dict(problems(model, plan, degree=2, sequence_parallel=False))
+    wrong = dict(plan_issues(model, plan, degree=2, sequence_parallel=False))
     assert wrong["layers.*.mlp.up_proj"] == (
         "layers.* stands before it and matches layers.0.mlp.up_proj too; put this one first"
     )

@@ -16,12 +16,12 @@ from tensor_cases import (
 from torch import nn
 
 from axonlaunch.config.model import MLPConfig
-from axonlaunch.engines.tensor.parallelize import problems
+from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import construct, spec_for
 
 
 def found(module: nn.Module, plan: Mapping[str, str], **options: Any) -> list[tuple[str, str]]:
-    return problems(module, plan, **{"degree": 2, "sequence_parallel": False, **options})
+    return plan_issues(module, plan, **{"degree": 2, "sequence_parallel": False, **options})
 
 
 def feed_forward(width: int = 130) -> nn.Module:
@@ -84,7 +84,9 @@ def feed_forward(width: int = 130) -> nn.Module:
                 (
                     "embed",
                     "there is no style 'colum'; did you mean column? known: column, row, "
-                    "vocabulary, sequence, region, replicated",
+                    "vocabulary, sequence, region, replicated, "
+                    "column_gathered, row_split, packed_column, packed_row, key_value, experts, "
+                    "local, replicated_summed",
                 )
             ],
         ),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from axonlaunch.diagnostics.flight_recorder import Call, Record
+from axonlaunch.diagnostics.flight_recorder import OpenCollective, Record
 from axonlaunch.launch.failures.hang import locate, main_stack
 from axonlaunch.launch.failures.report import Crash, Report, exit_reason, plain_ranks
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
@@ -88,7 +88,9 @@ def test_our_own_frames_are_left_out_of_a_users_error_alone() -> None:
 
 
 def waiting(rank: int, *, begun: int, op: str = "", num_bytes: int = 8) -> Report:
-    call = Call(group="g", axis="dp", ranks=(0, 1), number=begun, op=op, num_bytes=num_bytes)
+    call = OpenCollective(
+        group="g", axis="dp", ranks=(0, 1), number=begun, op=op, num_bytes=num_bytes
+    )
     record = Record(begun={"g": begun}, open=(call,) if op else ())
     kind = "waiting" if op else "hang"
     return replace(report(rank, kind, "waiting" if op else "it sleeps"), record=record)

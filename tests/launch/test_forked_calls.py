@@ -48,7 +48,7 @@ def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log() 
     prediction = BackgroundEstimate(
         context, config.load(["launch.nproc=1", "model.hidden_size=24"])
     )
-    prediction._call = forked_call.Call(context, "failing:raises", ())
+    prediction._call = forked_call.ForkedCall(context, "failing:raises", ())
     prediction.wait()
     prediction.close()
     assert prediction.reason == "ValueError: what was wrong"

@@ -59,7 +59,7 @@ def load(words: list[str], context: ForkServerContext | None = None) -> config.R
         assert context is not None, "no server is needed"
         return context
 
-    return auto_strategy.load(words, compose=compose, server=server, config_dirs=[])
+    return auto_strategy.load_auto_strategy(words, compose=compose, server=server, config_dirs=[])
 
 
 @pytest.mark.timeout(120)

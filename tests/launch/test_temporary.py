@@ -28,7 +28,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_folder_is_gone_when_it_is_left(base: Path) -> None:
-    with temporary_folders.folder() as made:
+    with temporary_folders.temporary_folder() as made:
         assert made.parent == base
         assert made.stat().st_mode & 0o777 == 0o700
         (made / "file").touch()
@@ -47,7 +47,7 @@ def test_the_folder_of_a_killed_process_is_deleted_by_the_next_and_no_other(base
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert left.is_dir()
-    with temporary_folders.folder():
+    with temporary_folders.temporary_folder():
         assert not left.exists()
         assert held.is_dir()
         assert (base / "axonlaunch-of-a-user").is_dir()
@@ -61,6 +61,6 @@ def test_below_a_long_tmpdir_nothing_is_made(
     long = tmp_path / ("long" * 40)
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
-    with temporary_folders.folder() as made:
+    with temporary_folders.temporary_folder() as made:
         assert len(str(made / "listener-01234567")) <= 107
     assert list(long.iterdir()) == []

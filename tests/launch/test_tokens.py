@@ -15,7 +15,7 @@ from launchers import SUPPORT, By, Machines, ended, logged, machines, torchrun
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.schema import LaunchConfig
+from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.launch import slurm
 from axonlaunch.launch.multinode import token
 

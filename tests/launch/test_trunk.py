@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import multiprocessing
+import pickle
 import re
 import subprocess
 import sys
@@ -13,6 +16,13 @@ import pytest
 from command import TINY, Command, Served
 
 import axonlaunch
+from axonlaunch.config import RunConfig, load, with_values
+from axonlaunch.launch.local import launcher
+from axonlaunch.launch.local.messages import RankSpec
+from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.launch.output.summary import RunRecorder
+from axonlaunch.system.authentication import Credentials
+from axonlaunch.system.forkserver import ForkServerError
 
 PACKAGE = Path(axonlaunch.__file__).parent
 MOST_CALLS = 9
@@ -63,6 +73,7 @@ class Recorded(nn.Module):
 """
 WORDS = ["train", "model=custom", "model.target=recorded:Recorded", "data=synthetic_tokens"]
 WORDS += ["launch.nproc=2", "train.steps=1", "train.eval_batches=0", "name=run"]
+ELASTIC = ["launch.nproc=2", "launch.nnodes='2:4'", "train.global_batch_size=24"]
 Recorded = dict[str, Any]
 
 
@@ -102,17 +113,51 @@ def test_the_parent_of_ranks_has_no_torch(recorded: tuple[Recorded, Recorded]) -
     assert (parent["has_torch"], rank["has_torch"]) == (False, True)
 
 
+def test_ranks_get_the_configuration_of_their_attempt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of an elastic run the frozen file says 2:4; these are ranks of an attempt on 3 nodes."""
+    forked: list[tuple[RunConfig, RankSpec]] = []
+
+    def fork(context: object, target: str, pickled: bytes, place: RankSpec, pipe: object) -> None:
+        forked.append((pickle.loads(pickled), place))
+        raise ForkServerError("one is enough")
+
+    monkeypatch.setattr(launcher.forkserver, "fork", fork)
+    of_attempt = {"run_dir": str(tmp_path), "launch.nnodes": 3, "launch.threads": 1}
+    config = with_values(load(ELASTIC), of_attempt)
+    console = RunConsole(stream=io.StringIO())
+    outcome = launcher.run_ranks(
+        config,
+        multiprocessing.get_context("forkserver"),
+        launcher.Rendezvous(
+            address="10.0.0.1", port=29500, credentials=Credentials.random(sender="a"), node_rank=1
+        ),
+        RunRecorder(0.0, console),
+        console,
+        restarted=True,
+    )
+    assert outcome.crash is not None
+    [(given, place)] = forked
+    assert given == config
+    assert (place.rank, place.local_rank, place.world_size, place.restarted) == (2, 0, 6, True)
+
+
 def test_a_rank_neither_composes_nor_validates_nor_reads_the_frozen_file(served: Command) -> None:
-    """The plugin is imported by the command too, which does all that, and by each rank."""
+    """The plugin is imported by the command too, which does all that, and by its children."""
     (served.folder / "refusing.py").write_text(
         "import multiprocessing\n"
         "from axonlaunch import config\n"
         "def refuse(*args, **kwargs):\n"
         "    raise AssertionError('a rank read its configuration again')\n"
         "if multiprocessing.parent_process().name != 'MainProcess':\n"
-        "    config.compose = config.read = config.parsed = config.typed = refuse\n"
+        "    config.compose = config.typed = config.validate = refuse\n"
+        "else:\n"
+        "    from axonlaunch.launch import run_dir\n"
+        "    run_dir.to_yaml = lambda config: 'nothing: here'\n"
     )
     served.train("strategy=ddp", "launch.nproc=2", "plugins=[refusing]", "name=run")
+    assert (served.folder / "runs/run/config.yaml").read_text() == "nothing: here"
 
 
 def test_what_a_users_configuration_class_prints_when_it_is_imported_is_in_the_log(

@@ -10,6 +10,7 @@ from axonlaunch.models.build import build, construct
 CONFIGS = Path(__file__).parents[2] / "configs"
 REQUIRED = {
     "model/custom": ["model.target=torch.nn:Linear"],
+    "data/custom": ["data.target=mine:Data"],
     "data/text": ["data.files=[notes.txt]"],
     "data/tokens": ["data.path=tokens.bin"],
 }
@@ -35,7 +36,7 @@ def test_each_yaml_says_what_it_is_and_composes(option):
     assert len(first) < 90
     composed = config.load([f"{group}={name}", *REQUIRED.get(option, [])])
     chosen = getattr(composed, group)
-    assert type(chosen) is {**MODELS.configs(), **DATASETS.configs()}[chosen.name]
+    assert type(chosen) is {"model": MODELS, "data": DATASETS}[group].config(chosen.name)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing import extrapolate_schedule
 from axonlaunch.planning.tracing.extrapolate_depth import peak
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.planning.tracing.storage_trace import Event
+from axonlaunch.planning.tracing.storage_trace import TraceEvent
 
 HIDDEN, LENGTH = 64, 32
 LONG = [
@@ -88,12 +88,12 @@ def test_micro_batches_without_a_pipeline_add_their_samples_and_losses(strategy:
 
 
 def test_what_waits_for_its_backward_is_held_as_often_as_forwards_go_ahead() -> None:
-    step = [Event(("start",), [(5, 0)])]
+    step = [TraceEvent(("start",), [(5, 0)])]
     held = 5
     for action in ("F 0 0", "F 0 1", "F 0 2", "F 0 3", "B 0 0", "B 0 1", "B 0 2", "B 0 3"):
-        step.append(Event((f"action {action}",), [(held, 0), (held + 12, 0)]))
+        step.append(TraceEvent((f"action {action}",), [(held, 0), (held + 12, 0)]))
         held += 10 if action[0] == "F" else -10
-    step.append(Event(("update",), [(held, 0), (held + 1, 0)]))
+    step.append(TraceEvent(("update",), [(held, 0), (held + 1, 0)]))
     ahead = [Action("F", 0, n) for n in range(20)] + [Action("B", 0, n) for n in range(20)]
     long = extrapolate_schedule.extend_schedule(step, rounds=[ahead])
     assert peak(long) == ((5 + 20 * 10 + 12, 0), 0)

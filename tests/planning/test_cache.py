@@ -37,9 +37,9 @@ def run(*overrides: str) -> RunConfig:
 
 
 def test_what_was_kept_is_found_again_whole(kept_here: Path) -> None:
-    assert estimate_cache.read(run()) is None
-    estimate_cache.write(run(), MADE)
-    assert estimate_cache.read(run()) == MADE
+    assert estimate_cache.read_estimate(run()) is None
+    estimate_cache.write_estimate(run(), MADE)
+    assert estimate_cache.read_estimate(run()) == MADE
     assert len(list(kept_here.iterdir())) == 1
 
 
@@ -56,8 +56,8 @@ def test_what_was_kept_is_found_again_whole(kept_here: Path) -> None:
     ],
 )
 def test_what_plays_no_part_in_a_step_makes_no_difference(override: str) -> None:
-    estimate_cache.write(run(), MADE)
-    assert estimate_cache.read(run(override)) == MADE
+    estimate_cache.write_estimate(run(), MADE)
+    assert estimate_cache.read_estimate(run(override)) == MADE
 
 
 @pytest.mark.parametrize(
@@ -75,27 +75,27 @@ def test_what_plays_no_part_in_a_step_makes_no_difference(override: str) -> None
     ],
 )
 def test_another_run_is_another_estimate(override: str) -> None:
-    estimate_cache.write(run(), MADE)
-    assert estimate_cache.read(run(override)) is None
+    estimate_cache.write_estimate(run(), MADE)
+    assert estimate_cache.read_estimate(run(override)) is None
 
 
 def test_tracing_every_layer_is_kept_apart() -> None:
-    estimate_cache.write(run(), MADE)
-    assert estimate_cache.read(run(), exact=True) is None
+    estimate_cache.write_estimate(run(), MADE)
+    assert estimate_cache.read_estimate(run(), exact=True) is None
 
 
 @pytest.mark.parametrize("what", ["_source", "version"])
 def test_another_source_or_torch_is_another_estimate(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    estimate_cache.write(run(), MADE)
+    estimate_cache.write_estimate(run(), MADE)
     monkeypatch.setattr(estimate_cache, what, lambda *name: "other")
-    assert estimate_cache.read(run()) is None
+    assert estimate_cache.read_estimate(run()) is None
 
 
 @pytest.mark.parametrize("damage", ["", "{", "half", "other", "binary"])
 def test_a_corrupt_entry_is_passed_over_and_written_anew(damage: str, kept_here: Path) -> None:
-    estimate_cache.write(run(), MADE)
+    estimate_cache.write_estimate(run(), MADE)
     [file] = kept_here.iterdir()
     whole = file.read_bytes()
     content = {
@@ -104,18 +104,18 @@ def test_a_corrupt_entry_is_passed_over_and_written_anew(damage: str, kept_here:
         "binary": b"\xff\xfe\x00",
     }.get(damage, damage.encode())
     file.write_bytes(content)
-    assert estimate_cache.read(run()) is None
-    estimate_cache.write(run(), MADE)
-    assert estimate_cache.read(run()) == MADE
+    assert estimate_cache.read_estimate(run()) is None
+    estimate_cache.write_estimate(run(), MADE)
+    assert estimate_cache.read_estimate(run()) == MADE
 
 
 def test_nothing_is_kept_of_a_model_whose_source_is_not_ours(kept_here: Path) -> None:
     mine = run("model=custom", "model.target=normed:build", *IMAGES)
-    estimate_cache.write(mine, MADE)
-    assert estimate_cache.read(mine) is None
+    estimate_cache.write_estimate(mine, MADE)
+    assert estimate_cache.read_estimate(mine) is None
     with_plugin = run("plugins=[json]")
-    estimate_cache.write(with_plugin, MADE)
-    assert estimate_cache.read(with_plugin) is None
+    estimate_cache.write_estimate(with_plugin, MADE)
+    assert estimate_cache.read_estimate(with_plugin) is None
     assert not kept_here.exists()
 
 
@@ -127,8 +127,8 @@ def test_of_too_many_the_oldest_are_forgotten(
     for age in range(4):
         (kept_here / f"{age}.json").write_text("")
         os.utime(kept_here / f"{age}.json", (1000 - age, 1000 - age))
-    estimate_cache.write(run(), MADE)
-    assert estimate_cache.read(run()) == MADE
+    estimate_cache.write_estimate(run(), MADE)
+    assert estimate_cache.read_estimate(run()) == MADE
     assert {"0.json", "1.json"} < {path.name for path in kept_here.iterdir()}
     assert len([*kept_here.iterdir()]) == 3
 
@@ -138,11 +138,11 @@ def test_a_folder_that_can_not_be_written_keeps_nothing(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    estimate_cache.write(run(), MADE)
-    assert estimate_cache.read(run()) is None
+    estimate_cache.write_estimate(run(), MADE)
+    assert estimate_cache.read_estimate(run()) is None
 
 
 def test_without_the_variable_it_is_the_users_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert estimate_cache.folder() == Path("/home/someone/.cache/axonlaunch/estimates")
+    assert estimate_cache.estimates_folder() == Path("/home/someone/.cache/axonlaunch/estimates")

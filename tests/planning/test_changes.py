@@ -13,7 +13,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import layout
 from axonlaunch.planning.records import Estimate, RankEstimate
-from axonlaunch.planning.search.remedies import TRACED, candidate_changes, remedies
+from axonlaunch.planning.search.remedies import TRACED, candidate_changes, search_changes
 
 HEADS = ["model.num_attention_heads=8", "data.sequence_length=64"]
 STATES = 1000
@@ -50,7 +50,9 @@ def formula(chosen: RunConfig) -> float:
 
 
 def told(chosen: RunConfig, memory: int) -> list[list[str]]:
-    found = [*remedies(chosen, estimate(chosen), memory=memory, formula=formula, estimate=estimate)]
+    found = [
+        *search_changes(chosen, estimate(chosen), memory=memory, formula=formula, estimate=estimate)
+    ]
     assert all(one.process_bytes <= memory and one.costs for one in found)
     return [one.overrides for one in found]
 
@@ -76,7 +78,7 @@ def test_what_a_change_leaves_alone_is_not_traced_in_vain() -> None:
         tried.append(one)
         return estimate(one)
 
-    [*remedies(chosen, estimate(chosen), memory=800, formula=formula, estimate=counting)]
+    [*search_changes(chosen, estimate(chosen), memory=800, formula=formula, estimate=counting)]
     assert tried
     for one in tried:
         strategy = one.strategy
@@ -128,7 +130,7 @@ def test_what_can_not_be_run_is_passed_over() -> None:
             raise ConfigError([ConfigIssue("model", "no")])
         return estimate(one)
 
-    found = [*remedies(chosen, estimate(chosen), memory=600, formula=formula, estimate=picky)]
+    found = [*search_changes(chosen, estimate(chosen), memory=600, formula=formula, estimate=picky)]
     assert [one.overrides for one in found] == [["train.micro_batch_size=4"]]
 
 
@@ -166,7 +168,7 @@ def test_sharding_goes_on_from_where_it_is(words: list[str], first: str | None) 
 
 def searched(chosen: RunConfig, **options: Any) -> tuple[list[list[str]], int]:
     """Return the changes, and how many were left untried."""
-    search = remedies(chosen, estimate(chosen), memory=600, formula=formula, **options)
+    search = search_changes(chosen, estimate(chosen), memory=600, formula=formula, **options)
     found: list[list[str]] = []
     while True:
         try:
@@ -182,7 +184,9 @@ def test_changes_come_one_by_one_until_the_time_is_over() -> None:
         tried.append(one)
         return estimate(one)
 
-    search = remedies(chosen, estimate(chosen), memory=600, formula=formula, estimate=counting)
+    search = search_changes(
+        chosen, estimate(chosen), memory=600, formula=formula, estimate=counting
+    )
     assert [next(search).overrides] == told(chosen, 600)[:1]
     assert len(tried) == 1
     assert searched(chosen, estimate=counting, is_over=lambda: True) == ([], TRACED)
@@ -199,7 +203,7 @@ def test_what_fits_by_formulas_is_tried_before_what_fits_by_little_less() -> Non
         tried.append(layout(one, world_size=8).micro_batch_size)
         return estimate(one)
 
-    [*remedies(chosen, estimate(chosen), memory=800, formula=too_high, estimate=noting)]
+    [*search_changes(chosen, estimate(chosen), memory=800, formula=too_high, estimate=noting)]
     assert tried[0] == 2
 
 
@@ -227,7 +231,9 @@ def test_what_is_offloaded_is_told_per_rank_and_node_and_needs_the_host(
         )
 
     found = [
-        *remedies(chosen, estimate(chosen), memory=1e9, formula=lambda _: 1.0, estimate=offloading)
+        *search_changes(
+            chosen, estimate(chosen), memory=1e9, formula=lambda _: 1.0, estimate=offloading
+        )
     ]
     assert bool(found) == (fits is not False)
     for one in found:

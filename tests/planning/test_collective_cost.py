@@ -7,7 +7,7 @@ import pytest
 from axonlaunch.config import ConfigError
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.planning.throughput.collectives import Links
-from axonlaunch.planning.throughput.operations import Amount, Exchange, ExchangeKind
+from axonlaunch.planning.throughput.operations import Amount, CollectiveOp, ExchangeKind
 
 HARDWARE = HardwareConfig(
     name="round",
@@ -25,7 +25,7 @@ GB = 1e9
 def seconds(kind: ExchangeKind, axes: dict[str, int], axis: str, num_bytes: float = GB) -> float:
     links = Links(HARDWARE, axes)
     # Two messages of different sizes: their difference is free of latency.
-    key = Exchange("forward", kind, (axis,))
+    key = CollectiveOp("forward", kind, (axis,))
     return links.seconds(key, Amount(1, num_bytes)) - links.seconds(key, Amount(1, 0))
 
 
@@ -52,20 +52,20 @@ def test_the_innermost_axis_stays_inside_a_node() -> None:
 
 def test_adapters_never_beat_the_links_that_feed_them() -> None:
     fast = Links(replace(HARDWARE, network_gb_s=50), {"dp_shard": 16})
-    key = Exchange("forward", "all_gather", ("dp_shard",))
+    key = CollectiveOp("forward", "all_gather", ("dp_shard",))
     moving = fast.seconds(key, Amount(1, GB)) - fast.seconds(key, Amount(1, 0))
     assert moving == pytest.approx(15 / 16 / 100)
 
 
 def test_small_sums_go_by_a_tree() -> None:
     links = Links(HARDWARE, {"dp_replicate": 512})
-    small = links.seconds(Exchange("forward", "all_reduce", ("dp_replicate",)), Amount(1, 0))
+    small = links.seconds(CollectiveOp("forward", "all_reduce", ("dp_replicate",)), Amount(1, 0))
     # Up and down 7 hops in a node and 6 halvings of 64 nodes.
     assert small == pytest.approx(6.6e-6 + 2 * (7 * 1e-6 + 6 * 10e-6))
 
 
 def test_a_group_of_one_costs_nothing() -> None:
-    key = Exchange("forward", "all_reduce", ("tp",))
+    key = CollectiveOp("forward", "all_reduce", ("tp",))
     assert Links(HARDWARE, {"tp": 1}).seconds(key, Amount(1, GB)) == 0.0
 
 
@@ -79,7 +79,7 @@ def test_a_message_takes_the_link_or_the_network() -> None:
 def test_a_figure_that_is_missing_is_asked_for() -> None:
     links = Links(replace(HARDWARE, network_gb_s=None), {"dp_shard": 16})
     with pytest.raises(ConfigError, match=r"hardware\.network_gb_s=null: .*write hardware\."):
-        links.seconds(Exchange("forward", "all_gather", ("dp_shard",)), Amount(1, GB))
+        links.seconds(CollectiveOp("forward", "all_gather", ("dp_shard",)), Amount(1, GB))
 
 
 GLOO = replace(HARDWARE, link="loopback", link_gb_s=1, allgather_bw_gb_s=0.5, link_latency_us=100.0)
@@ -89,7 +89,7 @@ def test_gloo_scatters_by_an_all_reduce_and_gathers_at_a_rate_of_its_own() -> No
     links = Links(GLOO, {"dp_shard": 2})
 
     def seconds(kind: ExchangeKind) -> float:
-        return links.seconds(Exchange("backward", kind, ("dp_shard",)), Amount(1, GB))
+        return links.seconds(CollectiveOp("backward", kind, ("dp_shard",)), Amount(1, GB))
 
     hops = 2 * 100e-6
     assert seconds("all_reduce") == pytest.approx(1 + hops)

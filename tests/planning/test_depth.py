@@ -11,7 +11,7 @@ from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing import extrapolate_depth
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.planning.tracing.storage_trace import Event
+from axonlaunch.planning.tracing.storage_trace import TraceEvent
 
 DEEP = [
     "model.hidden_size=64",
@@ -77,15 +77,15 @@ def test_blocks_that_differ_in_shape_or_in_a_setting_do_not_repeat() -> None:
     assert not repeats(nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.1)))
 
 
-def events(*, blocks: int) -> list[Event]:
+def events(*, blocks: int) -> list[TraceEvent]:
     """Of a model whose every block saves 10 bytes in forward and frees them in backward."""
-    found = [Event(("start",), [(5, 0)])]
+    found = [TraceEvent(("start",), [(5, 0)])]
     for index in range(blocks):
         where = (0, index, blocks - 1 - index)
-        found.append(Event(("forward", *where), [(5 + 10 * (index + 1), 0)]))
+        found.append(TraceEvent(("forward", *where), [(5 + 10 * (index + 1), 0)]))
     for index in reversed(range(blocks)):
         where = (0, index, blocks - 1 - index)
-        found.append(Event(("backward", *where), [(5 + 10 * (index + 1) + 3, 0)]))
+        found.append(TraceEvent(("backward", *where), [(5 + 10 * (index + 1) + 3, 0)]))
     return found
 
 
@@ -96,8 +96,8 @@ def test_what_grows_with_depth_is_found_at_the_end_where_it_is_most() -> None:
 
 
 def test_an_event_with_more_moments_in_a_deeper_model_goes_on_as_its_highest_does() -> None:
-    shallow = [Event(("update",), [(1, 0), (7, 0)])]
-    deeper = [Event(("update",), [(1, 0), (2, 0), (9, 0)])]
+    shallow = [TraceEvent(("update",), [(1, 0), (7, 0)])]
+    deeper = [TraceEvent(("update",), [(1, 0), (2, 0), (9, 0)])]
     assert extrapolate_depth.peak(extrapolate_depth.extrapolate(shallow, deeper, blocks=10)) == (
         (27, 0),
         0,

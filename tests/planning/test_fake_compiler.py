@@ -79,7 +79,7 @@ def really(dtype: torch.dtype) -> int:
 
 
 def estimated(dtype: torch.dtype) -> int:
-    fake_world.join(rank=0, world_size=1)
+    fake_world.join_fake_world(rank=0, world_size=1)
     fake_inductor.install()
     with tensors_without_bytes():
         model, tokens = compiled(dtype), torch.zeros(4, 32, dtype=torch.int64)
@@ -99,13 +99,13 @@ def estimated(dtype: torch.dtype) -> int:
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
 def test_compiled_blocks_hold_what_is_estimated_to_the_byte(dtype: torch.dtype) -> None:
-    told, held = forked_map.run([partial(estimated, dtype), partial(really, dtype)])
+    told, held = forked_map.map_forked([partial(estimated, dtype), partial(really, dtype)])
     assert told == held
 
 
 def test_no_kernel_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    [told] = forked_map.run([partial(estimated, torch.float32)])
+    [told] = forked_map.map_forked([partial(estimated, torch.float32)])
     assert told > 0
 
 

@@ -141,7 +141,7 @@ def test_what_a_forked_process_worked_out_the_next_one_finds() -> None:
             normed()
         return len(fake_tensor_cache.recipes) - before
 
-    first, again = forked_map.run([run, run], at_once=1, memory=fake_tensor_cache.recipes)
+    first, again = forked_map.map_forked([run, run], at_once=1, memory=fake_tensor_cache.recipes)
     assert (first > 0, again) == (True, 0)
     assert len(fake_tensor_cache.recipes) == first
 
@@ -169,7 +169,7 @@ def test_gradients_are_the_shapes_that_torch_makes() -> None:
             return gradients(), gradients(), expected
 
     # Forked: after a backward here, a build for GPUs could do none in other tests' forks.
-    [(first, again, expected)] = forked_map.run([in_both])
+    [(first, again, expected)] = forked_map.map_forked([in_both])
     assert first == again == expected
 
 
@@ -217,3 +217,19 @@ def test_operators_that_run_others_have_torch_s_rules() -> None:
         expected = told(draw()[1])
     with tensors_without_bytes():
         assert told(draw()[1]) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_groups_has_the_shapes_of_a_real_one_both_ways(dtype: torch.dtype) -> None:
+    def shapes() -> list[tuple[Any, ...]]:
+        rows = torch.zeros(12, 16, dtype=dtype, requires_grad=True)
+        experts = torch.zeros(3, 8, 16, dtype=dtype, requires_grad=True)
+        ends = torch.tensor([4, 8, 12], dtype=torch.int32)
+        made = torch.nn.functional.grouped_mm(rows, experts.transpose(-2, -1), offs=ends)
+        made.backward(torch.ones(12, 8, dtype=dtype))
+        found = [made, rows.grad, experts.grad]
+        return [(one.shape, one.stride(), one.dtype) for one in found if one is not None]
+
+    expected = shapes()
+    with tensors_without_bytes():
+        assert shapes() == expected

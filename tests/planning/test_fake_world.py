@@ -19,8 +19,6 @@ from torch._subclasses import fake_tensor
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._op_schema import OutputSharding
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed import fake_pg
 
 from axonlaunch.config import ConfigError
@@ -28,8 +26,6 @@ from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing import fake_world
-from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.planning.tracing.stage_trace import traced
 from axonlaunch.planning.tracing.storage_trace import StorageTrace, on_device
 from axonlaunch.planning.tracing.untraceable import UNTRACEABLE
 from axonlaunch.system import forked_map
@@ -64,7 +60,7 @@ def test_stages_begin_actions_and_make_buffers_by_these_names() -> None:
 
 def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
     def largest() -> int:
-        world = fake_world.join(rank=0, world_size=2)
+        world = fake_world.join_fake_world(rank=0, world_size=2)
         mesh = init_device_mesh("cpu", (world.world_size,))
         with tensors_without_bytes(), StorageTrace() as trace:
             local = torch.ones(1 << 20)
@@ -75,7 +71,7 @@ def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
             trace.finish()
         return max(on_device(point) for event in trace.events for point in event.points)
 
-    assert forked_map.run([largest]) == [4 << 20]
+    assert forked_map.map_forked([largest]) == [4 << 20]
 
 
 def test_a_backward_is_told_by_its_graph_task() -> None:
@@ -157,39 +153,12 @@ def test_a_world_that_is_there_already_is_not_taken_for_another() -> None:
     from axonlaunch.comm import World
 
     with World.init(backend="gloo"), pytest.raises(ValueError, match="has a world already"):
-        fake_world.join(rank=0, world_size=4)
+        fake_world.join_fake_world(rank=0, world_size=4)
 
 
 def test_an_update_that_looks_for_overflow_is_traced() -> None:
     chosen = estimate_config([*TINY, "train.precision=fp16", "strategy=fsdp", "launch.nproc=2"])
     assert estimate(chosen).peak_bytes > 0
-
-
-def test_an_update_is_planned_as_torch_plans_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it moved: without ``_let_updates_stay_where_they_are`` a trace is slower and no other."""
-    words = ["strategy=hybrid", "strategy.pipeline.degree=1", "strategy.tensor.degree=2"]
-    chosen = estimate_config([*TINY, *words, "launch.nproc=4"])
-    alike, torchs = (
-        fake_world._are_divided_alike,
-        ShardingPropagator.propagate_op_sharding_non_cached,
-    )
-
-    def planned() -> list[bool]:
-        seen = []
-
-        def look(schema: Any) -> bool:
-            seen.append(schema)
-            return alike(schema)
-
-        monkeypatch.setattr(fake_world, "_are_divided_alike", look)
-        traced(ReducedRun.of(chosen), 0)
-        propagator = DTensor._op_dispatcher.sharding_propagator
-        assert all(alike(schema) for schema in seen)
-        return [torchs(propagator, schema) == OutputSharding(None) for schema in seen]
-
-    [found] = forked_map.run([planned])
-    assert found
-    assert all(found)
 
 
 def test_what_forks_its_traces_computes_no_gradient_itself(

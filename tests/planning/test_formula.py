@@ -32,7 +32,7 @@ SMALL = [
 )
 def test_states_are_those_that_a_trace_counts(overrides: str) -> None:
     chosen = estimate_config([*SMALL, *overrides.split()])
-    told, traced = states_only.estimate(chosen), memory_estimate.estimate(chosen)
+    told, traced = states_only.estimate_states(chosen), memory_estimate.estimate(chosen)
     assert (told.mesh, told.parameters) == (traced.mesh, traced.parameters)
     for one, other in zip(told.ranks, traced.ranks, strict=True):
         assert (one.rank, one.coords) == (other.rank, other.coords)

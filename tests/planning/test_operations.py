@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
 from axonlaunch.planning.throughput.operations import (
     Amount,
-    Attention,
+    AttentionOp,
     Kernel,
     OperationTrace,
     Product,
@@ -65,7 +65,7 @@ def test_attention_is_two_products_of_the_square_forward_and_five_backward(
     with trace:
         F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
     product = 2 * 2 * 4 * 16 * 16 * 8
-    flops = {key.phase: a.flops for key, a in trace.work.items() if isinstance(key, Attention)}
+    flops = {key.phase: a.flops for key, a in trace.work.items() if isinstance(key, AttentionOp)}
     assert flops == {"forward": 2 * product * share, "backward": 5 * product * share}
 
 
@@ -73,7 +73,7 @@ def test_shared_keys_cost_no_fewer_flops(trace: OperationTrace) -> None:
     q, k = torch.empty(2, 4, 16, 8), torch.empty(2, 2, 16, 8)
     with trace:
         F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
-    (flops,) = [a.flops for key, a in trace.work.items() if isinstance(key, Attention)]
+    (flops,) = [a.flops for key, a in trace.work.items() if isinstance(key, AttentionOp)]
     assert flops == 2 * 2 * 2 * 4 * 16 * 16 * 8
 
 

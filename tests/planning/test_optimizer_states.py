@@ -22,7 +22,7 @@ def chosen(*words: str) -> RunConfig:
 def test_sgd_without_momentum_has_no_state_bytes_in_an_estimate(strategy: str) -> None:
     words = ["model.hidden_size=16", "model.num_attention_heads=2", "data=synthetic_tokens"]
     run = chosen(*words, "data.sequence_length=8", f"strategy={strategy}", *NO_MOMENTUM)
-    for estimate in (memory_estimate.estimate(run), states_only.estimate(run)):
+    for estimate in (memory_estimate.estimate(run), states_only.estimate_states(run)):
         assert [rank.breakdown["optimizer"] for rank in estimate.ranks] == [0] * len(estimate.ranks)
 
 

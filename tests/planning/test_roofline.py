@@ -7,7 +7,7 @@ import torch
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.planning.throughput.operations import Amount, Attention, Kernel, Product
+from axonlaunch.planning.throughput.operations import Amount, AttentionOp, Kernel, Product
 from axonlaunch.planning.throughput.roofline import Roofline
 
 HARDWARE = HardwareConfig(
@@ -68,7 +68,7 @@ def test_long_attention_is_faster_than_short() -> None:
     roofline = Roofline(HARDWARE)
 
     def seconds(length: int) -> float:
-        key = Attention("forward", 32, length, length, 128, torch.bfloat16)
+        key = AttentionOp("forward", 32, length, length, 128, torch.bfloat16)
         return roofline.seconds(key, Amount(1, 0, 1e12))
 
     assert seconds(16384) < seconds(1024)

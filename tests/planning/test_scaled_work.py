@@ -12,7 +12,7 @@ from axonlaunch.planning.memory import analytic
 from axonlaunch.planning.memory.analytic import on_one_device
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.throughput.analytic_work import scaled
-from axonlaunch.planning.throughput.operations import Attention, Exchange, Product, Work
+from axonlaunch.planning.throughput.operations import AttentionOp, CollectiveOp, Product, Work
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import traced
@@ -35,14 +35,14 @@ MODEL = [
 @pytest.fixture(scope="module")
 def one() -> StepWork:
     chosen = on_one_device(estimate_config([*MODEL, "launch.nproc=1"]))
-    [found] = forked_map.run([lambda: step_work(chosen, world_size=1)])
+    [found] = forked_map.map_forked([lambda: step_work(chosen, world_size=1)])
     return found
 
 
 @pytest.fixture(scope="module")
-def held() -> dict[str, analytic.Held]:
+def held() -> dict[str, analytic.ActivationBytes]:
     chosen = on_one_device(estimate_config([*MODEL, "launch.nproc=1"]))
-    [found] = forked_map.run([lambda: analytic.activations(chosen)])
+    [found] = forked_map.map_forked([lambda: analytic.activations(chosen)])
     return found
 
 
@@ -58,7 +58,7 @@ def flops(work: Work, kind: type) -> float:
 
 
 def sent(work: Work) -> float:
-    return sum(amount.num_bytes for key, amount in work.items() if isinstance(key, Exchange))
+    return sum(amount.num_bytes for key, amount in work.items() if isinstance(key, CollectiveOp))
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -
     chosen = estimate_config([*MODEL, *words.split()])
     shares = layout(chosen, world_size=2)
     told = scaled(one, chosen, shares, layers=(4,)).first.micro_layer.work
-    [counted] = forked_map.run([lambda: step_work(chosen, world_size=2)])
+    [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=2)])
     seen = counted.first.micro_layer.work
     # torch recomputes no further than backward needs: not a block's last product.
     assert flops(told, Product) == pytest.approx(flops(seen, Product), rel=0.07)
-    assert flops(told, Attention) == pytest.approx(flops(seen, Attention), rel=0.01)
+    assert flops(told, AttentionOp) == pytest.approx(flops(seen, AttentionOp), rel=0.01)
     assert sent(told) == pytest.approx(sent(seen), rel=0.15)
 
 
@@ -93,7 +93,7 @@ def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -
     ],
 )
 def test_memory_by_formulas_is_near_what_is_traced(
-    words: str, one: StepWork, held: dict[str, analytic.Held]
+    words: str, one: StepWork, held: dict[str, analytic.ActivationBytes]
 ) -> None:
     chosen = estimate_config([*MODEL, *words.split()])
     shares = layout(chosen, world_size=2)
@@ -109,7 +109,7 @@ def test_a_model_that_takes_no_single_sample_has_formulas_too() -> None:
 
 
 def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
-    held: dict[str, analytic.Held],
+    held: dict[str, analytic.ActivationBytes],
 ) -> None:
     def most(layers: int) -> int:
         words = ["strategy=fsdp", "launch.nproc=2", f"model.num_hidden_layers={layers}"]
@@ -117,13 +117,13 @@ def test_a_sample_leaves_in_a_layer_what_a_deeper_model_holds_more(
         saved = CATEGORIES.index("activations")
         return max(point[saved] for event in events for point in event.points)
 
-    few, more = forked_map.run([lambda: most(2), lambda: most(3)])
+    few, more = forked_map.map_forked([lambda: most(2), lambda: most(3)])
     samples = 2  # of a micro-batch
     assert held["none"].layer == pytest.approx((more - few) / samples, rel=0.02)
 
 
 def test_a_model_of_unknown_depth_is_cut_evenly_by_a_pipeline(
-    one: StepWork, held: dict[str, analytic.Held]
+    one: StepWork, held: dict[str, analytic.ActivationBytes]
 ) -> None:
     def of_ranks(ranks: int) -> float:
         words = ["strategy=pipeline", f"strategy.pipeline.degree={ranks}", f"launch.nproc={ranks}"]

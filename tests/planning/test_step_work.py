@@ -31,7 +31,7 @@ def summed(stage: StageWork, *, layers: int, micro_batches: int) -> Work:
 
 def whole(overrides: list[str], *, stage: int = 0) -> Work:
     config = estimate_config(overrides)
-    ((traced,),) = forked_map.run([lambda: step_work._trace([config], stage=stage)])
+    ((traced,),) = forked_map.map_forked([lambda: step_work._trace([config], stage=stage)])
     return traced.share.work
 
 

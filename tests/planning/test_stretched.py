@@ -63,7 +63,7 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
     ],
 )
 def test_a_stretched_recording_is_the_deep_models(layout: str) -> None:
-    short, long = forked_map.run(
+    short, long = forked_map.map_forked(
         [lambda: asked(layout, whole=False), lambda: asked(layout, whole=True)], at_once=1
     )
     assert cuda_process._most(short) == cuda_process._most(long)

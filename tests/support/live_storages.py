@@ -26,7 +26,7 @@ from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.memory.live_peak import WATCHED, CpuPeakMemory
 from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule
-from axonlaunch.planning.tracing.stage_trace import host_categories, measure, step
+from axonlaunch.planning.tracing.stage_trace import host_categories, measure_stage, step
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, StorageTrace, on_device
 from axonlaunch.system import forked_call
 
@@ -86,7 +86,7 @@ def _stats_on_rank(overrides: tuple[str, ...], rank: int, ranks: int, folder: st
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     with World.join(local_place(rank, ranks), backend="gloo", store=store) as world:
         trace = StorageTrace()
-        extrapolate_schedule.watch(trace)
+        extrapolate_schedule.watch_actions(trace)
         engine, batch = _engine(overrides, world, storing=lambda: trace)
         with trace:
             for _ in range(2):
@@ -133,7 +133,13 @@ def _measured(overrides: tuple[str, ...], world: World) -> int | None:
 
 def chosen(overrides: Sequence[str], *, ranks: int) -> RunConfig:
     """Return a small model's configuration as a command resolves it."""
-    return run_config([*SMALL, f"launch.nproc={ranks}", *overrides])
+    return run_config([*small(overrides), f"launch.nproc={ranks}", *overrides])
+
+
+def small(overrides: Sequence[str]) -> list[str]:
+    """Return what makes a run small; a model of transformers has its figures in its folder."""
+    is_theirs = "model=hf" in overrides
+    return [word for word in SMALL if not (is_theirs and word.startswith("model."))]
 
 
 def _engine(
@@ -158,7 +164,7 @@ def _held(overrides: tuple[str, ...], world: World) -> Held:
         engine.backward(batch)
         with trace.during("temporary"):
             engine.update()
-        measure(engine, batch, trace, spec=spec_for(config.model))
+        measure_stage(engine, batch, trace, spec=spec_for(config.model))
         peaks = [extrapolate_depth.peak(trace.events)]
         # Gloo's threads may let go of a buffer late, which only ever adds.
         for _ in range(2):

@@ -56,7 +56,7 @@ def twice(world: World, saver: Saver, run_dir: Path) -> Any:
     first = saver.save(state(), step=1, samples=8)
     second = saver.save(state(), step=2, samples=16)
     saver.finished(wait=True)
-    assert [one.step for one in checkpoint.listed(run_dir)] == [1, 2]
+    assert [one.step for one in checkpoint.list_checkpoints(run_dir)] == [1, 2]
     return [one.step for one in first], [one.step for one in second]
 
 
@@ -72,7 +72,7 @@ def failing(world: World, saver: Saver, run_dir: Path) -> Any:
     try:
         saver.finished(wait=True)
     except SaveError as error:
-        steps = [one.step for one in checkpoint.listed(run_dir)]
+        steps = [one.step for one in checkpoint.list_checkpoints(run_dir)]
         return str(error), steps
     return "it passed", []
 
@@ -93,7 +93,7 @@ def early(world: World, saver: Saver, run_dir: Path) -> Any:
     with mock.patch.object(dcp_writer, "prepare", slow):
         saver.save(state(), step=1, samples=8)
         saver.close()
-    return met, [one.step for one in checkpoint.listed(run_dir)]
+    return met, [one.step for one in checkpoint.list_checkpoints(run_dir)]
 
 
 def measured(world: World, saver: Saver, run_dir: Path) -> Any:

@@ -77,7 +77,7 @@ def gradients_are_summed_not_averaged(patch: Patch) -> None:
 
 def a_bias_is_added_on_every_rank(patch: Patch) -> None:
     def forward(layer: Any, x: Tensor) -> Tensor:
-        weight, bias = map(layers.local_part, (layer.weight, layer.bias))
+        weight, bias = map(layers.to_local, (layer.weight, layer.bias))
         y = torch.nn.functional.linear(x, weight, bias)
         return layers.leave(y, layer.axis.group, sequence_parallel=False)
 

@@ -22,7 +22,7 @@ here = threading.local()
 """``board`` and ``rank`` of the mock world whose rank this thread is."""
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """What a rank asks of its group; all ranks of a collective must ask the same.
 
     Formatted only when an error needs it: this is on the path of every collective.
@@ -43,9 +43,9 @@ class Call(NamedTuple):
         return f"{self.name}{f' {self.detail}' if self.detail else ''}{of}"
 
 
-def call(name: str, tensors: Sequence[Tensor] = (), *, detail: str = "") -> Call:
+def describe_call(name: str, tensors: Sequence[Tensor] = (), *, detail: str = "") -> CollectiveCall:
     """Describe a call on tensors."""
-    return Call(name, detail, tuple((tensor.dtype, tensor.shape) for tensor in tensors))
+    return CollectiveCall(name, detail, tuple((tensor.dtype, tensor.shape) for tensor in tensors))
 
 
 class PendingOperation(ABC):
@@ -74,8 +74,8 @@ class PendingCollective(PendingOperation):
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self._calls: dict[int, Call] = {}
-        self._labels: dict[int, str | Call] = {}
+        self._calls: dict[int, CollectiveCall] = {}
+        self._labels: dict[int, str | CollectiveCall] = {}
         self._payloads: dict[int, Any] = {}
 
     def describe(self, finished: Set[int]) -> str:
@@ -86,7 +86,7 @@ class PendingCollective(PendingOperation):
         what = next(iter(self._labels.values()))
         return f"{what} in group {list(self.ranks)}, waits for {say_ranks(missing)}{gone}"
 
-    def arrive(self, rank: int, asked: Call, label: str, payload: Any) -> bool:
+    def arrive(self, rank: int, asked: CollectiveCall, label: str, payload: Any) -> bool:
         """Take one rank in; return whether all have come.
 
         Ranks that ask for different things fail together, also those still to come.
@@ -149,7 +149,7 @@ class Exchange:
         key: tuple[Any, int],
         ranks: tuple[int, ...],
         rank: int,
-        asked: Call,
+        asked: CollectiveCall,
         payload: Any,
         work: Callable[[list[Any]], None],
         *,

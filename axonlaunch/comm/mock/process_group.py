@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonlaunch.comm.mock.exchange import (
-    Call,
+    CollectiveCall,
     Exchange,
     PendingMessage,
     PendingOperation,
-    call,
+    describe_call,
     here,
 )
 from axonlaunch.comm.mock.work import MockWork
@@ -92,7 +92,7 @@ class MockProcessGroup(dist.ProcessGroup):
             key,
             ranks,
             self._global_rank,
-            Call("exchange", "", ()),
+            CollectiveCall("exchange", "", ()),
             (line, lines),
             work,
             label=label,
@@ -111,7 +111,7 @@ class MockProcessGroup(dist.ProcessGroup):
                 for value in values:
                     value.copy_(total)
 
-        asked = call("all_reduce", tensors, detail=op.name)
+        asked = describe_call("all_reduce", tensors, detail=op.name)
         return self._collective(asked, _raw(tensors), work, tensors)
 
     allreduce_coalesced = allreduce
@@ -123,7 +123,7 @@ class MockProcessGroup(dist.ProcessGroup):
             for values in zip(*payloads, strict=True):
                 values[root].copy_(reduce_in_rank_order(values, op))
 
-        asked = call("reduce", tensors, detail=f"{op.name} to rank {self._ranks[root]}")
+        asked = describe_call("reduce", tensors, detail=f"{op.name} to rank {self._ranks[root]}")
         return self._collective(asked, _raw(tensors), work, tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> MockWork:
@@ -135,7 +135,7 @@ class MockProcessGroup(dist.ProcessGroup):
                     for target, source in zip(targets, payloads[root], strict=True):
                         target.copy_(source)
 
-        asked = call("broadcast", tensors, detail=f"from rank {self._ranks[root]}")
+        asked = describe_call("broadcast", tensors, detail=f"from rank {self._ranks[root]}")
         return self._collective(asked, _raw(tensors), work, tensors)
 
     def allgather(
@@ -173,14 +173,14 @@ class MockProcessGroup(dist.ProcessGroup):
             ):
                 _copy_all(target, parts)
 
-        asked = call("scatter", outputs, detail=f"from rank {self._ranks[root]}")
+        asked = describe_call("scatter", outputs, detail=f"from rank {self._ranks[root]}")
         payload = (_raw(outputs), [_raw(parts) for parts in inputs])
         return self._collective(asked, payload, work, outputs)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> MockWork:
-        asked = call(
+        asked = describe_call(
             "reduce_scatter", [t for parts in inputs for t in parts], detail=_op(opts).name
         )
         return self._reduce_scatter(asked, outputs, inputs, _op(opts))
@@ -191,7 +191,7 @@ class MockProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> MockWork:
-        asked = call("reduce_scatter", inputs, detail=_op(opts).name)
+        asked = describe_call("reduce_scatter", inputs, detail=_op(opts).name)
         parts = [self._split(tensor.contiguous()) for tensor in inputs]
         return self._reduce_scatter(asked, outputs, parts, _op(opts))
 
@@ -200,7 +200,7 @@ class MockProcessGroup(dist.ProcessGroup):
             for rank, (targets, _) in enumerate(payloads):
                 _copy_all(targets, [sources[rank] for _, sources in payloads])
 
-        asked = Call("all_to_all", f"of {inputs[0].dtype}" if inputs else "", ())
+        asked = CollectiveCall("all_to_all", f"of {inputs[0].dtype}" if inputs else "", ())
         return self._collective(asked, (_raw(outputs), _raw(inputs)), work, outputs)
 
     def all_to_all_single(
@@ -220,7 +220,7 @@ class MockProcessGroup(dist.ProcessGroup):
         return work
 
     def barrier(self, opts: Any = None) -> MockWork:
-        return self._collective(Call("barrier", "", ()), None, lambda _: None, [])
+        return self._collective(CollectiveCall("barrier", "", ()), None, lambda _: None, [])
 
     # Messages.
 
@@ -270,7 +270,7 @@ class MockProcessGroup(dist.ProcessGroup):
 
     def _collective(
         self,
-        asked: Call,
+        asked: CollectiveCall,
         payload: Any,
         work: Callable[[list[Any]], None],
         result: Any,
@@ -299,10 +299,10 @@ class MockProcessGroup(dist.ProcessGroup):
 
         detail = "" if root is None else f"to rank {self._ranks[root]}"
         payload = ([_raw(parts) for parts in outputs], _raw(inputs))
-        return self._collective(call(name, inputs, detail=detail), payload, work, outputs)
+        return self._collective(describe_call(name, inputs, detail=detail), payload, work, outputs)
 
     def _reduce_scatter(
-        self, asked: Call, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
+        self, asked: CollectiveCall, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
     ) -> MockWork:
         def work(payloads: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
             for index in range(len(outputs)):

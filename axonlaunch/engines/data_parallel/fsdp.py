@@ -35,7 +35,7 @@ from axonlaunch.engines.data_parallel.fsdp_memory import (
     FSDPMemoryEstimate,
     FSDPMemoryStats,
     MemoryWatch,
-    estimate,
+    estimate_fsdp_memory,
 )
 from axonlaunch.engines.device_mesh import data_mesh
 from axonlaunch.engines.optimizer.offload import HOST, STREAMED, stream
@@ -206,8 +206,8 @@ class FSDP(nn.Module):
             if optimizer not in OPTIMIZERS:
                 known = ", ".join(OPTIMIZERS.names())
                 raise ValueError(f"optimizer={optimizer}: its states are not known; use {known}")
-            return estimate(self.module, OPTIMIZERS.config(optimizer)())
-        return estimate(self.module, optimizer)
+            return estimate_fsdp_memory(self.module, OPTIMIZERS.config(optimizer)())
+        return estimate_fsdp_memory(self.module, optimizer)
 
     def ignore_returned_view(self) -> None:
         """Let torch not warn that the module returns a view: whoever is given it changes none."""

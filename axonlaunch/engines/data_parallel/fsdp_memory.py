@@ -79,7 +79,7 @@ class FSDPMemoryEstimate:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def estimate(module: nn.Module, optimizer: OptimizerConfig) -> FSDPMemoryEstimate:
+def estimate_fsdp_memory(module: nn.Module, optimizer: OptimizerConfig) -> FSDPMemoryEstimate:
     """Count what a sharded module's parameters take with gradients and an optimizer's states."""
     sharded = [_local(p) for p in module.parameters()]
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -87,7 +87,7 @@ class ShardedUpdate(Update):
         """Return how the data axis divides a parameter: after the tensor axis, if both cut rows."""
         if parameter.ndim == 0:
             return Replicate()
-        if isinstance(parameter, DTensor) and parameter.placements[0].is_shard(0):
+        if isinstance(parameter, DTensor) and getattr(parameter.placements[0], "dim", None) == 0:
             return _StridedShard(0, split_factor=parameter.device_mesh.size())
         return Shard(0)
 

@@ -1,6 +1,6 @@
 """Muon: of whole matrices torch's, of divided ones torch's iteration on the ranks that own them.
 
-What is no matrix torch refuses. Its functions without a public name are named here alone.
+What is no matrix torch refuses.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; of owned
 matrices Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.3.
@@ -8,21 +8,16 @@ matrices Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
-from torch.optim import _muon as torch_muon
 
 from axonlaunch.engines.optimizer.owned_matrices import OwnedMatrices, alike, divisions
-
-orthogonalized: Callable[..., Tensor] = torch_muon._zeropower_via_newtonschulz
-"""``(matrix, coefficients, steps, eps)`` to the bf16 matrix that is about its U V^T."""
-adjusted_lr: Callable[..., float] = torch_muon._adjust_lr
-"""``(lr, adjust_lr_fn, shape)`` to the rate of a matrix of this shape."""
 
 
 class ShardedMuon(Muon):
@@ -52,17 +47,17 @@ class ShardedMuon(Muon):
 
     def _update(self, group: dict[str, Any], matrices: list[DTensor]) -> None:
         updates = [self._momentum(group, p) for p in matrices]
-        arguments = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+        iteration = {name: group[name] for name in ("ns_coefficients", "ns_steps", "eps")}
         if not divisions(matrices[0]):
-            updates = [orthogonalized(update, *arguments) for update in updates]
+            updates = [orthogonalized(update.bfloat16(), **iteration) for update in updates]
         else:
             owned = OwnedMatrices(matrices, costs=[_cost(*p.shape) for p in matrices])
             wholes = owned.gather([update.bfloat16() for update in updates])
             del updates
-            wholes = {n: orthogonalized(whole, *arguments) for n, whole in wholes.items()}
+            wholes = {n: orthogonalized(whole, **iteration) for n, whole in wholes.items()}
             updates = owned.scatter(wholes)
         for p, update in zip(matrices, updates, strict=True):
-            rate = adjusted_lr(group["lr"], group["adjust_lr_fn"], p.shape)
+            rate = _adjusted(group["lr"], group["adjust_lr_fn"], *p.shape)
             part = p.to_local()
             part.mul_(1 - group["lr"] * group["weight_decay"])
             part.add_(update, alpha=-rate)
@@ -76,6 +71,33 @@ class ShardedMuon(Muon):
         momentum: Tensor = self.state[p]["momentum_buffer"]
         momentum.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+
+def orthogonalized(matrix: Tensor, **iteration: Any) -> Tensor:
+    """Return about U V^T of a bf16 matrix U S V^T, in bf16, as torch's Muon finds it.
+
+    It is what Muon takes from zeros at a rate of 1, without momentum. A tall matrix is turned, as
+    Muon itself turns it, for its rate would be adjusted to its shape.
+
+    Args:
+        matrix: [m, n]; not changed.
+        iteration: torch's ``ns_coefficients``, ``ns_steps`` and ``eps``.
+    """
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.T if is_tall else matrix
+    taken = nn.Parameter(torch.zeros_like(wide))
+    taken.grad = wide
+    options = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False, **iteration}
+    Muon([taken], **options).step()
+    found = taken.detach().neg_()
+    return found.T if is_tall else found
+
+
+def _adjusted(lr: float, kind: str, rows: int, columns: int) -> float:
+    """Return the rate of a matrix of a shape, as ``torch.optim.Muon`` documents it."""
+    if kind == "original":
+        return lr * math.sqrt(max(1, rows / columns))
+    return lr * 0.2 * math.sqrt(max(rows, columns))
 
 
 def _cost(rows: int, columns: int) -> float:

@@ -90,12 +90,12 @@ class OwnedMatrices:
         self._costs = costs
         self._divisions = [divisions(one)[::-1] for one in matrices]
         self._shapes: list[dict[int, torch.Size]] = []
-        self._dtype = torch.float32
+        self._empty = torch.empty(0)
 
     def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the whole matrices that this rank owns by their places, from everybody's parts."""
         held = dict(enumerate(parts))
-        self._dtype = parts[0].dtype
+        self._empty = parts[0].new_empty(0)
         self._shapes.clear()
         for turn, axis in enumerate(self._axes()):
             self._shapes.append({place: part.shape for place, part in held.items()})
@@ -165,10 +165,8 @@ class OwnedMatrices:
         self, axis: int, sent: list[list[Tensor]], shapes: list[list[torch.Size]]
     ) -> list[list[Tensor]]:
         """Send tensors to each rank of an axis, and return what each sent, of known shapes."""
-        device = self._mesh.device_type
         out = [torch.cat([t.reshape(-1) for t in to]) if to else None for to in sent]
-        empty = torch.empty(0, dtype=self._dtype, device=device)
-        message = torch.cat([empty if part is None else part for part in out])
+        message = torch.cat([self._empty if part is None else part for part in out])
         sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
         received = message.new_empty(sum(map(sum, sizes)))
         dist.all_to_all_single(

@@ -25,7 +25,7 @@ from axonlaunch.engines.pipeline.dynamic_send import broadcast_tensor, receive_t
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+MicrobatchLoss = Callable[[Tensor, Tensor], Tensor]
 
 # Whatever a stage raises, torch's runtime logs the whole schedule, a line an action.
 logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
@@ -107,7 +107,7 @@ class Pipeline:
         for stage in stages.values():
             stage.register_forward_hook(lambda module, inputs, output: _laid_out(output))
         self._runs: dict[tuple[torch.Size, torch.dtype], Any] = {}
-        self._loss: Loss | None = None
+        self._loss: MicrobatchLoss | None = None
 
     @classmethod
     def from_modules(
@@ -165,7 +165,7 @@ class Pipeline:
         """Whether this rank gives outputs and losses."""
         return self.schedule.num_stages - 1 in self.stages
 
-    def step(self, inputs: Tensor, targets: Tensor, *, loss: Loss) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, *, loss: MicrobatchLoss) -> Tensor:
         """Run forward and backward of a batch; gradients are added to the parameters'.
 
         Args:
@@ -187,7 +187,7 @@ class Pipeline:
         dist.broadcast(total, src=self._rank_of(-1), group=self.group.torch_group)
         return total
 
-    def run(self, inputs: Tensor, targets: Tensor, *, loss: Loss) -> list[Tensor]:
+    def run(self, inputs: Tensor, targets: Tensor, *, loss: MicrobatchLoss) -> list[Tensor]:
         """Do as ``step`` does; return each micro-batch's loss on the last stage's rank, else []."""
         count = self.schedule.microbatches
         if len(inputs) % count:

@@ -17,7 +17,7 @@ from torch.distributed import pipelining
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.schedule_rules import SCHEDULES, ScheduleRule
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 
 TORCH_CLASSES: dict[str, type] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -40,7 +40,7 @@ class Action:
         microbatch: Which part of the round's samples, from 0.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
 

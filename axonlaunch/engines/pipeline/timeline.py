@@ -14,7 +14,7 @@ from axonlaunch.engines.pipeline.schedule import Action, PipelineSchedule
 
 
 @dataclass(frozen=True)
-class Slot:
+class TimelineSlot:
     """One action in time."""
 
     rank: int
@@ -28,7 +28,7 @@ class Timeline:
     """Every action of one round, by rank and then by time."""
 
     schedule: PipelineSchedule
-    slots: tuple[Slot, ...]
+    slots: tuple[TimelineSlot, ...]
 
     @property
     def span(self) -> float:
@@ -80,7 +80,7 @@ def timeline(
     parts = {"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5}
     holders = schedule.rank_of_stage
     done: dict[Action, float] = {}
-    rows: list[list[Slot]] = [[] for _ in schedule.actions]
+    rows: list[list[TimelineSlot]] = [[] for _ in schedule.actions]
     waiting = True
     while waiting:
         waiting = False
@@ -100,7 +100,7 @@ def timeline(
                 start = max([row[-1].stop if row else 0.0, *ready])
                 times = forwards if action.kind == "F" else backwards
                 done[action] = start + parts[action.kind] * times[action.stage]
-                row.append(Slot(rank, start, done[action], action))
+                row.append(TimelineSlot(rank, start, done[action], action))
         assert not waiting or len(done) > before, f"{schedule!r} waits for itself"
     return Timeline(schedule, tuple(slot for row in rows for slot in row))
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from axonlaunch.engines.pipeline.schedule import Kind
-from axonlaunch.engines.pipeline.timeline import Slot, Timeline
+from axonlaunch.engines.pipeline.schedule import ActionKind
+from axonlaunch.engines.pipeline.timeline import Timeline, TimelineSlot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 # By Okabe and Ito, distinguishable in all common kinds of colour vision; of each a light one for a
 # rank's first stage, with dark numbers, and a dark one for its later stages, with white numbers.
-COLOURS: dict[Kind, tuple[str, str]] = {
+ACTION_COLOURS: dict[ActionKind, tuple[str, str]] = {
     "F": ("#8fcdf0", "#0072b2"),
     "B": ("#f7b955", "#a84b00"),
     "I": ("#f0e442", "#8a7d00"),
     "W": ("#7fdcc0", "#006b50"),
 }
 IDLE = "#ececec"
-LABELS: dict[Kind, str] = {
+LABELS: dict[ActionKind, str] = {
     "F": "forward",
     "B": "backward",
     "I": "input gradients",
     "W": "weight gradients",
 }
-WIDEST = 40.0  # inches; numbers that would be too small are left out then
+MAX_PLOT_INCHES = 40.0  # inches; numbers that would be too small are left out then
 SMALLEST = 4.0  # points
 
 
-def draw(timeline: Timeline) -> Figure:
+def draw_timeline(timeline: Timeline) -> Figure:
     """Draw a timeline: a row per rank, time to the right, a micro-batch's number on each action."""
     # A figure of its own draws by Agg or SVG as savefig asks; pyplot would keep it in a global
     # list and choose a backend for the whole process.
@@ -41,7 +41,7 @@ def draw(timeline: Timeline) -> Figure:
 
     schedule = timeline.schedule
     shortest = min(slot.stop - slot.start for slot in timeline.slots)
-    width = min(max(7.0, 1.3 + 0.22 * timeline.span / shortest), WIDEST)
+    width = min(max(7.0, 1.3 + 0.22 * timeline.span / shortest), MAX_PLOT_INCHES)
     figure = Figure(figsize=(width, 1.75 + 0.42 * schedule.degree), layout="constrained")
     axes = figure.add_subplot()
     points = 72 * (width - 1.3) * shortest / timeline.span  # of the shortest action
@@ -68,13 +68,13 @@ def draw(timeline: Timeline) -> Figure:
     return figure
 
 
-def _bar(axes: Axes, slot: Slot, *, later: bool, size: float) -> None:
+def _bar(axes: Axes, slot: TimelineSlot, *, later: bool, size: float) -> None:
     axes.barh(
         slot.rank,
         slot.stop - slot.start,
         left=slot.start,
         height=0.86,
-        color=COLOURS[slot.action.kind][later],
+        color=ACTION_COLOURS[slot.action.kind][later],
         edgecolor="white",
         linewidth=0.8,
     )
@@ -97,7 +97,7 @@ def _add_legend(figure: Figure, timeline: Timeline) -> None:
     kinds = {slot.action.kind for slot in timeline.slots}
     shades = 2 if timeline.schedule.stages_per_rank > 1 else 1
     entries: dict[str, Any] = {
-        label: tuple(Patch(color=colour) for colour in COLOURS[kind][:shades])
+        label: tuple(Patch(color=colour) for colour in ACTION_COLOURS[kind][:shades])
         for kind, label in LABELS.items()
         if kind in kinds
     }

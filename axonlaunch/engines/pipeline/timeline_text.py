@@ -9,24 +9,24 @@ import textwrap
 
 from rich.text import Text
 
-from axonlaunch.engines.pipeline.schedule import Kind
-from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, Slot, Timeline
+from axonlaunch.engines.pipeline.schedule import ActionKind
+from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, Timeline, TimelineSlot
 
 # By Okabe and Ito, distinguishable in all common kinds of colour vision: a rank's first stage,
 # and its later ones. rich maps them to what the terminal has.
-STYLES: dict[Kind, tuple[str, str]] = {
+ACTION_STYLES: dict[ActionKind, tuple[str, str]] = {
     "F": ("#000000 on #56b4e9", "#ffffff on #0072b2"),
     "B": ("#000000 on #f5a623", "#ffffff on #b05000"),
     "I": ("#000000 on #f0e442", "#000000 on #b8a800"),
     "W": ("#000000 on #33c39a", "#ffffff on #00694d"),
 }
-MEANINGS: dict[Kind, str] = {
+MEANINGS: dict[ActionKind, str] = {
     "F": "forward",
     "B": "backward",
     "I": "input gradients",
     "W": "weight gradients",
 }
-WIDEST = 6  # columns of the shortest action; more would only stretch the picture
+MAX_TEXT_COLUMNS = 6  # columns of the shortest action; more would only stretch the picture
 
 
 def text_timeline(timeline: Timeline, *, width: int) -> Text:
@@ -71,7 +71,7 @@ def _scale(timeline: Timeline, *, room: int) -> tuple[float, int]:
     shortest = min(slot.stop - slot.start for slot in timeline.slots)
     legible = 1 + len(str(timeline.schedule.microbatches - 1))
     fitting = int(room * shortest / timeline.span + 1e-9)
-    unit = min(max(fitting, legible), max(WIDEST, legible)) / shortest
+    unit = min(max(fitting, legible), max(MAX_TEXT_COLUMNS, legible)) / shortest
     return unit, round(timeline.span * unit)
 
 
@@ -86,7 +86,7 @@ def _ruler(shown: int, unit: float) -> Text:
     return Text(marks, style="dim")
 
 
-def _row(slots: list[Slot], first: int, shown: int, unit: float) -> Text:
+def _row(slots: list[TimelineSlot], first: int, shown: int, unit: float) -> Text:
     row = Text()
     for slot in slots:
         start, stop = (min(round(time * unit), shown) for time in (slot.start, slot.stop))
@@ -101,7 +101,7 @@ def _row(slots: list[Slot], first: int, shown: int, unit: float) -> Text:
         # A blank column keeps neighbours apart where there is one to spare.
         gap = 1 if wide > len(label) else 0
         row.append(" " * (start - len(row)))
-        row.append(label.ljust(wide - gap, "-"), STYLES[slot.action.kind][later])
+        row.append(label.ljust(wide - gap, "-"), ACTION_STYLES[slot.action.kind][later])
         row.append(" " * gap)
     row.rstrip()
     return row
@@ -112,7 +112,7 @@ def _legend(timeline: Timeline) -> list[Text]:
     lines = [Text()]
     for kind, meaning in MEANINGS.items():
         if kind in kinds:
-            lines[0].append(f" {kind} ", STYLES[kind][0])
+            lines[0].append(f" {kind} ", ACTION_STYLES[kind][0])
             lines[0].append(f" {meaning}  ")
     lines[0].rstrip()
     if timeline.schedule.stages_per_rank > 1:

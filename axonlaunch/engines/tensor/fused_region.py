@@ -10,11 +10,11 @@ and Megatron-LM's linear layer with asynchronous communication.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.autograd import (
@@ -26,7 +26,7 @@ from axonlaunch.comm.autograd import (
     start_reduce_scatter,
     start_sum,
 )
-from axonlaunch.engines.tensor.local_parameters import TensorAxis, local_part
+from axonlaunch.engines.tensor.local_parameters import TensorAxis
 
 SEQUENCE_DIM = 1
 """The dim of hidden states [B, T, H] that sequence parallelism cuts."""
@@ -50,6 +50,13 @@ def leave(x: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
     )
 
 
+class Column(Protocol):
+    """A column-parallel layer."""
+
+    def of_rank(self) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's weight [outputs, inputs] and bias, through autograd."""
+
+
 class ColumnParallelGroup:
     """What column-parallel layers that read one input share while a forward runs.
 
@@ -59,14 +66,14 @@ class ColumnParallelGroup:
     """
 
     def __init__(
-        self, axis: TensorAxis, columns: Sequence[nn.Linear], *, sequence_parallel: bool = False
+        self, axis: TensorAxis, columns: Sequence[Column], *, sequence_parallel: bool = False
     ) -> None:
         self.axis = axis
         self.sequence_parallel = sequence_parallel
         self._columns = tuple(columns)
         self._source: Tensor | None = None
         self._input: Tensor | None = None
-        self._outputs: dict[nn.Linear, Tensor] = {}
+        self._outputs: dict[Column, Tensor] = {}
 
     def enter(self, x: Tensor) -> Tensor:
         """Take the input into the region."""
@@ -82,10 +89,10 @@ class ColumnParallelGroup:
         self._source = self._input = None
         self._outputs = {}
 
-    def output_of(self, column: nn.Linear, x: Tensor) -> Tensor:
+    def output_of(self, column: Column, x: Tensor) -> Tensor:
         """Return a layer's output; the first that is fed the region's input computes all."""
         if x is not self._input:
-            return F.linear(x, *_parameters(column))
+            return F.linear(x, *column.of_rank())
         if not self._outputs:
             assert self._source is not None
             outputs = linears(self._source, x, self._columns, region=self)
@@ -94,7 +101,7 @@ class ColumnParallelGroup:
 
 
 def linears(
-    source: Tensor, entered: Tensor, columns: Sequence[nn.Linear], *, region: ColumnParallelGroup
+    source: Tensor, entered: Tensor, columns: Sequence[Column], *, region: ColumnParallelGroup
 ) -> tuple[Tensor, ...]:
     """Apply column-parallel layers to one input.
 
@@ -104,7 +111,7 @@ def linears(
         columns: The layers.
         region: Says how the input enters.
     """
-    parameters = [_parameters(column) for column in columns]
+    parameters = [column.of_rank() for column in columns]
     weights = [weight for weight, _ in parameters]
     biases = [bias for _, bias in parameters]
     x = entered.detach()
@@ -172,8 +179,3 @@ def _start(gradient: Tensor, group: ProcessGroup, in_parts: bool) -> Tensor:
     if in_parts:
         return start_reduce_scatter(gradient, group, SEQUENCE_DIM)
     return start_sum(gradient, group)
-
-
-def _parameters(column: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    bias = column.bias
-    return local_part(column.weight), None if bias is None else local_part(bias)

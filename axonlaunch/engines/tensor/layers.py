@@ -22,9 +22,9 @@ from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup, leave
 from axonlaunch.engines.tensor.local_parameters import (
     TensorAxis,
     convert_module,
-    local_part,
     own_entries,
     refuse_indivisible,
+    to_local,
 )
 from axonlaunch.models.attention import Attention, RotaryTable
 
@@ -37,6 +37,7 @@ class ColumnParallelLinear(nn.Linear):
         region: The parallel region that it is in; it may be alone there.
         enters: Whether it takes its input into the region, or what contains it has.
         gather_output: Whether it returns all features, or this rank's.
+        transposed: Whether its weight is [in, out].
     """
 
     cuts: ClassVar = {"weight": 0, "bias": 0}
@@ -44,6 +45,7 @@ class ColumnParallelLinear(nn.Linear):
     region: ColumnParallelGroup
     enters: bool = True
     gather_output: bool = False
+    transposed: bool = False
 
     def __init__(
         self,
@@ -86,6 +88,35 @@ class ColumnParallelLinear(nn.Linear):
             y = self.region.output_of(self, x)
         return collect_from(y, self.axis.group, -1) if self.gather_output else y
 
+    def of_rank(self) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's weight [out / ranks, in] and bias."""
+        weight, bias = to_local(self.weight), cast("Tensor | None", self.bias)
+        return weight.t() if self.transposed else weight, None if bias is None else to_local(bias)
+
+
+class SharedHeadsLinear(ColumnParallelLinear):
+    """A linear layer to the heads of keys or values, which are fewer than the ranks.
+
+    Every rank keeps all of it and computes one head, the one that its query heads attend to.
+
+    Attributes:
+        heads: How many it has.
+    """
+
+    cuts: ClassVar = {}
+    heads: int
+
+    def of_rank(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight [out / heads, in] and the bias of this rank's head."""
+        group = self.axis.group
+        length = self.out_features // self.heads
+        first = group.rank * self.heads // group.size * length
+        weight, bias = to_local(self.weight, summed_over=group), cast("Tensor | None", self.bias)
+        weight = (weight.t() if self.transposed else weight).narrow(0, first, length)
+        if bias is None:
+            return weight, None
+        return weight, to_local(bias, summed_over=group).narrow(0, first, length)
+
 
 class VocabParallelHead(ColumnParallelLinear):
     """A linear layer to the logits of a divided vocabulary; each rank returns its own.
@@ -102,12 +133,14 @@ class RowParallelLinear(nn.Linear):
         input_is_parallel: Whether its input is this rank's features, as a column-parallel layer
             leaves them, or all.
         sequence_parallel: Whether it returns this rank's part of the sequence, or all of it.
+        transposed: Whether its weight is [in, out].
     """
 
     cuts: ClassVar = {"weight": 1}
     axis: TensorAxis
     input_is_parallel: bool = True
     sequence_parallel: bool = False
+    transposed: bool = False
 
     def __init__(
         self,
@@ -144,7 +177,8 @@ class RowParallelLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in], or this rank's [..., in / ranks], to [..., out]."""
         group = self.axis.group
-        weight = local_part(self.weight)
+        weight = to_local(self.weight)
+        weight = weight.t() if self.transposed else weight
         if not self.input_is_parallel:
             x = scatter_to_group(x, group, -1)
         elif x.shape[-1] != weight.shape[1]:
@@ -158,7 +192,7 @@ class RowParallelLinear(nn.Linear):
         if bias is None:
             return y
         # Each rank adds it to its part of the sequence, so sees that part of its gradient.
-        return y + local_part(bias, summed_over=group if self.sequence_parallel else None)
+        return y + to_local(bias, summed_over=group if self.sequence_parallel else None)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -206,7 +240,7 @@ class VocabParallelEmbedding(nn.Embedding):
         Raises:
             RuntimeError: A token is not in the vocabulary (on CUDA, when the device gets there).
         """
-        group, weight = self.axis.group, local_part(self.weight)
+        group, weight = self.axis.group, to_local(self.weight)
         in_vocabulary = (tokens >= 0) & (tokens < self.num_embeddings)
         torch._assert_async(in_vocabulary.all(), "a token is not in the vocabulary")
         mine, elsewhere = own_entries(tokens, group, count=len(weight))
@@ -216,6 +250,22 @@ class VocabParallelEmbedding(nn.Embedding):
         # Row 0 stands in for the others' tokens and gets a gradient of zero from them.
         vectors = F.embedding(mine, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return leave(vectors, group, sequence_parallel=self.sequence_parallel)
+
+
+class ColumnParallelEmbedding(nn.Embedding):
+    """An embedding whose features are divided; every rank returns all of them.
+
+    Attributes:
+        axis: The ranks that divide it.
+    """
+
+    cuts: ClassVar = {"weight": 1}
+    axis: TensorAxis
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens [...] to vectors [..., embedding_dim]."""
+        vectors = F.embedding(tokens, to_local(self.weight), self.padding_idx)
+        return collect_from(vectors, self.axis.group, -1)
 
 
 class TensorParallelAttention(Attention):
@@ -265,9 +315,10 @@ class TensorParallelAttention(Attention):
             causal=causal,
         )
         self.axis = axis
-        self.region = ColumnParallelGroup(axis, [self.q_proj, self.k_proj, self.v_proj])
-        for projection in (self.q_proj, self.k_proj, self.v_proj):
-            column = convert_module(projection, ColumnParallelLinear)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        columns = [convert_module(one, ColumnParallelLinear) for one in projections]
+        self.region = ColumnParallelGroup(axis, columns)
+        for column in columns:
             column.axis, column.region, column.enters = axis, self.region, False
         convert_module(self.o_proj, RowParallelLinear).axis = axis
         axis.distribute(self)

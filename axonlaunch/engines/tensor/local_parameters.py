@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
@@ -21,8 +22,22 @@ from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.autograd import copy_to_group, sum_over
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.config.errors import divisor_of
+from axonlaunch.models.dtensor_regions import packed
 
-Kind = TypeVar("Kind", bound=nn.Module)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is divided.
+
+    Attributes:
+        dim: Which is cut.
+        pieces: Equal tensors that lie one behind the other in it, each of which is cut.
+    """
+
+    dim: int
+    pieces: int = 1
 
 
 class TensorAxis:
@@ -58,44 +73,54 @@ class TensorAxis:
     def distribute(self, module: nn.Module) -> None:
         """Make every parameter of a tree a DTensor, of which this rank keeps its part.
 
-        A module's class says in ``cuts`` which dim of a parameter is cut; the others every rank
-        keeps whole. Parameters are the same on every rank before, or on ``meta``; nothing is
-        communicated. What is tied stays tied.
+        A module, or its class, says in ``cuts`` which dim of a parameter is cut, or how; the others
+        every rank keeps whole. Parameters are the same on every rank before, or on ``meta``;
+        nothing is communicated. What is tied stays tied.
 
         Raises:
             ValueError: Two modules cut a parameter that they share in different ways.
         """
-        made: dict[nn.Parameter, tuple[int | None, nn.Parameter]] = {}
+        made: dict[nn.Parameter, tuple[Cut | None, nn.Parameter]] = {}
         for owner in module.modules():
-            cuts = getattr(type(owner), "cuts", {})
+            cuts = owner.__dict__.get("cuts") or getattr(type(owner), "cuts", {})
             for key, parameter in list(owner._parameters.items()):
                 if parameter is None:
                     continue
-                dim = cuts.get(key)
+                found = cuts.get(key)
+                cut = Cut(found) if isinstance(found, int) else found
                 if parameter not in made:
-                    made[parameter] = dim, self._placed(parameter, dim)
-                its_dim, placed = made[parameter]
-                if its_dim != dim:
+                    made[parameter] = cut, self._placed(parameter, cut)
+                its_cut, placed = made[parameter]
+                if its_cut != cut:
                     raise ValueError(
                         f"{owner} shares its {key} with a module that cuts it otherwise"
                     )
                 setattr(owner, key, placed)
 
-    def _placed(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
+    def _placed(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
         whole = parameter.detach()
         part: Tensor = whole
         placement: Placement = Replicate()
-        if dim is not None:
-            length = whole.shape[dim] // self.group.size
-            part = whole.narrow(dim, self.group.rank * length, length)
-            part, placement = part.clone(memory_format=torch.contiguous_format), Shard(dim)
+        if cut is not None:
+            part, placement = self.part_of(whole, cut), Shard(cut.dim)
+            if cut.pieces > 1:
+                placement = packed(cut.dim, pieces=cut.pieces)
         placed = DTensor.from_local(
             part, self.mesh, [placement], shape=whole.shape, stride=whole.contiguous().stride()
         )
         return nn.Parameter(placed, requires_grad=parameter.requires_grad)
 
+    def part_of(self, whole: Tensor, cut: Cut) -> Tensor:
+        """Return this rank's part of a tensor, contiguous."""
+        pieces = whole.chunk(cut.pieces, cut.dim)
+        length = pieces[0].shape[cut.dim] // self.group.size
+        parts = [one.narrow(cut.dim, self.group.rank * length, length) for one in pieces]
+        if len(parts) == 1:
+            return parts[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(parts, cut.dim)
 
-def local_part(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> Tensor:
+
+def to_local(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> Tensor:
     """Return what this rank holds of a DTensor, for computing with, through autograd.
 
     Args:
@@ -147,8 +172,8 @@ class ReadsLocally(nn.Module):
     def __getattr__(self, name: str) -> Any:
         parameter = self.__dict__["_parameters"].get(name)
         if parameter is not None and self._axis.computes and _lies_on(parameter, self._axis.mesh):
-            group = self._axis.group if self._sums_gradients else None
-            return local_part(parameter, summed_over=group)
+            sums = self._sums_gradients and parameter.placements[0].is_replicate()
+            return to_local(parameter, summed_over=self._axis.group if sums else None)
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,23 +188,28 @@ class ReadsLocally(nn.Module):
             axis.computes = False
 
 
-def convert_module(module: nn.Module, kind: type[Kind]) -> Kind:
+def convert_module(module: nn.Module, kind: type[ModuleT], *, beneath: bool = False) -> ModuleT:
     """Turn a module into another kind in place: it keeps its name, parameters and attributes.
 
     A module of a subclass stays one of it too.
+
+    Args:
+        module: To be changed.
+        kind: What it becomes.
+        beneath: Whether its own forward stays, which calls that of ``kind`` as the one above it.
     """
     classes: Any = kind, type(module)
-    module.__class__ = _joined(*classes)
+    module.__class__ = _joined(*classes, beneath)
     assert isinstance(module, kind)
     return module
 
 
 @functools.cache
-def _joined(kind: Any, own: Any) -> Any:
+def _joined(kind: Any, own: Any, beneath: bool) -> Any:
     if issubclass(kind, own):
         return kind
     named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(own.__name__, (kind, own), named)
+    return type(own.__name__, (own, kind) if beneath else (kind, own), named)
 
 
 def own_entries(entries: Tensor, group: ProcessGroup, *, count: int) -> tuple[Tensor, Tensor]:

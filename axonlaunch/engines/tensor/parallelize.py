@@ -10,31 +10,43 @@ Recomputation", 2022, for sequence parallelism.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from axonlaunch.comm.autograd import scatter_to_group
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.autograd import all_reduce_from_group, copy_to_group, scatter_to_group
 from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup
+from axonlaunch.engines.tensor.heads import follow_the_cut, key_value_heads
+from axonlaunch.engines.tensor.kinds import LinearSizes, linear_sizes
 from axonlaunch.engines.tensor.layers import (
+    ColumnParallelEmbedding,
     ColumnParallelLinear,
     RowParallelLinear,
+    SharedHeadsLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from axonlaunch.engines.tensor.local_parameters import ReadsLocally, TensorAxis, convert_module
+from axonlaunch.engines.tensor.local_parameters import (
+    Cut,
+    ReadsLocally,
+    TensorAxis,
+    convert_module,
+)
 from axonlaunch.engines.tensor.plan_checks import (
+    COLUMNS,
     STYLES,
     Styled,
+    holders,
     misfits,
-    problems,
+    shared_heads,
     styled,
     unknown_styles,
 )
 
-__all__ = ["STYLES", "has_divided_logits", "parallelize", "problems"]
+__all__ = ["STYLES", "has_divided_logits", "parallelize"]
 
 
 def parallelize(
@@ -75,6 +87,7 @@ def parallelize(
         raise ValueError(
             "; ".join(f"{pattern}: {message}".lstrip(": ") for pattern, message in wrong)
         )
+    _divide_heads(modules, axis.group.size)
     for one in modules:
         _apply(one, axis, sequence_parallel=sequence_parallel)
     _share_regions(module, axis, sequence_parallel=sequence_parallel)
@@ -110,30 +123,110 @@ class _SequenceOfPositions(ReadsLocally):
         return scatter_to_group(vectors, self._axis.group, -2)
 
 
+class _Experts(ReadsLocally):
+    """Gives its rank's part of every expert what it is given, and sums the ranks' results."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        group = self._axis.group
+        args = tuple(_entered(one, group) for one in args)
+        kwargs = {key: _entered(one, group) for key, one in kwargs.items()}
+        result = super().forward(*args, **kwargs)
+        if not isinstance(result, Tensor):
+            kind = type(self).__name__
+            raise TypeError(f"{kind} returns {type(result).__name__}; experts return a tensor")
+        return all_reduce_from_group(result, group)
+
+
+def _entered(value: Any, group: ProcessGroup) -> Any:
+    """Take what gradients go back to, hidden states and routers' weights, into the region."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return copy_to_group(value, group)
+    return value
+
+
 def _apply(one: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
     """Give a module the class that computes as its style says."""
+    module, style = one.module, one.style
+    sizes = linear_sizes(module)
+    module.__dict__.update({"cuts": dict(one.cuts)} if one.cuts else {})
+    if style in (*COLUMNS, "column_gathered", "vocabulary") and sizes is not None:
+        _cut_outputs(one, sizes, axis, sequence_parallel=sequence_parallel)
+    elif style in ("row", "row_split") and sizes is not None:
+        row = convert_module(_sized(module, sizes), RowParallelLinear)
+        row.axis, row.sequence_parallel = axis, sequence_parallel
+        row.input_is_parallel, row.transposed = style == "row", sizes.transposed
+        row.__dict__["cuts"] = {"weight": Cut(0 if sizes.transposed else 1, one.pieces)}
+    elif style == "vocabulary":
+        embedding = convert_module(module, VocabParallelEmbedding, beneath=_has_own_forward(module))
+        embedding.axis, embedding.sequence_parallel = axis, sequence_parallel
+    elif style == "column_gathered":
+        convert_module(
+            module, ColumnParallelEmbedding, beneath=_has_own_forward(module)
+        ).axis = axis
+    elif _computes(module):
+        _read_locally(one, axis, sequence_parallel=sequence_parallel)
+
+
+def _cut_outputs(
+    one: Styled, sizes: LinearSizes, axis: TensorAxis, *, sequence_parallel: bool
+) -> None:
+    """Make a linear layer one of this rank's outputs."""
+    kind: type[ColumnParallelLinear] = ColumnParallelLinear
+    heads = key_value_heads(one.holder, one.module) if one.style == "key_value" else None
+    shared = heads is not None and heads < axis.group.size
+    if shared:
+        kind = SharedHeadsLinear
+    elif one.style == "vocabulary":
+        kind = VocabParallelHead
+    column = convert_module(_sized(one.module, sizes), kind)
+    column.axis, column.transposed = axis, sizes.transposed
+    column.enters = not one.in_region
+    column.gather_output = one.style == "column_gathered"
+    column.region = ColumnParallelGroup(axis, [column], sequence_parallel=sequence_parallel)
+    if isinstance(column, SharedHeadsLinear):
+        assert heads is not None
+        column.heads = heads
+    else:
+        weight = Cut(1 if sizes.transposed else 0, one.pieces)
+        column.__dict__["cuts"] = {"weight": weight, "bias": Cut(0, one.pieces)}
+
+
+def _sized(module: nn.Module, sizes: LinearSizes) -> nn.Module:
+    """Note the sizes as ``nn.Linear`` does, on what is none but computes as one."""
+    module.__dict__.update(in_features=sizes.inputs, out_features=sizes.outputs)
+    return module
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Embedding.forward
+
+
+def _read_locally(one: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
+    """Let a module's own forward compute with this rank's part of its parameters."""
     module = one.module
     is_embedding = isinstance(module, nn.Embedding)
-    if one.style in ("column", "vocabulary") and not is_embedding:
-        is_head = one.style == "vocabulary"
-        column = convert_module(module, VocabParallelHead if is_head else ColumnParallelLinear)
-        column.axis, column.enters = axis, not one.in_region
-        column.region = ColumnParallelGroup(axis, [column], sequence_parallel=sequence_parallel)
-    elif one.style == "row":
-        row = convert_module(module, RowParallelLinear)
-        row.axis, row.sequence_parallel = axis, sequence_parallel
-    elif one.style == "vocabulary":
-        embedding = convert_module(module, VocabParallelEmbedding)
-        embedding.axis, embedding.sequence_parallel = axis, sequence_parallel
-    elif _computes(module):
-        positions = sequence_parallel and one.style == "sequence" and is_embedding
-        summed = one.in_region or (sequence_parallel and one.in_sequence and not positions)
-        kind: type[ReadsLocally] = _SequenceOfPositions if positions else ReadsLocally
-        if one.style == "region":
-            kind = _EntersRegion
-            module.__dict__["_input"] = next(iter(inspect.signature(module.forward).parameters))
-        module.__dict__.update(_axis=axis, _sums_gradients=summed)
-        convert_module(module, kind)
+    positions = sequence_parallel and one.style == "sequence" and is_embedding
+    summed = one.in_region or (sequence_parallel and one.in_sequence and not positions)
+    kind: type[ReadsLocally] = _SequenceOfPositions if positions else ReadsLocally
+    if one.style == "region":
+        kind = _EntersRegion
+        module.__dict__["_input"] = next(iter(inspect.signature(module.forward).parameters))
+    elif one.style == "experts":
+        kind = _Experts
+    summed = summed or one.style == "replicated_summed"
+    module.__dict__.update(_axis=axis, _sums_gradients=summed)
+    convert_module(module, kind)
+
+
+def _divide_heads(modules: Sequence[Styled], degree: int) -> None:
+    """Let what holds column-parallel layers know how many heads and features a rank has."""
+    for holder, columns in holders(modules):
+        outputs = [
+            sizes.outputs // one.pieces
+            for one in columns.values()
+            if (sizes := linear_sizes(one.module)) is not None
+        ]
+        follow_the_cut(holder, outputs, degree=degree, shared=shared_heads(columns))
 
 
 def _share_regions(module: nn.Module, axis: TensorAxis, *, sequence_parallel: bool) -> None:

@@ -7,26 +7,56 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from axonlaunch.config.errors import divisor_of
+from axonlaunch.engines.tensor.heads import indivisible_heads, key_value_heads
+from axonlaunch.engines.tensor.kinds import is_embedding, linear_sizes
+from axonlaunch.engines.tensor.local_parameters import Cut
 from axonlaunch.models.attention import Attention
 from axonlaunch.registry import unknown
 
-STYLES = ("column", "row", "vocabulary", "sequence", "region", "replicated")
+STYLES = (
+    *("column", "row", "vocabulary", "sequence", "region", "replicated"),
+    *("column_gathered", "row_split", "packed_column", "packed_row", "key_value"),
+    *("experts", "local", "replicated_summed"),
+)
 """The styles of a plan.
 
-``column``: an ``nn.Linear`` whose outputs are divided and stay so. ``row``: one whose inputs are
-divided; the results are summed. ``vocabulary``: an ``nn.Embedding`` or the head, an ``nn.Linear``
+``column``: a linear layer whose outputs are divided and stay so. ``row``: one whose inputs are
+divided; the results are summed. ``vocabulary``: an ``nn.Embedding`` or the head, a linear layer
 whose logits stay divided. ``sequence``: under sequence parallelism it sees a part of the
 sequence; an ``nn.Embedding`` (of positions) gives its part. ``region``: its column layers all
 read its one input. ``replicated``: every rank computes all of it, as it does of what no pattern
 names.
+
+``column_gathered``: a column layer, or an embedding cut by features, whose outputs every rank then
+has whole. ``row_split``: a row layer that is given its inputs whole. ``packed_column``: a column
+layer whose outputs are two equal tensors one behind the other, or as many as ``packed_column/3``
+says. ``key_value``: a column layer of the heads of keys or values; where there are fewer heads than
+ranks, several ranks have the same one. ``replicated_summed``: on every rank alike, outside of a
+region, but fed what is divided: gradients are summed, as they are in a region.
+
+Parameters that are no linear layer's are cut too, where the pattern names the parameter: by
+``column`` and ``packed_column`` in the last dim but one, by ``row`` and ``packed_row`` in the last.
+What holds them is ``experts``, whose inputs enter and whose results are summed, or ``local``, which
+lies between a column and a row layer.
 """
+COLUMNS = ("column", "packed_column", "key_value")
+"""Styles of linear layers whose outputs stay divided."""
+_CUTS = ("column", "packed_column", "row", "packed_row")
+
+
+def split_style(style: str) -> tuple[str, int]:
+    """Return a style and how many pieces are packed: ``packed_column/3`` packs three."""
+    name, _, pieces = style.partition("/")
+    if not name.startswith("packed") or (pieces and not (pieces.isdigit() and int(pieces) > 1)):
+        return style, 1
+    return name, int(pieces or 2)
 
 
 @dataclass(frozen=True)
@@ -41,6 +71,9 @@ class Styled:
         in_region: Whether it is or lies in a region, where ranks' values differ.
         nested: Whether a module around it is or lies in a region.
         in_sequence: Whether it is or lies in what the plan calls a sequence.
+        holder: The module that it is an attribute of; None of a whole model.
+        pieces: Equal ones that are packed in its outputs.
+        cuts: How its own parameters are cut, by their names in it.
     """
 
     name: str
@@ -50,14 +83,18 @@ class Styled:
     in_region: bool
     nested: bool
     in_sequence: bool
+    holder: nn.Module | None = None
+    pieces: int = 1
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
 def styled(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
     """Return every module of a tree, parents first, with what a plan says of it."""
     found: dict[str, Styled] = {}
     for name, submodule in module.named_modules():
-        pattern = next((p for p in plan if _matches(p, name, submodule)), "")
-        style = plan.get(pattern)
+        matching = (p for p in plan if _matches(p, name, submodule, style=plan[p]))
+        pattern = next(matching, "")
+        style, pieces = split_style(plan[pattern]) if pattern else (None, 1)
         parent = found.get(name.rpartition(".")[0]) if name else None
         nested = parent is not None and parent.in_region
         found[name] = Styled(
@@ -69,11 +106,32 @@ def styled(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
             nested=nested,
             in_sequence=style == "sequence"
             or (style is None and parent is not None and parent.in_sequence),
+            holder=parent.module if parent is not None else None,
+            pieces=pieces,
+            cuts=_cuts(name, submodule, plan),
         )
     return list(found.values())
 
 
-def problems(
+def _cuts(name: str, module: nn.Module, plan: Mapping[str, str]) -> dict[str, Cut]:
+    """Return how the plan cuts parameters that are no linear layer's and no embedding's."""
+    found: dict[str, Cut] = {}
+    if _is_layer(module):
+        return found
+    for key, parameter in module._parameters.items():
+        full = f"{name}.{key}".lstrip(".")
+        pattern = next((p for p in plan if fnmatchcase(full, p)), None)
+        style, pieces = split_style(plan[pattern]) if pattern is not None else ("", 1)
+        if parameter is None or style not in _CUTS:
+            continue
+        if style.endswith("column"):
+            found[key] = Cut(max(0, parameter.ndim - 2), pieces)
+        elif parameter.ndim > 1:
+            found[key] = Cut(parameter.ndim - 1, pieces)
+    return found
+
+
+def plan_issues(
     module: nn.Module, plan: Mapping[str, str], *, degree: int, sequence_parallel: bool
 ) -> list[tuple[str, str]]:
     """Return what keeps a plan from dividing a module among ``degree`` ranks.
@@ -90,22 +148,25 @@ def problems(
     """
     modules = styled(module, plan)
     named = {one.pattern for one in modules}
+    named |= {p for p in plan for one in modules if one.cuts and _matches(p, one.name, one.module)}
     found = unknown_styles(plan)
     found += [(p, _matches_nothing(p, modules)) for p in plan if p not in named]
     return found + misfits(modules, degree=degree, sequence_parallel=sequence_parallel)
 
 
 def unknown_styles(plan: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the problems of styles that do not exist, as ``problems`` does."""
+    """Return the problems of styles that do not exist, as ``plan_issues`` does."""
     return [
-        (p, unknown("style", style, STYLES)) for p, style in plan.items() if style not in STYLES
+        (p, unknown("style", style, STYLES))
+        for p, style in plan.items()
+        if split_style(style)[0] not in STYLES
     ]
 
 
 def misfits(
     modules: list[Styled], *, degree: int, sequence_parallel: bool
 ) -> list[tuple[str, str]]:
-    """Return the problems of what a plan does match, as ``problems`` does."""
+    """Return the problems of what a plan does match, as ``plan_issues`` does."""
     by_pattern: dict[str, str] = {}
     heads = _head_problems(modules, degree)
     for one in modules:
@@ -119,8 +180,20 @@ def misfits(
     return found
 
 
-def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    return any(fnmatchcase(one, pattern) for one in (name, *_own_parameters(name, module)))
+def _matches(pattern: str, name: str, module: nn.Module, *, style: str = "") -> bool:
+    """Say whether a pattern with a style means a module, by its name or by that of a parameter.
+
+    What cuts a parameter of something else than a layer means the parameter alone.
+    """
+    if fnmatchcase(name, pattern):
+        return True
+    if split_style(style)[0] in _CUTS and not _is_layer(module):
+        return False
+    return any(fnmatchcase(one, pattern) for one in _own_parameters(name, module))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) or linear_sizes(module) is not None
 
 
 def _own_parameters(name: str, module: nn.Module) -> list[str]:
@@ -140,40 +213,53 @@ def _matches_nothing(pattern: str, modules: list[Styled]) -> str:
 
 
 def _unsuitable(one: Styled, modules: list[Styled]) -> str | None:
-    kind = type(one.module)
-    named = f"names {one.name or 'the model itself'}, of type {kind.__name__}"
-    linear = (
-        isinstance(one.module, nn.Linear)
-        and kind.forward is nn.Linear.forward
-        and "weight" in one.module._parameters
-    )
-    embedding = (
-        isinstance(one.module, nn.Embedding)
-        and kind.forward is nn.Embedding.forward
-        and not (one.module.max_norm or one.module.scale_grad_by_freq or one.module.sparse)
-    )
-    if one.style in ("column", "row") and not linear:
+    named = f"names {one.name or 'the model itself'}, of type {type(one.module).__name__}"
+    linear, embedding = linear_sizes(one.module), is_embedding(one.module)
+    if one.style in ("column", "packed_column", "key_value", "row", "row_split") and not linear:
         return f"{named}; {one.style} is for nn.Linear with a forward and weight of its own"
     if one.style == "vocabulary" and not (linear or embedding):
         return f"{named}; vocabulary is for nn.Linear and a plain nn.Embedding"
+    if one.style == "column_gathered" and not (linear or embedding):
+        return f"{named}; column_gathered is for nn.Linear and a plain nn.Embedding"
+    if one.style in ("column_gathered", "row_split") and one.nested:
+        return f"{named}; it lies in a region, where ranks have parts of what it is given"
+    if one.style == "key_value" and key_value_heads(one.holder, one.module) is None:
+        return f"{named}; key_value is for a layer of a module that has a head_dim"
     if one.style == "region" and one.nested:
         return f"{named}; it lies in a region already, and an input enters once"
     if one.style == "region" and not any(
-        other.style in ("column", "vocabulary")
+        other.style in (*COLUMNS, "vocabulary")
         and other.name.startswith(f"{one.name}.".lstrip("."))
         for other in modules
     ):
         return f"{named}; a region holds layers of style column, and the plan gives it none"
+    if one.style == "experts":
+        uncut = [
+            k for k, p in one.module._parameters.items() if p is not None and k not in one.cuts
+        ]
+        if uncut or not one.cuts:
+            return f"{named}; the plan has to cut all its parameters, and {', '.join(uncut)} is not"
+    if one.cuts and one.style not in ("experts", "local") and not one.in_region:
+        return (
+            f"names {', '.join(one.cuts)} of {one.name}; give {one.name} itself the style experts, "
+            "if ranks' results are to be summed, or local"
+        )
     return None
 
 
 def _indivisible(one: Styled, degree: int) -> str | None:
+    for key, cut in one.cuts.items():
+        size = one.module._parameters[key].shape[cut.dim]  # type: ignore[union-attr]
+        if size % (degree * cut.pieces):
+            use = divisor_of(size // cut.pieces)
+            return f"{one.name}.{key} has {size} there, which {degree} does not divide; use {use}"
     size, what = _divided(one)
-    if size % degree == 0:
+    heads = key_value_heads(one.holder, one.module) if one.style == "key_value" else None
+    if size % (degree * one.pieces) == 0 or (heads and degree % heads == 0):
         return None
     message = (
         f"{one.name} has {size} {what}, which {degree} does not divide; use a degree of "
-        f"{divisor_of(size)}"
+        f"{divisor_of(size // one.pieces)}"
     )
     if one.style == "vocabulary":
         message += f", or pad it to {-(-size // degree) * degree}"
@@ -182,14 +268,35 @@ def _indivisible(one: Styled, degree: int) -> str | None:
 
 def _divided(one: Styled) -> tuple[int, str]:
     """Return how many of what a style divides."""
+    sizes = linear_sizes(one.module)
     if isinstance(one.module, nn.Embedding) and one.style == "vocabulary":
         return one.module.num_embeddings, "tokens"
-    if isinstance(one.module, nn.Linear):
-        if one.style in ("column", "vocabulary"):
-            return one.module.out_features, "outputs"
-        if one.style == "row":
-            return one.module.in_features, "inputs"
+    if isinstance(one.module, nn.Embedding) and one.style == "column_gathered":
+        return one.module.embedding_dim, "features"
+    if sizes is not None:
+        if one.style in (*COLUMNS, "column_gathered", "vocabulary"):
+            return sizes.outputs, "outputs"
+        if one.style in ("row", "row_split"):
+            return sizes.inputs, "inputs"
     return 0, "sizes"
+
+
+def holders(modules: Sequence[Styled]) -> list[tuple[nn.Module, dict[str, Styled]]]:
+    """Return the modules that hold column-parallel layers, with those, by their names in it."""
+    found: dict[int, tuple[nn.Module, dict[str, Styled]]] = {}
+    for one in modules:
+        if one.style in COLUMNS and one.holder is not None:
+            of_holder = found.setdefault(id(one.holder), (one.holder, {}))[1]
+            of_holder[one.name.rpartition(".")[2]] = one
+    return list(found.values())
+
+
+def shared_heads(columns: Mapping[str, Styled]) -> int | None:
+    """Return the heads of keys and values that ranks may share; None where there are none."""
+    for one in columns.values():
+        if one.style == "key_value":
+            return key_value_heads(one.holder, one.module)
+    return None
 
 
 def _head_problems(modules: list[Styled], degree: int) -> list[str]:
@@ -203,6 +310,10 @@ def _head_problems(modules: list[Styled], degree: int) -> list[str]:
                 if size % degree and not (name == "num_key_value_heads" and fewer == heads):
                     use = divisor_of(size)
                     found[f"{name}={size} is not divisible by it; use {use}"] = None
+    for holder, columns in holders(modules):
+        layers = {name: one.module for name, one in columns.items()}
+        shared = shared_heads(columns)
+        found |= dict.fromkeys(indivisible_heads(holder, layers, degree, shared=shared))
     return list(found)
 
 

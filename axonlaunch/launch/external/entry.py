@@ -10,7 +10,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.schema import LaunchConfig
+from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.runs import Request

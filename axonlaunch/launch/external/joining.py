@@ -18,7 +18,7 @@ from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
-from axonlaunch.config.schema import LaunchConfig
+from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token

@@ -20,18 +20,18 @@ from typing import Any
 
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.config.layout import frozen_threads
-from axonlaunch.config.schema import LaunchConfig
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.joining import counted, frozen_by_rank_0, join, message_key
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.external.watch import Watch
+from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash
 from axonlaunch.launch.local import rank_process as ranks
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
-from axonlaunch.launch.local.supervisor import Outcome
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_of

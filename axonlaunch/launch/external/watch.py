@@ -15,10 +15,10 @@ from typing import NoReturn, TextIO
 from axonlaunch.config import RunConfig
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.failures import hang
+from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, Kind, Report, report_of_rank
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.messages import RankSpec
-from axonlaunch.launch.local.supervisor import Outcome
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, report_crash
@@ -89,7 +89,9 @@ class Watch(threading.Thread):
     def _report(self, kind: Kind, reason: str = "") -> Report:
         place = self._place
         beat = place.pulse.read(place.local_rank)
-        return report_of_rank(place.rank, kind, reason, log=place.log, heartbeat=beat)
+        return report_of_rank(
+            place.rank, kind, reason, log=place.log, step=beat.step, doing=beat.phase
+        )
 
     def _fail_without_launcher(self) -> NoReturn:
         """End with the launcher; the store may have been its own, so nothing is agreed on."""

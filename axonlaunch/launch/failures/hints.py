@@ -13,7 +13,7 @@ from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import nodes
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.report import Report
-from axonlaunch.planning.estimate import estimated, forecast, prepared, remedies
+from axonlaunch.planning.estimate import estimated, forecast, prepared, suggest_changes
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
@@ -86,7 +86,7 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
         memory = int(0.9 * found.process_bytes) if fits or had is None else had
         asked = with_values(hardware, {"memory_gib": memory / GIB})
         smaller = prepared(context, dataclasses.replace(config, hardware=asked))
-        changes = [*remedies(context, smaller, forecast(context, smaller))]
+        changes = [*suggest_changes(context, smaller, forecast(context, smaller))]
     except (ConfigError, RuntimeError, OSError) as error:
         return f"axonlaunch estimate shows what each rank needs{there} ({error})"
     highest = max(found.ranks, key=lambda rank: rank.peak_bytes)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from axonlaunch.diagnostics.flight_recorder import Record
-from axonlaunch.launch.local.heartbeat import Heartbeat
 
 Kind = Literal["interrupted", "signal", "error", "hang", "lost", "connection", "waiting"]
 
@@ -100,7 +99,7 @@ class Crash:
 
 
 def report_of_rank(
-    rank: int, kind: Kind, reason: str = "", *, log: Path, heartbeat: Heartbeat
+    rank: int, kind: Kind, reason: str = "", *, log: Path, step: int | None, doing: str
 ) -> Report:
     """Return the report of a rank of this node.
 
@@ -109,7 +108,8 @@ def report_of_rank(
         kind: What sort of failure.
         reason: One line; empty where it is yet to be found.
         log: The rank's.
-        heartbeat: What it was last seen to do.
+        step: Optimizer steps it has done; None before the first.
+        doing: What it was last seen to do.
     """
     return Report(
         rank=rank,
@@ -117,8 +117,8 @@ def report_of_rank(
         reason=reason,
         machine=socket.gethostname(),
         log=str(log),
-        step=heartbeat.step,
-        doing=heartbeat.phase,
+        step=step,
+        doing=doing,
     )
 
 

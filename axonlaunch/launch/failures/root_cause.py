@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from axonlaunch.diagnostics.flight_recorder import Call, Record
+from axonlaunch.diagnostics.flight_recorder import OpenCollective, Record
 from axonlaunch.launch.failures.report import Crash, Kind, Report, plain_ranks
 
 _SUSPICION: dict[Kind, int] = {
@@ -58,7 +58,7 @@ class MissingPeers:
         words: The same for people.
     """
 
-    call: Call
+    call: OpenCollective
     ranks: tuple[int, ...]
     words: str
 
@@ -73,7 +73,9 @@ def _missing(reports: Sequence[Report]) -> dict[int, list[MissingPeers]]:
     }
 
 
-def _waited_for(call: Call, records: Mapping[int, Record], mute: set[int]) -> MissingPeers:
+def _waited_for(
+    call: OpenCollective, records: Mapping[int, Record], mute: set[int]
+) -> MissingPeers:
     there = {rank: records[rank] for rank in call.ranks if rank in records}
     absent = [r for r, record in there.items() if record.begun.get(call.group, 0) < call.number]
     silent = [rank for rank in call.ranks if rank in mute]

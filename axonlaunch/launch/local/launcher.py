@@ -19,11 +19,12 @@ from typing import Any
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import frozen_threads, world_size
 from axonlaunch.launch import run_dir
+from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import report_of_system
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
-from axonlaunch.launch.local.supervisor import Outcome, Rank, RemoteNodes, Supervisor
+from axonlaunch.launch.local.supervisor import Rank, RemoteNodes, Supervisor
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, log_of, report_crash
 from axonlaunch.planning.background_estimate import BackgroundEstimate

@@ -80,7 +80,7 @@ def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
         redirect(place.log)
         config: RunConfig = pickle.loads(pickled)
         configuration.import_code(config)
-        if place.restarted and checkpoint.resolve(storage.root(config)) is not None:
+        if place.restarted and checkpoint.find_checkpoint(storage.root(config)) is not None:
             config = configuration.with_values(config, {"checkpoint.resume": "auto"})
         claim_cores(place)
         train = partial(
@@ -210,12 +210,14 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
         reason = plain_error(error)
     if cause in ("disk", "files", "folder"):
         text = None
+    beat = place.pulse.read(place.local_rank)
     report = report_of_rank(
         rank,
         "connection" if _is_connection(error) else "error",
         reason,
         log=place.log,
-        heartbeat=place.pulse.read(place.local_rank),
+        step=beat.step,
+        doing=beat.phase,
     )
     return dataclasses.replace(
         report,

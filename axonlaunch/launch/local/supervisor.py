@@ -16,6 +16,7 @@ from typing import Protocol
 
 from axonlaunch.events import Event, Finished, merge_finished
 from axonlaunch.launch.failures import hang
+from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, Kind, Report, exit_reason, report_of_rank
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
@@ -45,22 +46,6 @@ class Rank:
     failure: Report | None = None
     finished: Finished | None = None
     open: bool = True
-
-
-@dataclass
-class Outcome:
-    """How a run ended."""
-
-    finished: Finished | None = None
-    crash: Crash | None = None
-    killed: bool = False
-
-
-def was_interrupted(outcome: Outcome) -> bool:
-    """Whether a person or a scheduler ended a run."""
-    if outcome.crash is not None:
-        return outcome.crash.first.kind == "interrupted"
-    return outcome.killed or (outcome.finished is not None and outcome.finished.interrupted)
 
 
 class RemoteNodes(Protocol):
@@ -254,7 +239,9 @@ class Supervisor:
 
     def _report(self, rank: Rank, kind: Kind, reason: str = "") -> Report:
         beat = self.pulse.read(rank.index)
-        return report_of_rank(rank.number, kind, reason, log=rank.log, heartbeat=beat)
+        return report_of_rank(
+            rank.number, kind, reason, log=rank.log, step=beat.step, doing=beat.phase
+        )
 
     def _note(self, number: int, frame: object) -> None:
         del frame

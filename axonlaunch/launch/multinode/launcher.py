@@ -10,9 +10,9 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.launch.failures.outcome import was_interrupted
 from axonlaunch.launch.launcher import LaunchOptions
 from axonlaunch.launch.local.launcher import run_ranks
-from axonlaunch.launch.local.supervisor import was_interrupted
 from axonlaunch.launch.multinode.membership import NodeMembership, unsaid
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, report_crash

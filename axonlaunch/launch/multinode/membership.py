@@ -22,8 +22,8 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import nodes, world_size
 from axonlaunch.launch import run_dir
+from axonlaunch.launch.failures.outcome import Outcome, was_interrupted
 from axonlaunch.launch.local.launcher import Rendezvous
-from axonlaunch.launch.local.supervisor import Outcome, was_interrupted
 from axonlaunch.launch.multinode import run_identity, token
 from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous

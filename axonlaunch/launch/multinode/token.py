@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from axonlaunch.config import ConfigError, ConfigIssue
-from axonlaunch.config.schema import LaunchConfig
+from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.system.cache import cache_folder
 
 NEW_FILE = "(umask 077; head -c 32 /dev/urandom | base64 > FILE)"

@@ -19,8 +19,8 @@ from axonlaunch.config.layout import layout, world_size
 from axonlaunch.config.url import is_url
 from axonlaunch.events import Event, Started, StepLogged, finite
 from axonlaunch.launch import run_dir
+from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
-from axonlaunch.launch.local.supervisor import Outcome
 from axonlaunch.launch.output.console import (
     RunConsole,
     shortened,

@@ -18,8 +18,7 @@ from axonlaunch.models.hf import library
 from axonlaunch.models.hf.architecture import architecture
 from axonlaunch.models.hf.recorded_weights import WeightRecorder
 from axonlaunch.models.initialization import Initializer
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import IGNORE_INDEX, ModelOutputs
+from axonlaunch.models.spec import ModelOutputs
 
 _ATTENTION = {"auto": None, "sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -69,6 +68,8 @@ def recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initialize
             )
             model.initialize_weights()
         initializers = recorder.initializers(model)
+        if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+            raise ValueError(f"its code gives {empty[0]} no values")
     except ConfigError:
         raise
     except Exception as error:  # a constructor may refuse figures in any way
@@ -78,15 +79,11 @@ def recorded(config: HuggingFaceConfig) -> tuple[nn.Module, dict[str, Initialize
     return model, initializers
 
 
-def loss(outputs: Tensor | ModelOutputs, targets: Tensor) -> Tensor:
-    """Return the summed cross entropy, and the routers' loss as often as targets are counted.
-
-    Over the number of counted targets it is what transformers returns for ``labels``.
-    """
-    if isinstance(outputs, Tensor):
-        return cross_entropy_sum(outputs, targets)
-    counted = (targets != IGNORE_INDEX).sum()
-    return cross_entropy_sum(outputs.logits, targets) + outputs.auxiliary_loss.float() * counted
+def untraceable(config: HuggingFaceConfig) -> str:
+    """Return why a model can't be run on tensors without values; empty if it can."""
+    if config.attention == "flex":  # torch's compiler, which it calls, ends the process there
+        return "model.attention=flex can't be run without values; use sdpa to estimate"
+    return ""
 
 
 def _coefficient(model: Any) -> float:
@@ -104,7 +101,7 @@ def _coefficient(model: Any) -> float:
 
 
 def _failed(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
-    reason = " ".join(str(error).split())[:400] or type(error).__name__
+    reason = " ".join(str(error).split()).split(". ")[0][:400] or type(error).__name__
     if config.attention != "auto" and "ttention" in reason:
         message = f"the model refuses it ({reason}); use auto"
         return ConfigIssue("model.attention", message, config.attention)

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Self
 
 import torch
@@ -34,6 +35,8 @@ _CHANGING = {
 _RANDOM = {_aten.normal_.default, _aten.uniform_.default}
 _KEPT = 2**16
 """Elements of a parameter whose first value is kept: a norm's ones, a gate's zero."""
+_LARGE = 2**26
+"""Elements of a tensor that is made without storage at once: all experts of a block, say."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class WeightRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._programs: dict[int, _Program] = {}
+        self._programs: dict[int, _Program] = {}  # by the parameters' storages
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -194,8 +197,10 @@ class WeightRecorder(TorchDispatchMode):
         return dict(self._each(model))
 
     def _each(self, model: nn.Module) -> Any:
+        of_parameter = {id(one.parameter): one for one in self._programs.values()}
         for name, parameter in model.named_parameters():
-            program = self._programs[parameter.untyped_storage()._cdata]
+            # Code that sets ``parameter.data`` gives it another storage, padded or so.
+            program = of_parameter[id(parameter)]
             owner, _, own = name.rpartition(".")
             if program.is_whole:
                 yield name, Whole(model.get_submodule(owner), own, _initialise(model, owner))
@@ -207,10 +212,12 @@ class WeightRecorder(TorchDispatchMode):
                 raise ValueError(f"the model's own code gives {name} no initial values")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten.empty.memory_format and prod(args[0]) >= _LARGE:
+            kwargs = {**(kwargs or {}), "device": torch.device("meta")}
         result = func(*args, **(kwargs or {}))
         target = args[0] if args else None
         if isinstance(target, Tensor) and target.is_meta and func._schema.is_mutable:
-            program = self._programs.get(target.untyped_storage()._cdata)
+            program = self._programs.get(_storage(target))
             if program is not None:
                 given = tuple(v for k, v in (kwargs or {}).items() if k != "generator")
                 program.note(func, target, (*args[1:], *given))
@@ -220,14 +227,21 @@ class WeightRecorder(TorchDispatchMode):
         self, module: nn.Module, name: str, parameter: nn.Parameter | None
     ) -> nn.Parameter | None:
         del module, name
-        if parameter is None or parameter.is_meta:
+        if parameter is None:
+            return None
+        if parameter.is_meta:
+            self._programs.setdefault(_storage(parameter), _Program(parameter, None))
             return None
         kept = parameter.detach().clone() if parameter.numel() <= _KEPT else None
         made = nn.Parameter(
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
-        self._programs[made.untyped_storage()._cdata] = _Program(made, kept)
+        self._programs[_storage(made)] = _Program(made, kept)
         return made
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _numbers(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -44,6 +44,9 @@ _BY_INDEX = ("index", "gather", "scatter", "grouped_mm")
 """Routers count tokens to bring each to its experts and back: no position comes of it."""
 
 
+_ATTENDS_BY_ITSELF = "it does not call transformers' attention functions, which are divided"
+
+
 class _MixingError(Exception):
     """A model can't see a part of a sequence; the text says why."""
 
@@ -87,6 +90,8 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
     except _MixingError as reason:
         return str(reason)
     except Exception as error:  # code of others may need values, or fail in any way
+        if not watch.attended:
+            return _ATTENDS_BY_ITSELF
         said = " ".join(str(error).split())[:200]
         return f"running it on a part of one fails with {type(error).__name__}: {said}"
     if isinstance(outputs, ModelOutputs):
@@ -94,7 +99,7 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
             "its auxiliary loss is of all tokens together; use "
             "model.config.output_router_logits=false"
         )
-    return "" if watch.attended else "it does not use transformers' attention functions"
+    return "" if watch.attended else _ATTENDS_BY_ITSELF
 
 
 class _Watch(TorchDispatchMode):

@@ -1,7 +1,6 @@
 """What an engine must know of a model of transformers, for each configuration of one.
 
-How a tensor axis divides it is not offered yet, so that such a layout is refused before anything
-starts.
+It refuses nothing itself: what keeps a model from being divided is found by looking at it.
 """
 
 from __future__ import annotations
@@ -12,10 +11,12 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.hf.build import loss
+from axonlaunch.models.hf.build import untraceable
 from axonlaunch.models.hf.divided_attention import divide
 from axonlaunch.models.hf.structure import structure
+from axonlaunch.models.hf.tensor_plans import tensor_plan
 from axonlaunch.models.initialization import Constant, Initializer
+from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
 
@@ -46,16 +47,17 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         layers=found.layers,
         flow=lambda: found.flow,
         undivided=lambda: found.undivided,
+        tensor_plan=lambda module: tensor_plan(module, found.layers),
         initializers=lambda module: starts,
         max_positions=getattr(typed, "max_position_embeddings", None),
+        untraceable=untraceable(config),
         mixes_samples=bool(getattr(typed, "output_router_logits", False)),
     )
 
 
 SPEC = ModelSpec(
     build=build,
-    loss=loss,
+    loss=cross_entropy_sum,
     adapt=adapt,
     divide=divide,
-    refused_axes={"tensor": "model=hf does not support it yet; use 1"},
 )

@@ -16,7 +16,7 @@ from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.block_flow import BlockFlow, block_flow
-from axonlaunch.models.hf.build import recorded
+from axonlaunch.models.hf.build import recorded, untraceable
 from axonlaunch.models.hf.sequence_mixing import why_undivided
 from axonlaunch.models.initialization import Initializer
 
@@ -34,6 +34,7 @@ class Structure:
         ties: ``{other name: first name}`` of parameters that are held twice.
         tensor_plan: Patterns of module names to styles of transformers.
         pipeline_plan: What transformers says is passed between the parts of the base model.
+        untraceable: Why it can't be run without values; empty if it can.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class Structure:
     ties: Mapping[str, str]
     tensor_plan: Mapping[str, str]
     pipeline_plan: Mapping[str, Any]
+    untraceable: str = ""
 
     def copy(self) -> nn.Module:
         """Return a model of one's own."""
@@ -59,12 +61,16 @@ class Structure:
         """What passes through the blocks, which pipelines cut between."""
         if self.layers is None:
             return BlockFlow(problem=self.no_layers)
+        if self.untraceable:
+            return BlockFlow(problem=self.untraceable)
         return block_flow(self.model, layers=self.layers)
 
     @functools.cached_property
     def undivided(self) -> str:
         """Why sequences can't be divided over ranks; empty if they can."""
-        return "" if self.layers is None else why_undivided(self.model, layers=self.layers)
+        if self.layers is None or self.untraceable:
+            return self.no_layers or self.untraceable
+        return why_undivided(self.model, layers=self.layers)
 
 
 def structure(config: HuggingFaceConfig) -> Structure:
@@ -92,6 +98,7 @@ def _of(keys: str) -> Structure:
         ties=_ties(model),
         tensor_plan=dict(getattr(model, "tp_plan", None) or {}),
         pipeline_plan=dict(getattr(model, "pp_plan", None) or {}),
+        untraceable=untraceable(config),
     )
 
 
@@ -99,7 +106,8 @@ def _layers(model: Any) -> tuple[str | None, str]:
     """Return the path of the blocks' list, or why there is none.
 
     It is the one list whose elements transformers would not split over devices; or the list of
-    the base model's pipeline plan; or the one of ``num_hidden_layers`` elements in the decoder.
+    the base model's pipeline plan; or the one of ``num_hidden_layers`` elements in the decoder; or
+    the only one there.
     """
     depth = getattr(model.config, "num_hidden_layers", None)
     lists = {
@@ -117,6 +125,7 @@ def _layers(model: Any) -> tuple[str | None, str]:
         [name for name, one in lists.items() if {type(b).__name__ for b in one} <= unsplit],
         [name for name in lists if name.rpartition(".")[2] in stages],
         [name for name, one in lists.items() if len(one) == depth and id(one) in inside],
+        [name for name, one in lists.items() if id(one) in inside],
     ):
         outermost = [n for n in candidates if not any(n.startswith(f"{o}.") for o in candidates)]
         deep = [name for name in outermost if len(lists[name]) == depth] or outermost

@@ -19,7 +19,7 @@ from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.planning.memory import cuda_process
-from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, shortened, step_work
+from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import traced
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category
@@ -38,7 +38,7 @@ _CACHED = 1.05
 
 
 @dataclass(frozen=True)
-class Held:
+class ActivationBytes:
     """Activations of one sample on one device, in bytes, at the peak of a step.
 
     Attributes:
@@ -61,7 +61,7 @@ class Formulas:
     """
 
     one: StepWork
-    held: dict[str, Held]
+    held: dict[str, ActivationBytes]
     state_share: float = 2.0
 
     @classmethod
@@ -76,7 +76,7 @@ class Formulas:
             partial(step_work, alone, world_size=1),
             partial(activations, alone),
         ]
-        one, held = forked_map.run(runs, memory=fake_tensor_cache.recipes)
+        one, held = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
         return cls(one, held, share_of_states(config))
 
     def process_bytes(self, config: RunConfig, shares: Layout | None = None) -> float:
@@ -117,7 +117,7 @@ def on_one_device(config: RunConfig) -> RunConfig:
     )
 
 
-def activations(config: RunConfig) -> dict[str, Held]:
+def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     """Trace what a sample leaves behind under each kind of recomputation.
 
     It is traced on two ranks that shard their parameters, so that nothing of those is among it.
@@ -135,13 +135,13 @@ def activations(config: RunConfig) -> dict[str, Held]:
     for mode in _MODES:
         changed = with_values(config, {"train.activation_checkpointing": mode})
         for layers in depths:
-            short = shortened(changed, world_size=2, layers=layers, micro_batches=1)
+            short = reduced_config(changed, world_size=2, layers=layers, micro_batches=1)
             runs.append(partial(_activations, short))
-    traced = iter(forked_map.run(runs, memory=fake_tensor_cache.recipes))
+    traced = iter(forked_map.map_forked(runs, memory=fake_tensor_cache.recipes))
     found = {}
     for mode in _MODES:
         few, more = (next(traced) / SAMPLES for _ in depths)
-        found[mode] = Held(more - few, _WITH_GRADIENT * (2 * few - more))
+        found[mode] = ActivationBytes(more - few, _WITH_GRADIENT * (2 * few - more))
     return found
 
 
@@ -150,7 +150,7 @@ def peak_bytes(
     shares: Layout,
     *,
     one: StepWork,
-    held: dict[str, Held],
+    held: dict[str, ActivationBytes],
     layers: int,
     state_share: float = 2.0,
 ) -> float:
@@ -216,15 +216,15 @@ def states(
     whole, layer, ends = (size / shares.tensor for size in (whole, layer, ends))
     moments = state_share * whole
     cast = 0.0 if half == 1 else whole * half  # autocast keeps what it casts until a forward ends
-    if shares.data_parallel != "fsdp":
-        moments /= shares.gradient_ranks if shares.data_parallel == "zero1" else 1
+    if not shares.facts.shards_parameters:
+        moments /= shares.optimizer_shards
         return {"parameters": whole, "gradients": whole, "optimizer": moments, "temporary": cast}
     working = _WORKING_LAYERS * layer * half + max(layer, ends) * (1 + half)
     if shares.pipeline > 1:
         working = whole * (1 + half)
     elif config.strategy.fsdp.sharding == "shard_grad_op":
         working = whole * half + max(layer, ends)
-    offload, shard = config.strategy.fsdp.cpu_offload, 1 / (shares.dp_shard * shares.context)
+    offload, shard = config.strategy.fsdp.cpu_offload, 1 / shares.parameter_shards
     kept = 0.0 if offload in ("params", "full") else whole * shard
     moments = 0.0 if offload in ("optimizer_states", "full") else moments * shard
     return {"parameters": kept, "gradients": kept, "optimizer": moments, "communication": working}

@@ -14,7 +14,7 @@ from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrac
 from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
 from axonlaunch.planning.memory.extend_trace import FEWEST, stretched
 from axonlaunch.planning.tracing import extrapolate_depth, fake_world
-from axonlaunch.planning.tracing.dry_run import DryRun
+from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
@@ -39,7 +39,7 @@ Source: 4 A100 with NVLink, NVIDIA/nccl#964. Not checked against a run.
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceMemory:
     """Bytes of device memory.
 
     Attributes:
@@ -66,7 +66,7 @@ def held(
     capacity: int | None = None,
     expandable: bool = False,
     workspace: int = CUBLAS_WORKSPACE,
-) -> Held:
+) -> DeviceMemory:
     """Return what a process holds at most.
 
     Args:
@@ -82,7 +82,7 @@ def held(
     allocator = Allocator(capacity=capacity, expandable=expandable)
     allocator.replay([Change(-1, workspace), Change(-2, workspace)])
     allocator.replay(changes)
-    return Held(
+    return DeviceMemory(
         allocator=allocator.peak_reserved + max(0, peak_bytes - _most(changes)),
         context=CUDA_CONTEXT,
         communicators=communicators(groups),
@@ -129,17 +129,17 @@ def _run(
     Of a pipeline, whose step is long, it is one.
     """
     trace = RecordingTrace(on_host=on_host)
-    world = fake_world.join(rank=rank, world_size=blueprint.world_size)
+    world = fake_world.join_fake_world(rank=rank, world_size=blueprint.world_size)
     with refusing_untraceable(blueprint.config):
-        return _steps(blueprint, DryRun(blueprint, world, trace=trace), trace)
+        return _steps(blueprint, FakeRank(blueprint, world, trace=trace), trace)
 
 
 def _steps(
-    blueprint: ReducedRun, dry: DryRun, trace: RecordingTrace
+    blueprint: ReducedRun, dry: FakeRank, trace: RecordingTrace
 ) -> tuple[Recording, dict[int, int]]:
     spec = spec_for(blueprint.config.model)
     blocks = {n: [*spec.blocks(part).values()] for n, part in enumerate(dry.engine.modules)}
-    extrapolate_depth.watch(blocks, trace)
+    extrapolate_depth.watch_blocks(blocks, trace)
     batch = dry.batch()
     with dry.storing():
         if blueprint.shares.pipeline > 1:

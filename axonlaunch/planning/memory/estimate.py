@@ -20,7 +20,7 @@ from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing import extrapolate_depth
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.stage_trace import StageTrace, host_categories
-from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Event, on_device
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES, TraceEvent, on_device
 from axonlaunch.system import forked_map
 
 
@@ -97,7 +97,7 @@ class _Run:
     places: list[StageTrace]
     until: float | None = None
     done: dict[Any, Any] = field(default_factory=dict)
-    _steps: dict[Any, list[Event]] = field(default_factory=dict)
+    _steps: dict[Any, list[TraceEvent]] = field(default_factory=dict)
     _ranks: dict[int, RankEstimate] = field(default_factory=dict)
 
     @property
@@ -122,7 +122,9 @@ class _Run:
             runs["process", recorded] = _recorded(self.blueprint, recorded)
         for place in places:
             runs |= {key: one for key, one in place.traces().items() if key not in self.done}
-        found = forked_map.run([*runs.values()], memory=fake_tensor_cache.recipes, until=self.until)
+        found = forked_map.map_forked(
+            [*runs.values()], memory=fake_tensor_cache.recipes, until=self.until
+        )
         self.done.update(zip(runs, found, strict=True))
 
     def rank(self, place: StageTrace) -> RankEstimate:
@@ -179,7 +181,7 @@ def _recorded(blueprint: ReducedRun, place: int) -> Callable[[], list[Change]]:
 
 def _process(
     peak_bytes: int, changes: list[Change], *, groups: list[int], memory: int | None
-) -> cuda_process.Held:
+) -> cuda_process.DeviceMemory:
     """Return what the process of the highest rank holds of a GPU with so many bytes.
 
     What the allocator keeps beside tensors is that of the shorter step.
@@ -193,7 +195,7 @@ def _process(
 
 
 def _of_rank(
-    place: StageTrace, rank: int, short_step: list[Event], done: Mapping[Any, Any]
+    place: StageTrace, rank: int, short_step: list[TraceEvent], done: Mapping[Any, Any]
 ) -> RankEstimate:
     point, host = extrapolate_depth.peak(place.events(short_step, done))
     return RankEstimate(

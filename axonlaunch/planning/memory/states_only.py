@@ -9,9 +9,11 @@ from __future__ import annotations
 from torch import nn
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.parameter_groups import state_share
 from axonlaunch.engines.pipeline.split import cut, parts
+from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.parameter_facts import share_of_states
+from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.planning.memory.analytic import states
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -20,7 +22,7 @@ from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 _FP32 = 4
 
 
-def estimate(config: RunConfig) -> Estimate:
+def estimate_states(config: RunConfig) -> Estimate:
     """Estimate the states of every rank of a run.
 
     Args:
@@ -30,8 +32,7 @@ def estimate(config: RunConfig) -> Estimate:
         ConfigError: The model is to be cut into stages, and can't be traced for that.
     """
     blueprint = ReducedRun.of(config)
-    share = share_of_states(config)
-    ranks = [_of_rank(blueprint, n, state_share=share) for n in range(blueprint.shares.pipeline)]
+    ranks = [_of_rank(blueprint, place) for place in range(blueprint.shares.pipeline)]
     peak = max(one.peak_bytes for one in ranks)
     return Estimate(
         world_size=blueprint.world_size,
@@ -44,7 +45,7 @@ def estimate(config: RunConfig) -> Estimate:
     )
 
 
-def _of_rank(blueprint: ReducedRun, place: int, *, state_share: float) -> RankEstimate:
+def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
     config, shares = blueprint.config, blueprint.shares
     spec, modules = spec_for(config.model), [blueprint.built()]
     if shares.pipeline > 1:
@@ -52,21 +53,25 @@ def _of_rank(blueprint: ReducedRun, place: int, *, state_share: float) -> RankEs
         modules = [cut(spec, blueprint.built(), stages[n]) for n in blueprint.stages_of(place)]
     whole = sum(_bytes(module) for module in modules)
     blocks = [_bytes(block) for module in modules for block in spec.blocks(module).values()]
+    facts = parameter_facts(spec, blueprint.model)
+    ties = tied_names(blueprint.model)
+    names = [ties.get(n, n) for module in modules for n, _ in module.named_parameters()]
+    share = state_share(config.optimizer, [facts[name] for name in names if name in facts])
     held = states(
         config,
         shares,
         whole=whole,
         layer=max(blocks, default=0),
         ends=whole - sum(blocks),
-        state_share=state_share,
+        state_share=share,
     )
     breakdown = {category: round(held.get(category, 0)) for category in CATEGORIES}
     breakdown["parameters"] += sum(b.nbytes for module in modules for b in module.buffers())
     kept = sum(held[category] for category in ("parameters", "gradients", "optimizer"))
     host = 0.0
-    if shares.data_parallel == "fsdp" and config.strategy.fsdp.cpu_offload != "none":
-        shard = whole / shares.tensor / (shares.dp_shard * shares.context)
-        host = (2 + state_share) * shard - kept
+    if shares.facts.shards_parameters and config.strategy.fsdp.cpu_offload != "none":
+        shard = whole / shares.tensor / shares.parameter_shards
+        host = (2 + share) * shard - kept
     rank = place * blueprint.world_size // shares.pipeline
     return RankEstimate(
         rank=rank,

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from axonlaunch.planning.records import Forecast
-from axonlaunch.planning.reports.memory_table import COLOURS, place
+from axonlaunch.planning.reports.memory_table import CATEGORY_COLOURS, stage_name
 from axonlaunch.system.formatting import MIB, figures, size, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw(found: Forecast) -> Figure:
+def draw_memory(found: Forecast) -> Figure:
     """Draw what each stage holds at its peak, and a device's memory as a line."""
     # A figure of its own, as in ``timeline_plot``: pyplot would choose a backend for the process.
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def draw(found: Forecast) -> Figure:
     figure = Figure(figsize=(9.0, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     before = [0.0] * len(rows)
-    for category, colour in COLOURS.items():
+    for category, colour in CATEGORY_COLOURS.items():
         wide = [one.breakdown[category] / unit for one in estimate.ranks]
         axes.barh(rows, wide, left=before, height=0.8, color=colour, label=category)
         before = [start + more for start, more in zip(before, wide, strict=True)]
@@ -46,7 +46,7 @@ def draw(found: Forecast) -> Figure:
         widest = max(widest, memory)
     axes.set_xlim(0, widest * 1.08)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(rows, [place(one, estimate) for one in estimate.ranks])
+    axes.set_yticks(rows, [stage_name(one, estimate) for one in estimate.ranks])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlabel(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from axonlaunch.planning.tracing.storage_trace import Category
 
 # By Okabe and Ito, lightened for dark letters; distinguishable in all kinds of colour vision.
-COLOURS: dict[Category, str] = {
+CATEGORY_COLOURS: dict[Category, str] = {
     "parameters": "#8fcdf0",
     "gradients": "#f7b955",
     "optimizer": "#f0e442",
@@ -33,27 +33,27 @@ _SHORT: dict[Category, str] = {
 }
 
 
-def place(rank: RankEstimate, found: Estimate) -> str:
+def stage_name(rank: RankEstimate, found: Estimate) -> str:
     """Name the ranks that an entry stands for."""
     return f"pp {rank.coords['pp']}" if found.mesh["pp"] > 1 else "all"
 
 
-def table(found: Estimate) -> Table:
+def build_memory_table(found: Estimate) -> Table:
     """Return a row for each stage: its peak, and what that is made of."""
     unit = unit_of(found.peak_bytes)
     drawn = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
     for name in ("ranks", f"peak {UNITS[unit]}"):
         drawn.add_column(name, justify="left" if name == "ranks" else "right", no_wrap=True)
-    for category in COLOURS:
+    for category in CATEGORY_COLOURS:
         drawn.add_column(_SHORT.get(category, category), justify="right", no_wrap=True)
     has_host = any(one.host_bytes for one in found.ranks)
     if has_host:
         drawn.add_column("on host", justify="right", no_wrap=True)
     for one in found.ranks:
-        numbers = [one.peak_bytes, *(one.breakdown[category] for category in COLOURS)]
+        numbers = [one.peak_bytes, *(one.breakdown[category] for category in CATEGORY_COLOURS)]
         if has_host:
             numbers.append(one.host_bytes)
-        drawn.add_row(place(one, found), *(figures(number / unit) for number in numbers))
+        drawn.add_row(stage_name(one, found), *(figures(number / unit) for number in numbers))
     return drawn
 
 
@@ -101,7 +101,7 @@ def bars(found: Estimate, *, memory_bytes: int | None, width: int) -> Text:
         memory_bytes: Of a device; None draws no line.
         width: Of the terminal, columns.
     """
-    names = [place(one, found) for one in found.ranks]
+    names = [stage_name(one, found) for one in found.ranks]
     head = max(map(len, names)) + 2
     room = max(width - head - 1, 20)
     whole = max(found.peak_bytes, memory_bytes or 0)
@@ -115,7 +115,7 @@ def bars(found: Estimate, *, memory_bytes: int | None, width: int) -> Text:
 def _bar(one: RankEstimate, unit: float, limit: int | None) -> Text:
     bar = Text()
     total = 0
-    for category, colour in COLOURS.items():
+    for category, colour in CATEGORY_COLOURS.items():
         total += one.breakdown[category]
         wide = round(total / unit) - len(bar)
         bar.append(_letter(category).ljust(wide, "-")[:wide], f"#000000 on {colour}")
@@ -129,7 +129,7 @@ def _bar(one: RankEstimate, unit: float, limit: int | None) -> Text:
 def _legend(memory_bytes: int | None, width: int) -> list[Text]:
     words = [
         Text.assemble((f" {_letter(category)} ", f"#000000 on {colour}"), f" {category}")
-        for category, colour in COLOURS.items()
+        for category, colour in CATEGORY_COLOURS.items()
     ]
     if memory_bytes is not None:
         words.append(Text(f" |  {size(memory_bytes)}"))

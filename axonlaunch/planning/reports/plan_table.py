@@ -12,7 +12,7 @@ _TELLING = 0.01
 """Share of a step below which a difference is not reported."""
 
 
-def table(found: Plan) -> Table:
+def build_plan_table(found: Plan) -> Table:
     """Return a row for each layout."""
     made = Table(box=None, pad_edge=False, header_style="")
     made.add_column("")

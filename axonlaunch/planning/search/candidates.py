@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.errors import divisors
 from axonlaunch.config.layout import Layout, layout, of_ranks
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.preflight.optimizer import layout_problems
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
 _MOST_STAGES = 32
@@ -23,6 +25,7 @@ _SHARDINGS = ("full_shard", "shard_grad_op", "hybrid_shard")
 _LONG = 32_768
 """Positions of a sequence from which a ring of ranks is worth its merges, samples or not."""
 _CONTEXT = "strategy.context.degree"
+_KIND = "strategy.data_parallel"
 _OFFLOAD = "strategy.fsdp.cpu_offload"
 _OFFLOADED = ("none", "optimizer_states", "params")
 _RECOMPUTE = "train.activation_checkpointing"
@@ -95,7 +98,12 @@ def candidates(
             continue
         for schedule, parallel, size, recompute in itertools.product(
             _SCHEDULES if pipeline > 1 else ("1f1b",),
-            _kinds(ranks * context, in_node=max(1, in_node // tensor), offloads=offloads),
+            _kinds(
+                ranks * context,
+                in_node=max(1, in_node // tensor),
+                offloads=offloads,
+                chosen=kept.get(_KIND),
+            ),
             _powers(batch // ranks),
             _RECOMPUTATION,
         ):
@@ -115,7 +123,9 @@ def candidates(
             }
             if all(settings.get(key, value) == value for key, value in kept.items()):
                 made = with_values(config, {**settings, **of_ranks(devices)})
-                yield Candidate(made, layout(made, world_size=devices), settings)
+                shares = layout(made, world_size=devices)
+                if not any(layout_problems(made, shares)):
+                    yield Candidate(made, shares, settings)
 
 
 def _degrees(
@@ -151,16 +161,29 @@ def takes_sequences(config: RunConfig) -> bool:
     return config.model.name in ("gpt", "llama")
 
 
-def _kinds(ranks: int, *, in_node: int, offloads: bool) -> Iterator[dict[str, Any]]:
-    """Yield what the data-parallel ranks can do."""
-    kind = "strategy.data_parallel"
-    if ranks == 1:
-        yield {kind: "none"}
-        return
-    yield {kind: "ddp"}
-    yield {kind: "zero1"}
+def _kinds(
+    ranks: int, *, in_node: int, offloads: bool, chosen: str | None
+) -> Iterator[dict[str, Any]]:
+    """Yield what the data-parallel ranks can do.
+
+    Args:
+        ranks: How many there are.
+        in_node: How many of them are on a node.
+        offloads: Whether what is sharded may be kept in host memory.
+        chosen: The variant that the user has set, which alone need not be exact; None: none is.
+    """
+    for name, facts in DATA_PARALLEL.known_facts().items():
+        if (facts.averages == "nothing") != (ranks == 1) or not (facts.is_exact or name == chosen):
+            continue
+        if facts.shards_parameters:
+            yield from _sharded(name, ranks, in_node=in_node, offloads=offloads)
+        else:
+            yield {_KIND: name}
+
+
+def _sharded(kind: str, ranks: int, *, in_node: int, offloads: bool) -> Iterator[dict[str, Any]]:
     for sharding, offload in itertools.product(_SHARDINGS, _OFFLOADED if offloads else ("none",)):
-        found = {kind: "fsdp", "strategy.fsdp.sharding": sharding, _OFFLOAD: offload}
+        found = {_KIND: kind, "strategy.fsdp.sharding": sharding, _OFFLOAD: offload}
         if sharding != "hybrid_shard":
             yield found
         elif ranks > in_node > 1 and ranks % in_node == 0:

@@ -67,7 +67,7 @@ def candidate_changes(config: RunConfig) -> list[Lever]:
     ]
 
 
-def remedies(
+def search_changes(
     config: RunConfig,
     found: Estimate,
     *,
@@ -211,10 +211,10 @@ def _sharding(config: RunConfig, shares: Layout) -> Lever:
             f"gathers parameters in every forward and backward: {_traffic(1.5 * count)}",
         ),
     ]
-    is_sharded = shares.data_parallel == "fsdp"
-    now = config.strategy.fsdp.sharding if is_sharded else shares.data_parallel
-    after = {"zero1": 1, "no_shard": 1, "shard_grad_op": 2, "hybrid_shard": 2, "full_shard": 3}
-    return options[after.get(now, 0) :]
+    if not shares.facts.shards_parameters:
+        return options[int(shares.facts.shards_optimizer) :]
+    after = {"no_shard": 1, "shard_grad_op": 2, "hybrid_shard": 2, "full_shard": 3}
+    return options[after[config.strategy.fsdp.sharding] :]
 
 
 def _traffic(times: float) -> str:
@@ -275,8 +275,7 @@ def _offload(config: RunConfig, shares: Layout) -> Lever:
         "optimizer_states": "optimizer states cross the link to host memory both ways every step",
         "full": "parameters and gradients cross the link to host memory, whose cores do the update",
     }
-    sharded = config.strategy.data_parallel == "fsdp"
-    if not sharded:
+    if not shares.facts.shards_parameters:
         if shares.data_ranks == 1:
             return []
         before: Settings = {"strategy.data_parallel": "fsdp", _SHARDING: "full_shard"}

@@ -20,7 +20,7 @@ from axonlaunch.config.layout import world_size
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
-from axonlaunch.planning.records import Estimate, ParityResult, Plan, Planned, verdict
+from axonlaunch.planning.records import Estimate, FitVerdict, Plan, Planned, verdict
 from axonlaunch.planning.search.candidates import Candidate, candidates
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.throughput.analytic_work import scaled
@@ -38,7 +38,7 @@ _REFUSED = 200
 """Layouts that a run's own checks may refuse before the search gives up."""
 
 
-def plan(
+def search_layouts(
     config: RunConfig,
     *,
     devices: int,
@@ -180,7 +180,7 @@ def _fastest(
         ConfigError: Why the first can't be traced, if none can.
     """
     runs = [partial(_timed, candidate.config, hardware) for candidate in first]
-    works = forked_map.run(runs, memory=fake_tensor_cache.recipes)
+    works = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
     found = [
         (candidate, one)
         for candidate, one in zip(first, works, strict=True)
@@ -239,7 +239,7 @@ def _estimated(
     return sorted(found, key=lambda planned: not planned.fits)
 
 
-def _verdict(found: Estimate, config: RunConfig) -> ParityResult:
+def _verdict(found: Estimate, config: RunConfig) -> FitVerdict:
     assert config.hardware is not None
     memory = figure(config.hardware, "memory_gib") * GIB
     return verdict(found.process_bytes, memory=memory, margin=config.estimate.margin)
@@ -249,7 +249,7 @@ def _named(candidate: Candidate) -> str:
     """Describe a layout, with what its axes don't show."""
     config, shares = candidate.config, candidate.shares
     words = [str(shares)]
-    if shares.data_parallel == "fsdp" and config.strategy.fsdp.sharding == "shard_grad_op":
+    if shares.facts.shards_parameters and config.strategy.fsdp.sharding == "shard_grad_op":
         words.append("shard_grad_op")
     if candidate.offload != "none":
         words.append(f"{candidate.offload.replace('_', ' ')} offloaded")

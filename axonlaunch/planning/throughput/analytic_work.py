@@ -13,8 +13,8 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.planning.throughput.operations import (
     Amount,
-    Attention,
-    Exchange,
+    AttentionOp,
+    CollectiveOp,
     Kernel,
     Operation,
     Phase,
@@ -91,7 +91,7 @@ class _Scaled:
         yield key.phase
         mode = self._config.train.activation_checkpointing
         if key.phase == "forward" and mode != "none":
-            kept = mode == "selective" and isinstance(key, Attention)
+            kept = mode == "selective" and isinstance(key, AttentionOp)
             if not kept:
                 yield "recomputation"
 
@@ -115,7 +115,7 @@ class _Scaled:
             made = dataclasses.replace(key, phase=phase, m=m, n=n, k=k)
             return made, Amount(count, amount.num_bytes, amount.flops)
         share = again * samples
-        if isinstance(key, Attention):
+        if isinstance(key, AttentionOp):
             made_attention = dataclasses.replace(key, phase=phase)
             times = share / tensor
             return made_attention, Amount(amount.count, *_times(amount, times))
@@ -129,31 +129,29 @@ class _Scaled:
     def _step(self, share: Share, *, part: float = 1.0) -> Share:
         """Return what is done once a step: the update, and what replicas agree on."""
         shares = self._shares
-        sharded = shares.data_parallel in ("fsdp", "zero1")
-        over = shares.tensor * (self._sharders if sharded else 1)
+        facts = shares.facts
+        over = shares.tensor * shares.optimizer_shards
         found: Work = {
             key: Amount(amount.count, *_times(amount, part / over))
             for key, amount in share.work.items()
             if key.phase == "update"
         }
         held = part * share.gradient_bytes / shares.tensor
-        if shares.data_parallel == "zero1":
-            _put(found, Exchange("update", "all_gather", ("dp_replicate",)), Amount(1, held))
-        hybrid = shares.data_parallel == "fsdp" and shares.dp_replicate > 1
-        if hybrid:
-            summed = Exchange("backward", "all_reduce", ("dp_replicate",))
+        if facts.gathers_updates:
+            _put(found, CollectiveOp("update", "all_gather", ("dp_replicate",)), Amount(1, held))
+        if facts.averages == "parameters" and shares.gradient_ranks > 1:
+            period = facts.period(self._config.strategy.options) if facts.period else 1
+            _put(
+                found,
+                CollectiveOp("update", "all_reduce", self._axes),
+                Amount(1, held) * (1 / period),
+            )
+        elif facts.shards_parameters and shares.dp_replicate > 1:
+            summed = CollectiveOp("backward", "all_reduce", ("dp_replicate",))
             _put(found, summed, Amount(1, held / shares.dp_shard))
-        elif shares.data_parallel in ("ddp", "zero1") and shares.gradient_ranks > 1:
-            _put(found, Exchange("backward", "all_reduce", self._axes), Amount(1, held))
+        elif facts.sums_gradients and shares.gradient_ranks > 1:
+            _put(found, CollectiveOp("backward", "all_reduce", self._axes), Amount(1, held))
         return Share(found, held)
-
-    @property
-    def _sharders(self) -> int:
-        """Ranks that parameters or states are divided among."""
-        shares = self._shares
-        if shares.data_parallel == "zero1":
-            return shares.gradient_ranks
-        return shares.dp_shard * shares.context
 
     @property
     def _axes(self) -> tuple[str, ...]:
@@ -170,21 +168,23 @@ class _Scaled:
             phases: list[Phase] = ["forward", "backward"]
             for phase in (*phases, *(["recomputation"] if recomputed else [])):
                 for kind in kinds:
-                    key = Exchange(phase, kind, ("tp",))  # type: ignore[arg-type]
+                    key = CollectiveOp(phase, kind, ("tp",))  # type: ignore[arg-type]
                     _put(found, key, Amount(2, 2 * self._stream))
-        if shares.data_parallel == "fsdp":
+        if shares.facts.shards_parameters:
             axes = tuple(name for name in ("dp_shard", "cp") if shares.axes[name] > 1)
             whole = gradient_bytes / shares.tensor
             gathered = whole * self._type / FP32
             if axes:
-                _put(found, Exchange("forward", "all_gather", axes), Amount(1, gathered))
+                _put(found, CollectiveOp("forward", "all_gather", axes), Amount(1, gathered))
                 if self._config.strategy.fsdp.sharding != "shard_grad_op":
-                    _put(found, Exchange("backward", "all_gather", axes), Amount(1, gathered))
+                    _put(found, CollectiveOp("backward", "all_gather", axes), Amount(1, gathered))
                 reduced = whole if self._config.strategy.reduce_dtype == "fp32" else whole / 2
-                _put(found, Exchange("backward", "reduce_scatter", axes), Amount(1, reduced))
+                _put(found, CollectiveOp("backward", "reduce_scatter", axes), Amount(1, reduced))
         if shares.context > 1:
-            _put(found, Exchange("forward", "all_gather", ("cp",)), Amount(1, 2 * self._stream))
-            _put(found, Exchange("backward", "all_gather", ("cp",)), Amount(2, 4 * self._stream))
+            _put(found, CollectiveOp("forward", "all_gather", ("cp",)), Amount(1, 2 * self._stream))
+            _put(
+                found, CollectiveOp("backward", "all_gather", ("cp",)), Amount(2, 4 * self._stream)
+            )
             merged = _RING * shares.context * self._stream / shares.tensor
             _put(found, Kernel("forward", "ring"), Amount(1, merged))
         return found

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.planning.throughput.operations import Amount, Exchange
+from axonlaunch.planning.throughput.operations import Amount, CollectiveOp
 from axonlaunch.planning.throughput.roofline import figure
 
 _BEGIN_S = 6.6e-6
@@ -34,7 +34,7 @@ class Links:
         self._hardware = hardware
         self._axes = dict(axes)
 
-    def seconds(self, exchange: Exchange, amount: Amount) -> float:
+    def seconds(self, exchange: CollectiveOp, amount: Amount) -> float:
         """Return the time of all runs of an exchange, in seconds."""
         size, stride = self._extent(exchange.axes)
         if size == 1:

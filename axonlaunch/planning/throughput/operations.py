@@ -86,7 +86,7 @@ _NOT_READ = {
     "fsdp::chunk_cat": ("out",),
 }
 """Arguments that are written alone, or of which a few rows are read."""
-_NOT_WRITTEN = {"aten::_fused_adamw_": ("grads",), "aten::_fused_sgd_": ("grads",)}
+_NOT_WRITTEN = {f"aten::_fused_{name}_": ("grads",) for name in ("adam", "adamw", "sgd")}
 """Arguments that may be written but are not without a gradient scaler."""
 
 
@@ -103,7 +103,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionOp:
     """One fused attention of queries to keys; its amount holds its FLOPs."""
 
     phase: Phase
@@ -123,7 +123,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CollectiveOp:
     """A collective among ranks; its amount holds the bytes of the whole tensor.
 
     Attributes:
@@ -147,7 +147,7 @@ class Send:
     axis: str
 
 
-Operation = Product | Attention | Kernel | Exchange | Send
+Operation = Product | AttentionOp | Kernel | CollectiveOp | Send
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class OperationTrace(TorchDispatchMode):
         self.work: Work = {}
         self._axes = dict(axes)
         self._updating = False
-        self._begun: dict[int, tuple[Exchange, Amount, list[Product]]] = {}
+        self._begun: dict[int, tuple[CollectiveOp, Amount, list[Product]]] = {}
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -274,7 +274,7 @@ class OperationTrace(TorchDispatchMode):
         if given.get("is_causal"):
             # Kernels skip blocks above the diagonal, so half the square is left.
             flops /= 2
-        key = Attention(self._phase, q.shape[0] * q.shape[1], queries, keys, q.shape[-1], q.dtype)
+        key = AttentionOp(self._phase, q.shape[0] * q.shape[1], queries, keys, q.shape[-1], q.dtype)
         moved = _num_bytes([q, k, v]) * (2 if backward else 1)
         self._count(key, Amount(1, moved, float(flops)))
 
@@ -289,7 +289,7 @@ class OperationTrace(TorchDispatchMode):
             self._count(Send(self._phase, "pp"), Amount(1, _num_bytes(args[0])))
         elif name in _EXCHANGES:
             kind = _EXCHANGES[name]
-            key = Exchange(self._phase, kind, self._axes_of(_ranks([*args, *kwargs.values()])))
+            key = CollectiveOp(self._phase, kind, self._axes_of(_ranks([*args, *kwargs.values()])))
             sizes = [_size(t) for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
             gathers = kind in ("all_gather", "reduce_scatter")
             whole = max(sizes) if gathers else _num_bytes((args, kwargs))

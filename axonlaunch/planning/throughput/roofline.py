@@ -17,7 +17,13 @@ import torch
 
 from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.planning.throughput.operations import Amount, Attention, Kernel, Operation, Product
+from axonlaunch.planning.throughput.operations import (
+    Amount,
+    AttentionOp,
+    Kernel,
+    Operation,
+    Product,
+)
 
 _TILE = (128, 256)
 """Rows and columns of the largest tile that cuBLAS gives one multiprocessor (NVIDIA's guide)."""
@@ -58,7 +64,7 @@ class Roofline:
         """Return the time of all runs of an operation on this device alone, in seconds."""
         if isinstance(operation, Product):
             return float(amount.count * self._product(operation))
-        if isinstance(operation, Attention):
+        if isinstance(operation, AttentionOp):
             return self._attention(operation, amount)
         if isinstance(operation, Kernel):
             return self._moving_all(amount) + amount.count * self._launch_s
@@ -83,7 +89,7 @@ class Roofline:
         moved = batch * (m * k + k * n + m * n) * product.dtype.itemsize
         return float(max(2.0 * batch * m * n * k / rate, self._moving(moved)) + self._launch_s)
 
-    def _attention(self, attention: Attention, amount: Amount) -> float:
+    def _attention(self, attention: AttentionOp, amount: Amount) -> float:
         share = attention.keys / (attention.keys + _HALF_LENGTH)
         rate = self.rate(attention.dtype) * self.figure("attention_efficiency") * share
         moving = self._moving_all(amount)

@@ -20,8 +20,8 @@ from axonlaunch.planning.throughput.analytic_work import FP32
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
     Amount,
-    Attention,
-    Exchange,
+    AttentionOp,
+    CollectiveOp,
     Kernel,
     Phase,
     Product,
@@ -109,7 +109,8 @@ class StepTime:
             ConfigError: The host's cores do the update.
         """
         shares, offload = self._shares, self._config.strategy.fsdp.cpu_offload
-        if shares.data_parallel != "fsdp" or offload == "none" or self._links.takes_cores:
+        is_copied = shares.facts.shards_parameters and offload != "none"
+        if not is_copied or self._links.takes_cores:
             return 0.0
         if offload == "full":
             message = "the speed of updates on the host's cores can't be estimated; use params"
@@ -133,7 +134,7 @@ class StepTime:
         total = self._once(stage, layers)
         for part in (forward, backward):
             total.put_all(part, times=self._shares.micro_batches)
-        if self._shares.data_parallel in ("ddp", "zero1"):
+        if self._shares.facts.sums_gradients:
             total.put("communication dp", self._reduced_in_backward(stage, layers, backward))
         return total
 
@@ -155,7 +156,7 @@ class StepTime:
         sent = sum(
             amount.num_bytes
             for key, amount in work.first.micro_ends.work.items()
-            if not isinstance(key, Product | Attention | Kernel | Exchange)
+            if not isinstance(key, Product | AttentionOp | Kernel | CollectiveOp)
         ) / min(2, shares.stages_per_rank)
         span = (
             timeline(
@@ -217,7 +218,7 @@ class StepTime:
             total.put_all(self._local(rest, fused=False), times=times)
             for work in (updates, rest):
                 for key, amount in work.items():
-                    if isinstance(key, Exchange) and not self._is_bucket(key):
+                    if isinstance(key, CollectiveOp) and not self._is_bucket(key):
                         seconds = self._links.seconds(key, amount) * times
                         total.put(f"communication {_axis(key.axes)}", seconds)
         return total
@@ -229,7 +230,7 @@ class StepTime:
             seconds = self._roofline.seconds(key, amount)
             if isinstance(key, Product):
                 total.put("matrix products", seconds)
-            elif isinstance(key, Attention):
+            elif isinstance(key, AttentionOp):
                 total.put("attention", seconds)
             elif isinstance(key, Kernel):
                 total.put("memory-bound", seconds * (FUSED if fused else 1.0))
@@ -239,7 +240,7 @@ class StepTime:
         """Return the time of exchanges that hold up what follows them."""
         total = Parts()
         for key, amount in work.items():
-            if isinstance(key, Exchange) and not self._is_gathered(key):
+            if isinstance(key, CollectiveOp) and not self._is_gathered(key):
                 beside = () if self._links.takes_cores else key.under
                 under = sum(self._roofline.seconds(one, Amount(amount.count)) for one in beside)
                 waited = max(0.0, self._links.seconds(key, amount) - under)
@@ -251,13 +252,13 @@ class StepTime:
         return sum(
             self._links.seconds(key, amount)
             for key, amount in work.items()
-            if isinstance(key, Exchange) and self._is_gathered(key)
+            if isinstance(key, CollectiveOp) and self._is_gathered(key)
         )
 
-    def _is_gathered(self, key: Exchange) -> bool:
+    def _is_gathered(self, key: CollectiveOp) -> bool:
         small = key.kind == "all_reduce" and self._shares.dp_replicate == 1
-        fsdp = self._shares.data_parallel == "fsdp"
-        return fsdp and bool(key.axes) and _DATA_AXES.issuperset(key.axes) and not small
+        sharded = self._shares.facts.shards_parameters
+        return sharded and bool(key.axes) and _DATA_AXES.issuperset(key.axes) and not small
 
     def _reduced_in_backward(self, stage: StageWork, layers: int, backward: Parts) -> float:
         """Return what is left of the gradients' all-reduce after the last backward.
@@ -274,7 +275,7 @@ class StepTime:
             return seconds
         return max(seconds / buckets, seconds - backward.total)
 
-    def _buckets(self, stage: StageWork, layers: int) -> list[tuple[Exchange, Amount]]:
+    def _buckets(self, stage: StageWork, layers: int) -> list[tuple[CollectiveOp, Amount]]:
         """Return the exchanges of gradients that a backward starts.
 
         The trace has seen our own buckets. torch's DDP, which takes plain parameters summed in
@@ -288,17 +289,17 @@ class StepTime:
         if torchs and self._shares.tensor == 1:
             num_bytes = stage.step_ends.gradient_bytes + layers * stage.step_layer.gradient_bytes
             count = 1 + max(0.0, num_bytes - 2**20) / (strategy.ddp.bucket_size_mb * 2**20)
-            key = Exchange("backward", "all_reduce", ("dp_replicate", "cp"))
+            key = CollectiveOp("backward", "all_reduce", ("dp_replicate", "cp"))
             return [(key, Amount(count, num_bytes))]
         return [
             (key, amount * times)
             for share, times in ((stage.step_ends, 1), (stage.step_layer, layers))
             for key, amount in _during(share, _BACKWARD).items()
-            if isinstance(key, Exchange) and self._is_bucket(key)
+            if isinstance(key, CollectiveOp) and self._is_bucket(key)
         ]
 
-    def _is_bucket(self, key: Exchange) -> bool:
-        replicated = self._shares.data_parallel in ("ddp", "zero1")
+    def _is_bucket(self, key: CollectiveOp) -> bool:
+        replicated = self._shares.facts.sums_gradients
         alone = self._shares.pipeline == 1 and key.phase == "backward"
         return replicated and alone and bool(key.axes) and _DATA_AXES.issuperset(key.axes)
 

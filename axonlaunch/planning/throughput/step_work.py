@@ -21,7 +21,7 @@ from axonlaunch.engines.optimizer.step import local_part
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
 from axonlaunch.planning.tracing import fake_world
-from axonlaunch.planning.tracing.dry_run import DryRun
+from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system import forked_map
@@ -119,7 +119,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     stages = min(2, shares.stages_per_rank)
     ranks = (0, 1) if shares.pipeline > 1 else (0,)
     runs = {
-        (d, m): shortened(config, world_size=world_size, layers=d, micro_batches=m)
+        (d, m): reduced_config(config, world_size=world_size, layers=d, micro_batches=m)
         for d in depths
         for m in counts
     }
@@ -131,7 +131,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     ]
     if shares.pipeline > 1:
         functions.append(partial(_split, config))
-    results = forked_map.run(functions, memory=fake_tensor_cache.recipes)
+    results = forked_map.map_forked(functions, memory=fake_tensor_cache.recipes)
     layers = tuple(results[-1]) if shares.pipeline > 1 else (depth or 0,)
     traced = {
         (rank, *key): one
@@ -151,7 +151,9 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     return StepWork(first, last, layers, parameters, length)
 
 
-def shortened(config: RunConfig, *, world_size: int, layers: int, micro_batches: int) -> RunConfig:
+def reduced_config(
+    config: RunConfig, *, world_size: int, layers: int, micro_batches: int
+) -> RunConfig:
     """Return a run like this one in every axis but a shorter pipeline, in a world to fit.
 
     Args:
@@ -231,7 +233,7 @@ def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
     """Trace a step of one rank of several runs, in a process of its own."""
     _norm_in_one_kernel()
     ranks = world_size(configs[0])
-    world = fake_world.join(rank=stage * ranks // 2, world_size=ranks)
+    world = fake_world.join_fake_world(rank=stage * ranks // 2, world_size=ranks)
     with refusing_untraceable(configs[0]):
         return [_trace_one(config, world) for config in configs]
 
@@ -239,7 +241,7 @@ def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
 def _trace_one(config: RunConfig, world: World) -> _Traced:
     # What fusing saves is the roofline's: how a compiler cuts a graph into kernels is not traced.
     blueprint = ReducedRun.of(with_values(config, {"train.compile": False}))
-    dry = DryRun(blueprint, world)
+    dry = FakeRank(blueprint, world)
     trace = OperationTrace(blueprint.shares.axes)
     batch = dry.batch()
     with dry.storing():

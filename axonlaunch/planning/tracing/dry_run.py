@@ -25,7 +25,7 @@ from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category, StorageTrace
 
 
-class DryRun:
+class FakeRank:
     """One rank's engine, in a fake world.
 
     Attributes:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from axonlaunch.planning.tracing.storage_trace import Event, Point, StorageTrace, on_device
+from axonlaunch.planning.tracing.storage_trace import Point, StorageTrace, TraceEvent, on_device
 
 NEAR = 2
 """Blocks at each end of a shallow model: FSDP gathers one ahead while another's shards go out."""
@@ -23,7 +23,7 @@ SHALLOW = 2 * NEAR
 _Name: TypeAlias = tuple[str | int, ...]
 
 
-def watch(blocks: Mapping[int, Sequence[nn.Module]], trace: StorageTrace) -> None:
+def watch_blocks(blocks: Mapping[int, Sequence[nn.Module]], trace: StorageTrace) -> None:
     """Begin an event of the trace wherever a block begins its forward or its backward.
 
     Args:
@@ -35,13 +35,15 @@ def watch(blocks: Mapping[int, Sequence[nn.Module]], trace: StorageTrace) -> Non
             _watch(block, trace, stage, index, len(members) - 1 - index)
 
 
-def peak(events: Iterable[Event]) -> tuple[Point, int]:
+def peak(events: Iterable[TraceEvent]) -> tuple[Point, int]:
     """Return the moment at which the device holds most, and the most that the host ever does."""
     points = [point for event in events for point in event.points]
     return max(points, key=on_device), max(point[-1] for point in points)
 
 
-def extrapolate(shallow: Sequence[Event], deeper: Sequence[Event], *, blocks: int) -> list[Event]:
+def extrapolate(
+    shallow: Sequence[TraceEvent], deeper: Sequence[TraceEvent], *, blocks: int
+) -> list[TraceEvent]:
     """Return what a deeper model's events hold.
 
     Args:
@@ -60,7 +62,7 @@ def extrapolate(shallow: Sequence[Event], deeper: Sequence[Event], *, blocks: in
         if len(event.points) != len(other.points):
             # An operation for each parameter, say: what they hold most is linear.
             pairs = [pairs[0], (max(event.points, key=on_device), max(other.points, key=on_device))]
-        found.append(Event(name, [linear_extrapolate(a, b, blocks) for a, b in pairs]))
+        found.append(TraceEvent(name, [linear_extrapolate(a, b, blocks) for a, b in pairs]))
     return found
 
 
@@ -69,9 +71,9 @@ def linear_extrapolate(point: Iterable[int], other: Iterable[int], times: int) -
     return tuple([a + times * (b - a) for a, b in zip(point, other, strict=True)])
 
 
-def _paired(events: Sequence[Event]) -> dict[_Name, Event]:
+def _paired(events: Sequence[TraceEvent]) -> dict[_Name, TraceEvent]:
     """Name events alike in models of different depths: by the block's place from the nearer end."""
-    found: dict[_Name, Event] = {}
+    found: dict[_Name, TraceEvent] = {}
     seen: dict[_Name, int] = {}
     for event in events:
         what, *where = event.name

@@ -17,13 +17,13 @@ from typing import Any, get_args
 
 from torch.distributed import pipelining
 
-from axonlaunch.engines.pipeline.schedule import Action, Kind
+from axonlaunch.engines.pipeline.schedule import Action, ActionKind
 from axonlaunch.planning.tracing.storage_trace import (
     CATEGORIES,
     Category,
-    Event,
     Point,
     StorageTrace,
+    TraceEvent,
     on_device,
 )
 
@@ -49,14 +49,14 @@ class ActionContext:
         after: The same of the action after.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     is_first: bool
     done: tuple[int, ...]
     begins: bool
     ends: bool
-    before: tuple[tuple[Kind, int], ...]
-    after: tuple[tuple[Kind, int], ...]
+    before: tuple[tuple[ActionKind, int], ...]
+    after: tuple[tuple[ActionKind, int], ...]
 
     def likeness(self, other: ActionContext) -> tuple[int, ...]:
         """Say how far both agree, what matters most first."""
@@ -88,7 +88,7 @@ class ActionEffect:
         return on_device(self.end) - on_device(self.start)
 
 
-def watch(trace: StorageTrace) -> None:
+def watch_actions(trace: StorageTrace) -> None:
     """Begin an event of the trace wherever a rank's pipeline begins an action.
 
     It changes torch's stages for good: it belongs in a process that is forked for it.
@@ -128,7 +128,9 @@ def watch(trace: StorageTrace) -> None:
     begin("backward_weight_one_chunk", lambda _: "W")
 
 
-def extend_schedule(events: Sequence[Event], *, rounds: Sequence[Sequence[Action]]) -> list[Event]:
+def extend_schedule(
+    events: Sequence[TraceEvent], *, rounds: Sequence[Sequence[Action]]
+) -> list[TraceEvent]:
     """Return what a step of more actions holds.
 
     Args:
@@ -154,7 +156,7 @@ def extend_schedule(events: Sequence[Event], *, rounds: Sequence[Sequence[Action
         # Of equals the one that leaves least: a buffer kept once isn't kept for each micro-batch.
         did = max(short, key=lambda one: (like.likeness(one.like), -one.left))
         shift = _minus(now, did.start)
-        held = Event((_ACTION,), [_plus(did.highest, shift)])
+        held = TraceEvent((_ACTION,), [_plus(did.highest, shift)])
         # The host's most and the device's are not of one moment.
         held.points.append((*did.start[:-1], did.host + shift[-1]))
         found.append(held)
@@ -163,7 +165,7 @@ def extend_schedule(events: Sequence[Event], *, rounds: Sequence[Sequence[Action
     return found + [shifted(event, shift) for event in events[after:]]
 
 
-def left_by_forward(events: Sequence[Event]) -> dict[int, int]:
+def left_by_forward(events: Sequence[TraceEvent]) -> dict[int, int]:
     """Return what a micro-batch's forward leaves for its backward, in bytes.
 
     Args:
@@ -184,16 +186,16 @@ def left_by_forward(events: Sequence[Event]) -> dict[int, int]:
     return found
 
 
-def shifted(event: Event, shift: Point) -> Event:
+def shifted(event: TraceEvent, shift: Point) -> TraceEvent:
     """Return an event with more, or less, held all along."""
-    return Event(event.name, [_plus(point, shift) for point in event.points])
+    return TraceEvent(event.name, [_plus(point, shift) for point in event.points])
 
 
-def _first_update(events: Sequence[Event]) -> int:
+def _first_update(events: Sequence[TraceEvent]) -> int:
     return next(n for n, event in enumerate(events) if event.name[0] == "update")
 
 
-def _action(event: Event) -> Action | None:
+def _action(event: TraceEvent) -> Action | None:
     what, *words = str(event.name[0]).split()
     if what != _ACTION:
         return None
@@ -212,7 +214,7 @@ def _in_rounds(actions: Sequence[Action]) -> list[list[Action]]:
 
 
 def _likes(rounds: Sequence[Sequence[Action]]) -> list[ActionContext]:
-    found, done = [], Counter[tuple[Kind, int]]()
+    found, done = [], Counter[tuple[ActionKind, int]]()
     stages = sorted({action.stage for action in rounds[0]})
     for actions in rounds:
         what = [(action.kind, stages.index(action.stage)) for action in actions]
@@ -221,7 +223,7 @@ def _likes(rounds: Sequence[Sequence[Action]]) -> list[ActionContext]:
                 ActionContext(
                     *one,
                     is_first=not done[one],
-                    done=tuple(min(_SETTLED, done[kind, one[1]]) for kind in get_args(Kind)),
+                    done=tuple(min(_SETTLED, done[kind, one[1]]) for kind in get_args(ActionKind)),
                     begins=one not in what[:place],
                     ends=one not in what[place + 1 :],
                     before=tuple(what[max(0, place - 2) : place]),
@@ -232,7 +234,7 @@ def _likes(rounds: Sequence[Sequence[Action]]) -> list[ActionContext]:
     return found
 
 
-def _did(like: ActionContext, events: Sequence[Event], end: Point) -> ActionEffect:
+def _did(like: ActionContext, events: Sequence[TraceEvent], end: Point) -> ActionEffect:
     points = [point for event in events for point in event.points]
     highest = max(points, key=on_device)
     return ActionEffect(like, points[0], end, highest, max(point[-1] for point in points))

@@ -15,17 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.tensor._op_schema import DTensorSpec, OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
+from axonlaunch.models.fake_tensor_cache import with_values
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 
-def join(*, rank: int, world_size: int) -> World:
+def join_fake_world(*, rank: int, world_size: int) -> World:
     """Stand as one rank in a world whose other ranks are not there.
 
     Raises:
@@ -41,7 +40,6 @@ def join(*, rank: int, world_size: int) -> World:
     _let_pipelines_run_alone()
     _let_messages_hold_tensors()
     hide_sharding_propagation()
-    _let_updates_stay_where_they_are()
     return World(
         rank=rank,
         local_rank=0,
@@ -51,15 +49,20 @@ def join(*, rank: int, world_size: int) -> World:
     )
 
 
-class BranchTrueMode(UncompiledDispatchMode):
-    """Answers True wherever code asks a fake tensor, which has no value, for one.
+_VALUE = 0.5
+"""Of every fraction: true, and neither 0 nor 1, by whose difference from it NAdam divides."""
 
-    The code that asks is fp16's: "are all gradients finite?"
+
+class BranchTrueMode(UncompiledDispatchMode):
+    """Answers True, or a number that is, wherever code asks a fake tensor, which has none.
+
+    The code that asks is fp16's, "are all gradients finite?", and optimizers' that compute with
+    their count of steps.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return True
+            return _VALUE if args[0].is_floating_point() else True
         return func(*args, **(kwargs or {}))
 
 
@@ -138,43 +141,7 @@ def hide_sharding_propagation() -> None:
     plan = propagator._propagate_tensor_meta_non_cached
 
     def plan_unseen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with with_values():
             return plan(self, *args, **kwargs)
 
     propagator._propagate_tensor_meta_non_cached = plan_unseen
-
-
-def _let_updates_stay_where_they_are() -> None:
-    """Let DTensor find at once that an update needs no message.
-
-    It would weigh every division of every tensor, for a tenth of a trace.
-    """
-    propagator: Any = ShardingPropagator
-    plan = propagator.propagate_op_sharding_non_cached
-
-    def plan_at_once(self: Any, schema: OpSchema) -> OutputSharding:
-        if schema.op in _UPDATES and _are_divided_alike(schema):
-            return OutputSharding(None)
-        found: OutputSharding = plan(self, schema)
-        return found
-
-    propagator.propagate_op_sharding_non_cached = plan_at_once
-
-
-_UPDATES = frozenset({torch.ops.aten._fused_adamw_.default})
-
-
-def _are_divided_alike(schema: OpSchema) -> bool:
-    """Whether each parameter, its gradient and its states are divided alike, none to be summed."""
-    lists = [specs for specs in schema.args_schema if isinstance(specs, list | tuple) and specs]
-    for specs in zip(*lists, strict=True):
-        if not all(isinstance(one, DTensorSpec) for one in specs):
-            return False
-        parameter, *others = specs
-        if any(placement.is_partial() for placement in parameter.placements):
-            return False
-        if any(one.placements != parameter.placements for one in others if one.shape):
-            return False
-        if any(not p.is_replicate() for one in others if not one.shape for p in one.placements):
-            return False
-    return True

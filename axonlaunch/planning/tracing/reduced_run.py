@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
+from axonlaunch.config.parameter_groups import states_of, with_options
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.engines.build import stage_blocks
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.tensor.plan_checks import styled
 from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.models.parameter_facts import parameter_facts
+from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.tracing import extrapolate_depth
 
 _FEW = 3
@@ -76,7 +79,9 @@ class ReducedRun:
             sample,
             is_text=dataset.kind == "tokens",
             num_blocks=len(spec.blocks(model)),
-            repeats=spec.repeats(model) and _are_divided_alike(config, spec.blocks(model), model),
+            repeats=spec.repeats(model)
+            and _are_divided_alike(config, spec.blocks(model), model)
+            and _are_updated_alike(config, spec, model),
         )
 
     @property
@@ -197,6 +202,21 @@ def _are_divided_alike(
                 inside = one.name.removeprefix(block)
                 styles[block].add((inside, one.style, one.in_region, one.in_sequence))
     first, *others = styles.values()
+    return all(other == first for other in others)
+
+
+def _are_updated_alike(config: RunConfig, spec: ModelSpec, model: nn.Module) -> bool:
+    """Say whether groups of parameters, if there are any, leave all blocks the same states."""
+    if not getattr(config.optimizer, "groups", None):
+        return True
+    blocks = spec.blocks(model)
+    kept: dict[str, set[str]] = {name: set() for name in blocks}
+    for name, one in parameter_facts(spec, model).items():
+        for block in blocks:
+            if name.startswith(f"{block}."):
+                states = states_of(with_options(config.optimizer, one), one.shape)
+                kept[block].add(f"{name.removeprefix(block)}: {sorted(states)}")
+    first, *others = kept.values()
     return all(other == first for other in others)
 
 

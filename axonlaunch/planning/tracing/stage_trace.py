@@ -15,6 +15,7 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import data_parallel_facts
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
@@ -22,9 +23,9 @@ from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule, fake_world
-from axonlaunch.planning.tracing.dry_run import DryRun
+from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
-from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, Event, StorageTrace
+from axonlaunch.planning.tracing.storage_trace import CATEGORIES, Category, StorageTrace, TraceEvent
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 
 _ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
@@ -33,7 +34,7 @@ _ON_HOST: dict[CPUOffload, tuple[Category, ...]] = {
     CPUOffload.OPTIMIZER_STATES: ("optimizer",),
     CPUOffload.FULL: ("parameters", "gradients", "optimizer"),
 }
-Key: TypeAlias = tuple[int, tuple[int, ...]]
+TraceKey: TypeAlias = tuple[int, tuple[int, ...]]
 """What distinguishes one trace of a run from another: the place, and blocks of each stage."""
 
 
@@ -49,7 +50,7 @@ class Traced:
         sharded: What the rank holds of parameters that are sharded; None where none are.
     """
 
-    events: list[Event]
+    events: list[TraceEvent]
     fed: int
     received: Mapping[Category, int]
     sharded: FSDPMemoryStats | None
@@ -90,21 +91,23 @@ class StageTrace:
         """What is equal for places whose short runs are, and as deep."""
         return self.spare, *self._keys()
 
-    def traces(self) -> dict[Key, Callable[[], Traced]]:
+    def traces(self) -> dict[TraceKey, Callable[[], Traced]]:
         """Return what has to be run, by what distinguishes one run from another."""
         return {
             key: partial(traced, self._without(fewer), self.short_rank)
             for key, fewer in self._keys().items()
         }
 
-    def short_step(self, done: Mapping[Key, Traced]) -> list[Event]:
+    def short_step(self, done: Mapping[TraceKey, Traced]) -> list[TraceEvent]:
         """Return the step of the short run, as deep as the place is."""
         traces = [done[key].events for key in self._keys()]
         return (
             extrapolate_depth.extrapolate(*traces, blocks=self.spare) if self.spare else traces[0]
         )
 
-    def events(self, short_step: list[Event], done: Mapping[Key, Traced]) -> list[Event]:
+    def events(
+        self, short_step: list[TraceEvent], done: Mapping[TraceKey, Traced]
+    ) -> list[TraceEvent]:
         """Return the place's step."""
         trace = done[next(iter(self._keys()))]
         short, whole = self.short.shares, self.whole.shares
@@ -120,7 +123,7 @@ class StageTrace:
         step = self.whole.schedule.actions[self.place]
         return extrapolate_schedule.extend_schedule(events, rounds=[step] * min(2, whole.rounds))
 
-    def sharded(self, done: Mapping[Key, Traced]) -> dict[str, int] | None:
+    def sharded(self, done: Mapping[TraceKey, Traced]) -> dict[str, int] | None:
         """Return bytes of the rank's sharded parameters, by name; None where there are none."""
         few, *more = (_of_parameters(done[key].sharded) for key in self._keys())
         if not more or not few:
@@ -134,13 +137,13 @@ class StageTrace:
             )
         )
 
-    def left_by_forward(self, short_step: list[Event]) -> list[int]:
+    def left_by_forward(self, short_step: list[TraceEvent]) -> list[int]:
         """Return what a micro-batch leaves for its backward on each of the rank's stages."""
         if self.whole.shares.pipeline == 1:
             return []
         return [*extrapolate_schedule.left_by_forward(short_step).values()]
 
-    def _keys(self) -> dict[Key, int]:
+    def _keys(self) -> dict[TraceKey, int]:
         depths = (self.spare, self.spare - 1) if self.spare else (0,)
         return {(self.like, tuple(self._without(fewer).counts)): fewer for fewer in depths}
 
@@ -157,14 +160,14 @@ def traced(blueprint: ReducedRun, rank: int) -> Traced:
         ConfigError: It can't be traced.
     """
     trace = StorageTrace(on_host=host_categories(blueprint.config))
-    extrapolate_schedule.watch(trace)
-    world = fake_world.join(rank=rank, world_size=blueprint.world_size)
+    extrapolate_schedule.watch_actions(trace)
+    world = fake_world.join_fake_world(rank=rank, world_size=blueprint.world_size)
     with refusing_untraceable(blueprint.config):
-        dry = DryRun(blueprint, world, trace=trace)
+        dry = FakeRank(blueprint, world, trace=trace)
         batch, spec = dry.batch(), spec_for(blueprint.config.model)
         with dry.storing():
             dry.settle()
-            measure(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
+            measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
     shares = blueprint.shares
     fed = (batch.inputs.nbytes + batch.targets.nbytes) // (shares.micro_batches * shares.context)
     if shares.pipeline == 1:
@@ -182,7 +185,7 @@ def _of_parameters(stats: FSDPMemoryStats | None) -> dict[str, int]:
     }
 
 
-def measure(
+def measure_stage(
     engine: Engine,
     batch: Batch,
     trace: StorageTrace,
@@ -201,7 +204,7 @@ def measure(
     """
     follow(engine, trace)
     blocks = {n: [*spec.blocks(module).values()] for n, module in enumerate(engine.modules)}
-    extrapolate_depth.watch(blocks, trace)
+    extrapolate_depth.watch_blocks(blocks, trace)
     step(engine, batch, trace, updating=updating)
 
 
@@ -231,6 +234,6 @@ def step(
 
 def host_categories(config: RunConfig) -> tuple[Category, ...]:
     """Return what a run keeps in host memory."""
-    if config.strategy.data_parallel != "fsdp":
+    if not data_parallel_facts(config.strategy).shards_parameters:
         return ()
     return _ON_HOST[CPUOffload(config.strategy.fsdp.cpu_offload)]

@@ -32,7 +32,7 @@ Point: TypeAlias = tuple[int, ...]
 
 
 @dataclass
-class Event:
+class TraceEvent:
     """A part of a step.
 
     Attributes:
@@ -91,7 +91,7 @@ class StorageTrace(UncompiledDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self.host: dict[Category, int] = dict.fromkeys(on_host, 0)
-        self.events = [Event(("start",), [self._point()])]
+        self.events = [TraceEvent(("start",), [self._point()])]
         self._live: dict[int, _Held] = {}
         self._parameters: list[Tensor] = []
         self._in_flight: dict[int, Tensor] = {}
@@ -165,7 +165,7 @@ class StorageTrace(UncompiledDispatchMode):
     def begin(self, *name: str | int) -> None:
         """Begin an event, which ends the one before."""
         self.finish()
-        self.events.append(Event(name, [self._point()]))
+        self.events.append(TraceEvent(name, [self._point()]))
         self._top, self._highest = 0, on_device(self.events[-1].points[0])
 
     def finish(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import layout, world_size
 from axonlaunch.diagnostics.frame_origin import frame_owner
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors
 
 UNTRACEABLE = (
@@ -32,6 +33,8 @@ def refusing_untraceable(config: RunConfig) -> Iterator[None]:
         ConfigError: What fails, and the module it is in.
     """
     silence_fake_tensors()
+    if why := spec_for(config.model).untraceable:
+        raise ConfigError([ConfigIssue("model.name", why, config.model.name)])
     try:
         yield
     except UNTRACEABLE as error:

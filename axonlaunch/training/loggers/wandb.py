@@ -1,10 +1,11 @@
 """Weights & Biases: one of its runs for one of ours, however often ours is resumed.
 
-It sends numbers and the configuration, no code, no console and no files.
+It sends numbers and the configuration, no code and nothing of the console.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 
 import wandb
@@ -21,7 +22,7 @@ class WandbLogger(Logger):
 
     def start(self, run: RunInfo) -> None:
         """Begin a run, or continue the one that this run was before it was resumed."""
-        run_id = run.ids.setdefault("wandb", wandb.util.generate_id())
+        run_id = run.ids.setdefault("wandb", secrets.token_hex(4))
         self._run = wandb.init(
             id=run_id,
             resume="allow",

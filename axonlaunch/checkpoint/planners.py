@@ -1,0 +1,127 @@
+"""Torch's planners of what a rank writes and reads, for tensors of which it holds several boxes.
+
+Torch takes a rank's part of a tensor to be one box of the whole. What is packed, as gate and up
+projections are in one weight, is cut piece by piece. Only tensors are read: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlan,
+    SavePlan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from axonlaunch.models.dtensor_regions import Box, is_packed, local_boxes
+
+
+class WritesBoxes(DefaultSavePlanner):
+    """Writes each box that a rank holds by itself."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan what this rank writes."""
+        state = self.state_dict
+        packed = _packed(state)
+        self.state_dict = {key: value for key, value in state.items() if key not in packed}
+        plan = super().create_local_plan()
+        self.state_dict = state
+        items = [one for key, tensor in packed.items() for one in _writes(key, tensor)]
+        self.plan = dataclasses.replace(plan, items=[*plan.items, *items])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return what an item of the plan writes."""
+        found = _box_of(self.state_dict.get(index.fqn), index)
+        return super().lookup_object(index) if found is None else found
+
+
+class ReadsBoxes(DefaultLoadPlanner):
+    """Reads each box that a rank holds by itself, and tensors alone."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan what this rank reads."""
+        assert self.metadata is not None
+        state = self.state_dict
+        packed = _packed(state)
+        self.state_dict = {key: value for key, value in state.items() if key not in packed}
+        plan = super().create_local_plan()
+        self.state_dict = state
+        items: list[ReadItem] = []
+        for key, tensor in packed.items():
+            saved: Any = self.metadata.state_dict_metadata[key]
+            if saved.size != tensor.shape:
+                message = f"{key} was saved as {tuple(saved.size)}, it is {tuple(tensor.shape)}"
+                raise ValueError(message)
+            chunks = [_chunk(box) for box in local_boxes(tensor)]
+            items += create_read_items_for_chunk_list(key, saved, chunks)
+        return LoadPlan([*plan.items, *items])
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return what an item of the plan fills."""
+        found = _box_of(self.state_dict.get(index.fqn), index)
+        return super().lookup_tensor(index) if found is None else found
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
+        """Refuse what is not a tensor, which torch unpickles with ``weights_only``."""
+        raise pickle.UnpicklingError(
+            f"{read_item.dest_index.fqn} is not a tensor, and is not unpickled"
+        )
+
+
+def _packed(state: dict[str, Any]) -> dict[str, DTensor]:
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, DTensor) and is_packed(value)
+    }
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    offsets, sizes = zip(*box.region, strict=True)
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def _writes(key: str, tensor: DTensor) -> list[WriteItem]:
+    properties = TensorProperties.create_from_tensor(tensor.to_local())
+    items = []
+    for box in local_boxes(tensor):
+        chunk = _chunk(box)
+        items.append(
+            WriteItem(
+                index=MetadataIndex(key, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+            )
+        )
+    return items
+
+
+def _box_of(value: Any, index: MetadataIndex) -> Tensor | None:
+    """Return the box that an index means; None where the tensor is not packed."""
+    if not (isinstance(value, DTensor) and is_packed(value)):
+        return None
+    for box in local_boxes(value):
+        if index.offset == torch.Size(start for start, _ in box.region):
+            return box.of(value.to_local())
+    raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset}")

@@ -1,0 +1,59 @@
+"""Overrides as they were typed, before Hydra's parser has them.
+
+It puts right what can only be meant in one way, and refuses what the parser would take seconds for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from axonlaunch.config.errors import ConfigIssue
+
+_LONGEST, _DEEPEST = 8192, 32
+"""Characters and levels of an override: Hydra's parser takes seconds for a multiple of it."""
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+
+
+def without_quoted_keys(text: str) -> str:
+    """Take the quotes from the keys of ``key={"*.bias": {lr: 0}}``, where Hydra's grammar has none.
+
+    Only from those that need none: it would take a comma or a colon for what ends the key.
+    """
+
+    def plain(match: re.Match[str]) -> str:
+        before, after = text[: match.start()].rstrip(), text[match.end() :].lstrip()
+        is_key = before.endswith(("{", ",")) and after.startswith(":")
+        inside = match[0][1:-1]
+        return inside if is_key and re.fullmatch(r"[\w.*?/@+-]+", inside) else match[0]
+
+    return re.sub(_QUOTED, plain, text)
+
+
+def too_much(text: str) -> str:
+    """Say what is too much of an override to be parsed in a second; empty if nothing is."""
+    if len(text) > _LONGEST:
+        return (
+            f"is longer than {_LONGEST} characters; write it to a YAML file, and give its folder "
+            "by --config-dir"
+        )
+    depth = 0
+    for mark in re.sub(_QUOTED, "", text):
+        depth += (mark in "[{(") - (mark in ")}]")
+        if depth > _DEEPEST:
+            return f"is nested deeper than {_DEEPEST} levels; write it to a YAML file"
+    return ""
+
+
+def without_spaces(words: Sequence[str]) -> tuple[list[str], list[ConfigIssue]]:
+    """Part words from ``key = value``, of which a shell makes three."""
+    rest, problems = [*words], []
+    while "=" in rest:
+        at = rest.index("=")
+        of_it = slice(max(0, at - 1), at + 2)
+        written = rest[of_it]
+        problems.append(
+            ConfigIssue("", f"{' '.join(written)}: has spaces; write {''.join(written)}")
+        )
+        del rest[of_it]
+    return rest, problems

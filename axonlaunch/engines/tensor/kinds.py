@@ -1,0 +1,119 @@
+"""What a module computes, whatever its class is called: a linear layer, or an embedding.
+
+A subclass with a forward of its own counts if a trial on a handful of numbers gives what a linear
+layer gives; an embedding's may change what ``nn.Embedding`` returns, vector by vector. Others are
+neither.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LinearSizes:
+    """The sizes of a linear layer.
+
+    Attributes:
+        inputs: Features that it takes.
+        outputs: Features that it gives.
+        transposed: Whether its weight is [inputs, outputs], as GPT-2's Conv1D has it.
+    """
+
+    inputs: int
+    outputs: int
+    transposed: bool = False
+
+
+def linear_sizes(module: nn.Module) -> LinearSizes | None:
+    """Return the sizes of what computes ``x @ weight.T + bias``; None of what does not."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2 or not _parameters_are(module, "weight", "bias"):
+        return None
+    transposed = _is_linear(type(module), module)
+    if transposed is None:
+        return None
+    outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+    return LinearSizes(inputs, outputs, transposed)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Say whether a module looks rows up, and does to each what does not depend on the others."""
+    if not isinstance(module, nn.Embedding):
+        return False
+    if module.max_norm or module.scale_grad_by_freq or module.sparse:
+        return False
+    cls = type(module)
+    return cls.forward is nn.Embedding.forward or _looks_up(module)
+
+
+def _parameters_are(module: nn.Module, *names: str) -> bool:
+    return set(module._parameters) <= set(names) and not module._modules
+
+
+_linear: dict[type[nn.Module], bool | None] = {}
+
+
+def _is_linear(cls: type[nn.Module], module: nn.Module) -> bool | None:
+    """Say whether the weight is transposed; None: it is no linear layer."""
+    if cls.forward is nn.Linear.forward:
+        return False
+    if not (issubclass(cls, nn.Linear) or hasattr(module, "nf")) or hasattr(module, "axis"):
+        return None
+    if cls not in _linear:
+        found = [transposed for transposed in (False, True) if _tried(module, transposed)]
+        _linear[cls] = found[0] if found else None
+    return _linear[cls]
+
+
+def _tried(module: nn.Module, transposed: bool) -> bool:
+    """Compare a copy of a module that has a few numbers with a linear layer of the same."""
+    inputs, outputs = 3, 2
+    weight = torch.arange(1.0, 7.0, device="cpu").view(outputs, inputs)
+    bias = torch.arange(7.0, 9.0, device="cpu")
+    x = torch.arange(12.0, device="cpu").view(1, 4, inputs)
+    trial = copy.copy(module)
+    own = weight.t().contiguous() if transposed else weight
+    trial.__dict__["_parameters"] = {"weight": nn.Parameter(own), "bias": nn.Parameter(bias)}
+    sizes = {"in_features": inputs, "out_features": outputs, "nx": inputs, "nf": outputs}
+    trial.__dict__.update({key: size for key, size in sizes.items() if hasattr(module, key)})
+    try:
+        with torch.no_grad():
+            found: Any = trial.forward(x)
+    except Exception:  # a forward of others may need anything
+        return False
+    return isinstance(found, Tensor) and torch.equal(found, F.linear(x, weight, bias))
+
+
+def _looks_up(module: nn.Embedding) -> bool:
+    """Say whether the forward of a subclass leaves looking up to ``nn.Embedding``."""
+    seen: list[Tensor] = []
+    trial = copy.copy(module)
+    own: Any = type(module)
+    trial.__class__ = _watched(own)
+    trial.__dict__["_parameters"] = {"weight": nn.Parameter(torch.ones(2, 3, device="cpu"))}
+    trial.__dict__["_seen"] = seen
+    entries = torch.tensor([[0, 1, 1]], device="cpu")
+    try:
+        with torch.no_grad():
+            found: Any = trial.forward(entries)
+    except Exception:  # as above
+        return False
+    return len(seen) == 1 and seen[0] is entries and found.shape == (1, 3, 3)
+
+
+@functools.cache
+def _watched(cls: Any) -> Any:
+    def forward(self: Any, entries: Tensor) -> Tensor:
+        self._seen.append(entries)
+        return F.embedding(entries, self.weight)
+
+    watch = type("_Watch", (nn.Embedding,), {"forward": forward})
+    return type(cls.__name__, (cls, watch), {})

@@ -1,0 +1,252 @@
+"""How ranks of a tensor axis divide a model of transformers: its own plan, or one of ours for it.
+
+Transformers' plans say what each layer does; here they become styles of ours, with a region where
+all layers of a module read its one input. A style that has no equivalent stays as it is called, and
+is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from axonlaunch.models.attention import Attention
+
+_STYLES = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_gathered",
+    "colwise_rep": "column_gathered",
+    "rowwise_split_input": "row_split",
+    "rowwise_rep": "row_split",
+    "packed_colwise": "packed_column",
+    "packed_rowwise": "packed_row",
+    "moe_tp_experts": "experts",
+    "local_params": "local",
+    "replicated_with_grad_allreduce": "replicated_summed",
+    "embedding_rowwise": "vocabulary",
+    "embedding_colwise": "column_gathered",
+    "replicate": "replicated",
+}
+"""Transformers' styles and ours. ``mla_kv_a_proj`` makes its attention a region."""
+_LATENT = "mla_kv_a_proj"
+
+_ATTENTION = {
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+}
+_GATED = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+_HEADS_TOGETHER = {"query_key_value": "colwise", "dense": "rowwise"}
+"""Query, key and value of a head lie together."""
+_WHOLE_HEADS = {"query_key_value": "colwise_gather_output", "dense": "rowwise_split_input"}
+"""Weights are divided, and every rank attends with all heads."""
+_FOUR = {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"}
+
+
+def _falcon(config: Any) -> dict[str, str]:
+    """Heads are cut where keys and values lie beside their queries, and no bias counts heads."""
+    together = config.new_decoder_architecture or not config.multi_query
+    attention = _HEADS_TOGETHER if together and not config.alibi else _WHOLE_HEADS
+    return {**_below("self_attention", attention), **_FOUR}
+
+
+def _stablelm(config: Any) -> dict[str, str]:
+    """A norm for each head needs all of them."""
+    if config.qk_layernorm:
+        whole = dict.fromkeys(_ATTENTION, "colwise_gather_output")
+        return {**whole, "self_attn.o_proj": "rowwise_split_input", **_GATED}
+    return {**_ATTENTION, "self_attn.o_proj": "rowwise", **_GATED}
+
+
+def _persimmon(config: Any) -> dict[str, str]:
+    del config
+    norms = {f"self_attn.{name}_layernorm": "replicated_with_grad_allreduce" for name in "qk"}
+    return {**_below("self_attn", _HEADS_TOGETHER), **norms, **_FOUR}
+
+
+def _below(name: str, plan: Mapping[str, str]) -> dict[str, str]:
+    return {f"{name}.{key}": style for key, style in plan.items()}
+
+
+_OPT = {**_ATTENTION, "self_attn.out_proj": "rowwise", "fc1": "colwise", "fc2": "rowwise"}
+_GPT2 = {
+    "attn.c_attn": "packed_colwise/3",
+    "attn.c_proj": "rowwise",
+    "mlp.c_fc": "colwise",
+    "mlp.c_proj": "rowwise",
+}
+_GPT_NEO = {
+    **{f"attn.attention.{name}_proj": "colwise" for name in "qkv"},
+    "attn.attention.out_proj": "rowwise",
+    "mlp.c_fc": "colwise",
+    "mlp.c_proj": "rowwise",
+}
+_GPTJ = {
+    **{f"attn.{name}_proj": "colwise" for name in "qkv"},
+    "attn.out_proj": "rowwise",
+    "mlp.fc_in": "colwise",
+    "mlp.fc_out": "rowwise",
+}
+_BLOOM = {**_below("self_attention", _WHOLE_HEADS), **_FOUR}
+_MPT = {
+    "attn.Wqkv": "colwise_gather_output",
+    "attn.out_proj": "rowwise_split_input",
+    "ffn.up_proj": "colwise",
+    "ffn.down_proj": "rowwise",
+}
+_CODEGEN = {
+    "attn.qkv_proj": "colwise_gather_output",
+    "attn.out_proj": "rowwise_split_input",
+    "mlp.fc_in": "colwise",
+    "mlp.fc_out": "rowwise",
+}
+_XGLM = {**_ATTENTION, "self_attn.out_proj": "rowwise", "fc1": "colwise", "fc2": "rowwise"}
+
+OURS: dict[str, Any] = {
+    "gpt2": _GPT2,
+    "opt": _OPT,
+    "xglm": _XGLM,
+    "biogpt": _OPT,
+    "gpt_neo": _GPT_NEO,
+    "gptj": _GPTJ,
+    "codegen": _CODEGEN,
+    "bloom": _BLOOM,
+    "mpt": _MPT,
+    "falcon": _falcon,
+    "stablelm": _stablelm,
+    "persimmon": _persimmon,
+}
+"""Plans of ours, by ``model_type``: of a block's layers, or what gives them for a configuration."""
+
+
+def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
+    """Return a plan in our styles for a model; empty where nobody has one for it.
+
+    Args:
+        model: Whole, or a part of one that keeps its names.
+        layers: Path of its blocks.
+    """
+    theirs = _theirs(model, layers)
+    if not theirs:
+        return {}
+    modules = dict(model.named_modules())
+    styles = {name: style for name in modules if (style := theirs.get(_starred(name)))}
+    for name, owner in modules.items():
+        for key in owner._parameters:
+            full = f"{name}.{key}"
+            if style := theirs.get(_starred(full)):
+                styles[full] = style
+    latent = {_parent(name) for name, style in styles.items() if style == _LATENT}
+    ours = {
+        name: _of_ours(style, name, modules) for name, style in styles.items() if style != _LATENT
+    }
+    ours |= _ends(model, modules, ours)
+    for name in _regions(modules, ours, latent):
+        ours[name] = "region"
+    return _patterns(ours, [*modules, *(name for name, _ in model.named_parameters())])
+
+
+def _theirs(model: Any, layers: str | None) -> dict[str, str]:
+    """Return styles of transformers by names in which numbers are stars."""
+    given = OURS.get(model.config.model_type)
+    if given is None or layers is None:
+        return dict(getattr(model, "tp_plan", None) or {})
+    return _below(f"{layers}.*", given(model.config) if callable(given) else given)
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _of_ours(style: str, name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the style of ours; keys and values of fewer heads may be held by several ranks."""
+    base, slash, pieces = style.partition("/")
+    holder: Any = modules.get(_parent(name))
+    few = getattr(holder, "num_key_value_groups", None) is not None and hasattr(holder, "head_dim")
+    if base == "colwise" and few and name.endswith((".k_proj", ".v_proj")):
+        return "key_value"
+    return _STYLES.get(base, base) + slash + pieces
+
+
+def _ends(
+    model: Any, modules: Mapping[str, nn.Module], styles: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the styles of the embedding and the head, whose vocabulary is divided.
+
+    Where they are one weight and the embedding is not cut, neither is the head.
+    """
+    names = {id(module): name for name, module in modules.items()}
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    found = {}
+    if inputs is not None and (name := names.get(id(inputs))):
+        found[name] = "replicated" if styles.get(name) == "replicated" else "vocabulary"
+    if outputs is not None and (name := names.get(id(outputs))):
+        tied = inputs is not None and outputs.weight is inputs.weight
+        whole = tied and "replicated" in found.values()
+        found[name] = "replicated" if whole else "vocabulary"
+    return found
+
+
+def _regions(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, str], latent: set[str]
+) -> list[str]:
+    """Return the modules whose one input all their column layers read, and whose output is a sum.
+
+    In a region what is not divided sees a part of the gradient, which is summed; so all that holds
+    parameters has to lie before the row layer. The latent keys and values of an MLA attention do.
+    """
+    found = []
+    for name, module in modules.items():
+        inside = {
+            key.removeprefix(f"{name}."): styles.get(key)
+            for key, one in modules.items()
+            if key.startswith(f"{name}.") and one._parameters
+        }
+        kinds = [style.partition("/")[0] if style else None for style in inside.values()]
+        divided = {"column", "packed_column", "key_value"} & set(kinds)
+        direct = any(s == "row" and "." not in key for key, s in inside.items())
+        allowed = {"column", "packed_column", "key_value", "row", "replicated_summed"}
+        alone = set(kinds) <= allowed or (
+            name in latent and not {"column_gathered", "row_split"} & set(kinds)
+        )
+        if (
+            divided
+            and direct
+            and alone
+            and not isinstance(module, Attention)
+            and _one_input(module)
+        ):
+            found.append(name)
+    return found
+
+
+def _one_input(module: nn.Module) -> bool:
+    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    return first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _patterns(styles: Mapping[str, str], names: list[str]) -> dict[str, str]:
+    """Write a style for all blocks in one pattern, where nothing else matches it."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in styles:
+        groups[_starred(name)].append(name)
+    found: dict[str, str] = {}
+    for pattern, members in groups.items():
+        kinds = {styles[name] for name in members}
+        matched = {name for name in names if fnmatchcase(name, pattern)}
+        if len(kinds) == 1 and matched == set(members):
+            found[pattern] = kinds.pop()
+        else:
+            found |= {name: styles[name] for name in members}
+    return found

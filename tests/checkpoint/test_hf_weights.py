@@ -1,0 +1,229 @@
+"""Weights of models of transformers: read in part by every rank, written as it reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from hf_families import FAMILIES, save
+from rank_engine import rank_engine
+from torch import Tensor
+
+from axonlaunch import checkpoint
+from axonlaunch.checkpoint import Retention, weights
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
+from axonlaunch.engines.mesh_engine import model_state
+from axonlaunch.models.build import build
+from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.hf.conversion import Computed, conversion
+from axonlaunch.models.hf.structure import structure
+
+DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=4"]
+
+
+def chosen(path: Path, *more: str) -> RunConfig:
+    return run_config(["model=hf", f"model.path={path}", *DATA, "checkpoint.every=0", *more])
+
+
+def refusal(path: Path, *more: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        chosen(path, "strategy=single", *more)
+    return str(caught.value)
+
+
+def started(config: RunConfig) -> dict[str, Tensor]:
+    """Whole parameters that ranks start from."""
+    assert config.launch.nproc != "auto"
+
+    def run(world: World) -> dict[str, Tensor]:
+        engine, _ = rank_engine(config, world)
+        weights.start(engine, config.model, world=world)
+        return {name: whole(one.detach()).clone() for name, one in engine.named_parameters()}
+
+    return World.mock(config.launch.nproc).run(run)[0]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe"])
+def test_every_layout_starts_from_what_save_pretrained_wrote(kind: str, tmp_path: Path) -> None:
+    theirs = dict(save(kind, tmp_path).named_parameters())
+    for layout in (["strategy=single"], ["strategy=fsdp", "launch.nproc=3"]):
+        found = started(chosen(tmp_path, *layout, "train.global_batch_size=6"))
+        assert found.keys() == theirs.keys()
+        for name, parameter in found.items():
+            assert torch.equal(parameter, theirs[name]), name
+
+
+def test_a_rank_reads_its_part_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from axonlaunch.models.pieces import Piece
+
+    numbers = []
+    read = Piece.read
+
+    def counted(piece: Piece, *args: Any) -> Tensor:
+        values = read(piece, *args)
+        numbers.append(values.numel())
+        return values
+
+    model = save("mixtral", tmp_path)
+    monkeypatch.setattr(Piece, "read", counted)
+    started(chosen(tmp_path, "strategy=fsdp", "launch.nproc=2"))
+    count = sum(one.numel() for one in model.parameters())
+    assert sum(numbers) == count  # of both ranks together
+    assert max(numbers) <= max(one.numel() for one in model.parameters()) // 2
+
+
+def test_weights_of_several_files_are_read(tmp_path: Path) -> None:
+    from hf_families import theirs
+
+    model = theirs("qwen3")
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    found = started(chosen(tmp_path, "strategy=fsdp", "launch.nproc=2"))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], parameter)
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+    from hf_families import theirs
+
+    theirs("qwen3").save_pretrained(tmp_path, max_shard_size="100KB")
+    [gone, *_] = sorted(tmp_path.glob("*.safetensors"))
+    gone.unlink()
+    assert f"names {gone.name}, not there" in refusal(tmp_path)
+
+
+def test_a_shard_that_was_cut_is_named(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "model.safetensors: can't be read" in refusal(tmp_path)
+
+
+def test_weights_of_another_configuration_are_refused(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    found = refusal(tmp_path, "model.config.intermediate_size=64")
+    assert found.startswith(f"model.path={tmp_path}: they were saved with a different model: ")
+    assert "model.layers.0.mlp.gate_proj.weight has shape [128, 64], not [64, 64]" in found
+    assert "model.layers.1.mlp.up_proj.weight is unexpected" in refusal(
+        tmp_path, "model.config.num_hidden_layers=1"
+    )
+
+
+def test_weights_that_lack_a_block_are_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    found = refusal(tmp_path, "model.config.num_hidden_layers=3")
+    assert "model.layers.2.self_attn.q_proj.weight is missing" in found
+
+
+def test_a_folder_without_weights_is_refused_when_they_are_asked_for(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "contains no *.safetensors and no checkpoint" in refusal(tmp_path)
+    chosen(tmp_path, "strategy=single", "model.init=random")
+
+
+def test_what_can_only_be_computed_from_whole_tensors_is(tmp_path: Path) -> None:
+    """GPT-NeoX's experts and the like: a converter that does more than move numbers."""
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Doubled(ConversionOps):
+        def convert(self, input_dict: Any, target_patterns: Any, **_: Any) -> Any:
+            [values] = input_dict.values()
+            one = values[0] if isinstance(values, list) else values
+            return {target_patterns[0]: one + one}
+
+    from axonlaunch.models.hf import library
+
+    converter = WeightConverter("lm_head.weight", "lm_head.weight", [Doubled()])
+    model = structure(chosen_model("qwen3")).model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            library,
+            "targets",
+            lambda model, names: [
+                ("lm_head.weight", "lm_head.weight", "lm_head.weight", converter)
+            ],
+        )
+        found = conversion(model, {"lm_head.weight": (256, 64)}).parameters["lm_head.weight"]
+    assert isinstance(found, Computed)
+    values = torch.randn(256, 64)
+    into = torch.empty(2, 64)
+    found.read(lambda name, region: values, [5, 0], [2, 64], into)
+    assert torch.equal(into, 2 * values[5:7])
+
+
+def chosen_model(kind: str) -> Any:
+    from axonlaunch.config.model import HuggingFaceConfig
+
+    return HuggingFaceConfig(config=FAMILIES[kind], init="random")
+
+
+def saved(config: RunConfig, run_dir: Path) -> Any:
+    """Save a run with random weights; return its model."""
+    config = with_values(config, {"run_dir": str(run_dir), "name": "saved"})
+    module = build(config.model, seed=1).eval()
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+
+    def on_rank(world: World) -> None:
+        saver = Saver(run_dir, world=world, retention=Retention(newest=1))
+        saver.save({"model": model_state(module)}, step=3, samples=12)
+
+    World.mock(1).run(on_rank)
+    return module
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_from_pretrained_loads_what_is_exported(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save(kind, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    config = chosen(tmp_path / "model", "strategy=single", "model.init=random")
+    module = saved(config, tmp_path / "run")
+    found = checkpoint.latest(tmp_path / "run")
+    assert found is not None
+    written = weights.export(found, config, tmp_path / "out", dtype=None, file_bytes=150_000)
+    assert {"config.json", "generation_config.json", "tokenizer.json"} < {*written}
+    theirs, about = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(about.values()), about
+    assert theirs.config.use_cache
+    tokens = torch.arange(32).reshape(2, 16)
+    with torch.no_grad():
+        assert torch.equal(theirs.eval()(tokens).logits, module(tokens))
+    before = json.loads((tmp_path / "model" / "config.json").read_text())
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key for key in before if before[key] != after.get(key)} <= {"use_cache"}
+
+
+def test_an_importer_that_turns_a_model_away_says_what_takes_it(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    with pytest.raises(ConfigError, match=f"use model=hf model.path={tmp_path}"):
+        weights.described(tmp_path)
+
+
+@pytest.mark.filterwarnings("default")
+def test_what_was_exported_can_be_imported_and_continues_text(tmp_path: Path) -> None:
+    from axonlaunch.training.sampling import continue_prompt
+
+    save("qwen3", tmp_path / "model")
+    text = ["data=python_source", "data.sequence_length=16"]
+    config = chosen(tmp_path / "model", "strategy=single", "model.init=random", *text)
+    saved(config, tmp_path / "run")
+    found = checkpoint.latest(tmp_path / "run")
+    assert found is not None
+    weights.export(found, config, tmp_path / "out", dtype=None, file_bytes=10**9)
+    taken = weights.take_in(tmp_path / "out", tmp_path / "again", config)
+    assert taken.exists()
+    how: dict[str, Any] = {"tokens": 8, "temperature": 0.0, "top_k": None, "seed": 0}
+    expected = continue_prompt(tmp_path / "run", "def ", **how)
+    assert continue_prompt(tmp_path / "out", "def ", **how) == expected
+    assert continue_prompt(tmp_path / "again", "def ", **how) == expected

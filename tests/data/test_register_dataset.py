@@ -1,0 +1,259 @@
+"""A dataset of one's own: registered, offered by a package, or named by where it is."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from configured import estimate_config, run_config
+
+from axonlaunch import config
+from axonlaunch.config import ConfigError
+from axonlaunch.config.data import SampleShape
+from axonlaunch.data import build, register_dataset
+from axonlaunch.data.dataset import Batch, NoText
+from axonlaunch.planning import estimate_cache
+
+SMALL = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+SMALL += ["train.global_batch_size=8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountsConfig:
+    name: str = "counts"
+    file: str
+    sequence_length: int = 8
+
+
+class Counts(NoText):
+    kind = "tokens"
+    num_samples, num_eval_samples, num_classes = 64, 64, 256
+
+    def __init__(self, config: CountsConfig) -> None:
+        self.first = int(Path(config.file).read_text())
+        self.sample_shape = (config.sequence_length,)
+
+    def samples(self, indices: Any, *, split: str) -> Batch:
+        rows = np.asarray(indices)[:, None] + np.arange(self.sample_shape[0] + 1) + self.first
+        return Batch.from_numpy(rows[:, :-1] % 256, rows[:, 1:] % 256)
+
+
+def shape_of(config: CountsConfig) -> SampleShape:
+    return SampleShape(kind="tokens", shape=(config.sequence_length,), num_classes=256)
+
+
+def test_a_registered_one_is_chosen_by_its_name_and_has_its_own_keys(tmp_path: Path) -> None:
+    register_dataset("counts", config=CountsConfig, sample=shape_of)(Counts)
+    (tmp_path / "first").write_text("3")
+    words = [*SMALL, "data=counts", f"data.file={tmp_path}/first", "data.sequence_length=4"]
+    chosen = run_config(words)
+    assert chosen.data == CountsConfig(file=f"{tmp_path}/first", sequence_length=4)
+    assert build(chosen.data).samples([2], split="train").inputs.tolist() == [[5, 6, 7, 8]]
+    with pytest.raises(ConfigError, match=r"did you mean data\.sequence_length"):
+        config.load([*words, "data.sequence_lenght=4"])
+    with pytest.raises(ConfigError, match=r"data=count: .*did you mean counts\?"):
+        config.load(["data=count"])
+
+
+def test_an_estimate_reads_none_of_the_files_of_one_that_says_its_shape() -> None:
+    register_dataset("counts", config=CountsConfig, sample=shape_of, files=("file",))(Counts)
+    from axonlaunch.planning.tracing.shape_only_data import naming_files
+
+    composed = config.compose([*SMALL, "data=counts", "data.sequence_length=4"])
+    assert naming_files(composed.tree)["data"]["file"] == "-"
+    chosen = estimate_config([*SMALL, "data=counts", "data.file=-", "data.sequence_length=4"])
+    assert build(chosen.data).sample_shape == (4,)
+
+
+def test_an_estimate_makes_one_that_does_not_say_its_shape(tmp_path: Path) -> None:
+    register_dataset("counts", config=CountsConfig)(Counts)
+    (tmp_path / "first").write_text("3")
+    chosen = estimate_config([*SMALL, "data=counts", f"data.file={tmp_path}/first"])
+    assert chosen.data.name == "counts"
+    with pytest.raises(ConfigError, match=r"data=counts: .*No such file"):
+        estimate_config([*SMALL, "data=counts", "data.file=/nowhere"])
+
+
+def test_no_estimate_is_kept_of_one_that_is_not_included(tmp_path: Path) -> None:
+    register_dataset("counts", config=CountsConfig)(Counts)
+    (tmp_path / "first").write_text("3")
+    chosen = run_config([*SMALL, "data=counts", f"data.file={tmp_path}/first"])
+    assert not estimate_cache._is_ours(chosen)
+    assert estimate_cache._is_ours(run_config([*SMALL, "data=synthetic_tokens"]))
+
+
+# Offered by a package
+
+
+def offer(folder: Path, name: str, target: str, source: str) -> None:
+    """Lay out an installed package that offers a dataset."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}_package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[axonlaunch.datasets]\n{name} = {target}\n")
+    (folder / f"{target.partition(':')[0]}.py").write_text(textwrap.dedent(source))
+
+
+OFFERED = """
+import numpy as np
+from axonlaunch import register_dataset
+from axonlaunch.data.dataset import Batch, NoText
+
+@register_dataset("offered")
+class Offered(NoText):
+    "Zeros of a package."
+    kind, num_samples, num_eval_samples, num_classes, sample_shape = "tokens", 9, 9, 2, (4,)
+
+    def samples(self, indices, *, split):
+        rows = np.zeros((len(indices), 4), dtype=np.int64)
+        return Batch.from_numpy(rows, rows)
+"""
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of installed packages."""
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("offered_")]:
+        del sys.modules[name]
+
+
+def test_an_offered_one_is_imported_when_it_is_chosen_and_not_before(packages: Path) -> None:
+    offer(packages, "offered", "offered_data:Offered", OFFERED)
+    assert config.composer_of().options("data")["offered"] == "from offered_package"
+    config.load(["data=synthetic_tokens"])
+    assert "offered_data" not in sys.modules
+    chosen = run_config([*SMALL, "data=offered", "train.global_batch_size=4"])
+    assert build(chosen.data).samples([0], split="train").inputs.shape == (1, 4)
+    assert config.composer_of().options("data")["offered"] == "Zeros of a package."
+
+
+def test_a_broken_package_is_named_with_its_error_and_stops_no_other_run(packages: Path) -> None:
+    offer(packages, "offered", "offered_broken:It", "raise RuntimeError('no licence')")
+    config.load(["data=synthetic_tokens"])
+    assert "offered" in config.composer_of().options("data")
+    with pytest.raises(ConfigError) as error:
+        config.load(["data=offered"])
+    assert str(error.value) == (
+        "data.name=offered: it is offered by offered_package (entry point offered = "
+        "offered_broken:It); importing it failed with RuntimeError: no licence"
+    )
+
+
+def test_a_name_that_two_packages_offer_is_refused(packages: Path) -> None:
+    offer(packages, "offered", "offered_one:It", "")
+    info = packages / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[axonlaunch.datasets]\noffered = offered_two:It\n")
+    with pytest.raises(ConfigError, match=r"offered_package .* and other .*uninstall all but one"):
+        config.load(["data=offered"])
+
+
+# data=custom
+
+PAIRS = """
+import torch
+
+class Pairs(torch.utils.data.Dataset):
+    classes = ["a", "b", "c"]
+
+    def __init__(self, count=100):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return torch.full((1, 4, 4), float(index)), index % 3
+
+class Tokens(Pairs):
+    num_classes = 256
+
+    def __getitem__(self, index):
+        row = torch.arange(index, index + 9) % 256
+        return row[:-1], row[1:]
+
+class Bare(Pairs):
+    classes = property()
+
+class Single(Tokens):
+    def __getitem__(self, index):
+        return torch.zeros(3)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module of datasets in the working folder."""
+    (tmp_path / "pairs_of_a_test.py").write_text(PAIRS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("pairs_of_a_test", None)
+
+
+@pytest.mark.usefixtures("module")
+def test_custom_takes_a_map_style_dataset_and_holds_its_last_samples_out() -> None:
+    words = ["data=custom", "data.target=pairs_of_a_test:Pairs", "data.arguments={count: 60}"]
+    chosen = run_config(
+        [
+            *words,
+            "data.eval_fraction=0.1",
+            "model=mlp",
+            "model.input_size=16",
+            "model.num_classes=3",
+        ]
+    )
+    dataset = build(chosen.data)
+    assert (dataset.kind, dataset.sample_shape, dataset.num_classes) == ("images", (1, 4, 4), 3)
+    assert (dataset.num_samples, dataset.num_eval_samples) == (54, 6)
+    batch = dataset.samples([0, 5], split="eval")
+    assert batch.inputs[:, 0, 0, 0].tolist() == [54.0, 59.0]
+    assert batch.targets.tolist() == [0, 2]
+
+
+@pytest.mark.usefixtures("module")
+def test_custom_takes_pairs_of_tokens() -> None:
+    chosen = run_config([*SMALL, "data=custom", "data.target=pairs_of_a_test:Tokens"])
+    batch = build(chosen.data).samples([3], split="train")
+    assert batch.inputs.tolist() == [[3, 4, 5, 6, 7, 8, 9, 10]]
+    assert batch.targets.tolist() == [[4, 5, 6, 7, 8, 9, 10, 11]]
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nowhere", "is not of the form package.module:Class"),
+        (
+            "no_such_module:A",
+            "No module named 'no_such_module'; write package.module:Class, importable from where "
+            "you start",
+        ),
+        ("math:pi", "is float, not a class or function"),
+        (
+            "builtins:object",
+            "returned object, which is neither a map-style dataset (__len__ and __getitem__) nor "
+            "one of ours: it has no kind, num_samples, num_eval_samples, num_classes, "
+            "sample_shape, samples",
+        ),
+        ("builtins:dict", "its dataset is empty"),
+        (
+            "pairs_of_a_test:Bare",
+            "the dataset has no attribute num_classes or vocab_size; set data.num_classes",
+        ),
+        ("pairs_of_a_test:Single", "its items are Tensor; return a pair (inputs, targets)"),
+    ],
+)
+def test_what_is_no_dataset_is_refused_before_anything_starts(target: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_config([*SMALL, "data=custom", f"data.target={target}"])
+    assert str(error.value) == f"data.target={target}: {message}"

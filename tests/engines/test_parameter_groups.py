@@ -1,0 +1,185 @@
+"""Groups of parameters by pattern of names: their options, their learning rates, their refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from configured import run_config
+from rank_engine import rank_engine
+from torch import Tensor
+
+from axonlaunch import config as configuration
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError
+from axonlaunch.config.layout import resolved
+from axonlaunch.config.optimizer import AdamWConfig, MuonConfig, SGDConfig
+from axonlaunch.config.optimizer_states import ParameterFacts
+from axonlaunch.config.parameter_groups import state_bytes, with_options
+from axonlaunch.models.build import build as build_model
+from axonlaunch.models.dtensor_regions import whole
+
+MATRIX = ParameterFacts(name="layers.0.mlp.weight", shape=(4, 3), is_hidden_matrix=True)
+BIAS = ParameterFacts(name="layers.0.mlp.bias", shape=(4,))
+HEAD = ParameterFacts(name="lm_head.weight", shape=(7, 3))
+
+
+def test_vectors_are_not_decayed_unless_a_group_says_so() -> None:
+    config = AdamWConfig(weight_decay=0.1)
+    assert with_options(config, MATRIX).weight_decay == 0.1
+    assert with_options(config, BIAS).weight_decay == 0.0
+    config = AdamWConfig(weight_decay=0.1, groups={"*.bias": {"weight_decay": 0.2}})
+    assert with_options(config, BIAS).weight_decay == 0.2
+
+
+def test_of_two_patterns_the_later_one_counts_option_by_option() -> None:
+    groups = {"layers.*": {"lr": 1.0, "eps": 1e-3}, "*.bias": {"lr": 2.0}}
+    chosen = with_options(AdamWConfig(groups=groups), BIAS)
+    assert (chosen.lr, chosen.eps) == (2.0, 1e-3)
+
+
+def test_lr_scale_multiplies_what_the_group_would_have() -> None:
+    groups = {"*": {"lr": 2.0}, "*.bias": {"lr_scale": 0.5}}
+    assert with_options(AdamWConfig(groups=groups), BIAS).lr == 1.0
+    scaled = AdamWConfig(lr=3.0, groups={"*.bias": {"lr_scale": 0.5}})
+    assert [with_options(scaled, one).lr for one in (BIAS, MATRIX)] == [1.5, 3.0]
+
+
+def test_muon_is_for_hidden_matrices_and_groups_choose_otherwise() -> None:
+    names = {one: with_options(MuonConfig(), one).name for one in (MATRIX, BIAS, HEAD)}
+    assert names == {MATRIX: "muon", BIAS: "adamw", HEAD: "adamw"}
+    groups = {"lm_head.*": {"algorithm": "muon"}, "layers.*": {"algorithm": "adamw"}}
+    other = MuonConfig(groups=groups)
+    assert [with_options(other, one).name for one in (MATRIX, HEAD)] == ["adamw", "muon"]
+
+
+def test_adamw_beside_muon_has_its_own_learning_rate_unless_a_group_sets_one() -> None:
+    config = MuonConfig(lr=0.02, adamw_lr=3e-4, groups={"*.bias": {"lr": 1e-5}})
+    rates = [with_options(config, one).lr for one in (MATRIX, HEAD, BIAS)]
+    assert rates == [0.02, 3e-4, 1e-5]
+
+
+def test_a_group_without_momentum_has_no_state() -> None:
+    config = SGDConfig(groups={"*.bias": {"momentum": 0.0}})
+    assert [state_bytes(config, [one]) for one in (MATRIX, BIAS)] == [48, 0]
+
+
+SMALL = [
+    *("model.hidden_size=16", "model.num_hidden_layers=2", "model.num_attention_heads=2"),
+    *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"),
+    *("train.grad_clip=null", "scheduler=linear", "scheduler.warmup_steps=2", "train.steps=6"),
+    *("optimizer=sgd", "optimizer.lr=0.1", "optimizer.weight_decay=0.1"),
+    'optimizer.groups={"*.bias": {lr: 0.3}, "embed_*": {lr_scale: 0.5, momentum: 0}, '
+    '"layers.1.*": {weight_decay: 0.2, lr: 0}}',
+]
+STEPS = 4
+LAYOUTS = {
+    "single": (1, "strategy=single"),
+    "zero1": (2, "strategy=zero1"),
+    "fsdp": (2, "strategy=fsdp"),
+    "fsdp x tensor": (4, "strategy=fsdp strategy.tensor.degree=2"),
+    "pipeline": (2, "strategy=pipeline train.micro_batch_size=4"),
+}
+
+
+def plain_sgd() -> dict[str, Tensor]:
+    """Train by hand with torch's SGD: groups of parameters written out, rates by LambdaLR."""
+    chosen = resolved(
+        configuration.load([*SMALL, "strategy=single", "launch.nproc=1"]), accelerators=0
+    )
+    model = build_model(chosen.model, seed=chosen.seed)
+    groups = []
+    for name, p in model.named_parameters():
+        lr = 0.3 if name.endswith(".bias") else 0.1
+        decay = 0.1 if p.ndim > 1 else 0.0
+        momentum = 0.9
+        if name.startswith("embed_"):
+            lr, momentum = 0.5 * lr, 0.0
+        if name.startswith("layers.1."):
+            lr, decay = 0.0, 0.2
+        groups.append({"params": [p], "lr": lr, "weight_decay": decay, "momentum": momentum})
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    factors = [0.5, 1.0, 1.0, 0.7, 0.4, 0.1]  # up in two steps, then evenly to a tenth at the sixth
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[step])
+    _, loader = World.mock(1).run(lambda world: rank_engine(chosen, world))[0]
+    for step in range(STEPS):
+        batch = loader.batch(step)
+        F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten()).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_schedule_multiplies_each_groups_own_rate_in_every_layout(layout: str) -> None:
+    """Under a pipeline both ends of the tied embedding take the options of its name."""
+    ranks, strategy = LAYOUTS[layout]
+    chosen = run_config([*SMALL, *strategy.split(), f"launch.nproc={ranks}"])
+
+    def run(world: World) -> dict[str, Tensor]:
+        engine, loader = rank_engine(chosen, world)
+        for step in range(STEPS):
+            engine.train_step(loader.batch(step))
+        return {n: whole(p.detach()).clone() for n, p in engine.named_parameters()}
+
+    expected, seen = plain_sgd(), set()
+    for parameters in World.mock(ranks).run(run):
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6)
+            seen.add(name)
+    assert seen == set(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ['optimizer.groups={"*.bias": {weight_decy: 0}}'],
+            "optimizer.groups.*.bias.weight_decy=0: there is no option of a group 'weight_decy'; "
+            "did you mean weight_decay? known: betas, eps, lr, lr_scale, weight_decay",
+        ),
+        (
+            ["optimizer.groups={*.bias:{lr:-1}}"],
+            "optimizer.groups.*.bias.lr=-1: must be at least 0",
+        ),
+        (
+            ["optimizer.groups={*.bias:{lr_scale:x}}"],
+            "optimizer.groups.*.bias.lr_scale=x: expected a number",
+        ),
+        (
+            ["optimizer.groups={*.bias:0}"],
+            "optimizer.groups.*.bias=0: expected its options, {OPTION: value}",
+        ),
+        (["optimizer.groups=3"], "optimizer.groups=3: expected {PATTERN: {OPTION: value}}"),
+        (
+            ["optimizer.groups={*.bais:{lr:1}}"],
+            "optimizer.groups.*.bais: matches no parameter that is trained; did you mean *.bias? "
+            "names are embed_tokens.weight, ",
+        ),
+        (
+            ["optimizer.groups={layers.7.*:{lr:1}}"],
+            "optimizer.groups.layers.7.*: matches no parameter that is trained",
+        ),
+        (
+            ["optimizer=muon", "optimizer.groups={*.bias:{algorithm:muon}}"],
+            "optimizer.groups.*.bias.algorithm=muon: Muon is for matrices, and ",
+        ),
+        (
+            ["optimizer=muon", "optimizer.groups={*:{algorithm:adamw}}"],
+            "optimizer.name=muon: the model has no repeated blocks whose matrices Muon would",
+        ),
+        (
+            ["optimizer=muon", "strategy.fsdp.cpu_offload=params", "strategy=fsdp"],
+            "strategy.fsdp.cpu_offload=params: optimizer=muon exchanges parts of parameters among",
+        ),
+        (
+            ["optimizer=adafactor", "strategy.fsdp.cpu_offload=full", "strategy=fsdp"],
+            "strategy.fsdp.cpu_offload=full: optimizer=adafactor exchanges parts of parameters",
+        ),
+    ],
+)
+def test_what_can_t_be_is_refused_before_anything_starts(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        run_config(["data=synthetic_tokens", "data.sequence_length=8", *words])
+    assert any(str(problem).startswith(message) for problem in raised.value.problems), raised.value

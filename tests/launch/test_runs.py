@@ -1,0 +1,52 @@
+"""Which launcher has the runs of a command, and what it is not asked for."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+
+from axonlaunch.config import ConfigError, load
+from axonlaunch.launch.launcher import (
+    LaunchOptions,
+    check_function,
+    launch_function,
+    launcher_of,
+)
+from axonlaunch.launch.runs import Runs
+
+SLURM = ["launch=slurm", "launch.nproc=2"]
+NODES = ["launch.nproc=1", "launch.nnodes=2", "launch.master_addr=10.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [([], "local"), (["launch=local"], "local"), (NODES, "multinode"), (SLURM, "slurm")],
+)
+def test_a_configuration_has_one_launcher_whose_functions_are_there(
+    overrides: list[str], name: str
+) -> None:
+    config = load(overrides)
+    assert launcher_of(config) == name
+    assert callable(check_function(config))
+    assert callable(launch_function(config))
+
+
+@pytest.mark.parametrize(
+    ("batches", "render", "problem"),
+    [
+        ([[], SLURM], False, "launch.name=slurm: the runs of a sweep have one launcher; start "),
+        ([NODES, NODES], False, "launch.nnodes=2: a sweep runs on one node; use 1, or start "),
+        ([[]], True, "launch.name=auto: the script of a SLURM job is asked for; use slurm"),
+    ],
+)
+def test_what_a_launcher_can_not_do_is_refused_before_anything_is_checked(
+    batches: list[list[str]], render: bool, problem: str
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    options = LaunchOptions(context=context, started=0.0, render=render)
+    runs = Runs([(batch, load(batch)) for batch in batches], options)
+    with pytest.raises(ConfigError) as raised:
+        next(iter(runs))
+    [found] = raised.value.problems
+    assert str(found).startswith(problem)

@@ -1,0 +1,69 @@
+"""What of transformers is not promised to users, and is used in ``models.hf.library`` alone.
+
+Where one fails with another version of transformers, mend that module, and nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from hf_families import FAMILIES
+
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.models.fake_tensor_cache import tensors_without_bytes
+from axonlaunch.models.hf import library
+from axonlaunch.models.hf.structure import structure
+
+
+def model(kind: str) -> Any:
+    return structure(HuggingFaceConfig(config=FAMILIES[kind], init="random")).model
+
+
+def test_positions_that_count_up_need_no_mask_with_values_or_without() -> None:
+    library.transformers()
+    from transformers import masking_utils
+
+    positions = torch.arange(8)[None]
+    assert masking_utils.find_packed_sequence_indices(positions) is None
+    restarting = torch.cat([positions, positions], dim=1)
+    assert masking_utils.find_packed_sequence_indices(restarting) is not None
+    with tensors_without_bytes():
+        assert masking_utils.find_packed_sequence_indices(torch.empty_like(positions)) is None
+
+
+def test_the_mask_of_a_run_is_built_by_the_function_that_was_replaced() -> None:
+    library.transformers()
+    from transformers import masking_utils
+
+    code = inspect.getsource(masking_utils._preprocess_mask_arguments)
+    assert "packed_sequence_mask = find_packed_sequence_indices(position_ids)" in code
+
+
+def test_experts_of_a_checkpoint_are_found_by_transformers_own_conversion() -> None:
+    names = [f"model.layers.0.mlp.experts.{n}.gate_proj.weight" for n in range(4)]
+    found = list(library.targets(model("qwen3_moe"), names))
+    assert [source for source, *_ in found] == names
+    assert {target for _, target, *_ in found} == {"model.layers.0.mlp.experts.gate_up_proj"}
+    assert len({id(converter) for *_, converter in found}) == 1
+
+
+def test_packed_experts_are_written_one_by_one() -> None:
+    packed = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 64, 64)}
+    found = library.reverted(model("qwen3_moe"), packed)
+    kinds = ("gate_proj", "up_proj")
+    assert found.keys() == {
+        f"model.layers.0.mlp.experts.{n}.{kind}.weight" for n in range(4) for kind in kinds
+    }
+
+
+def test_keys_that_code_alone_reads_are_known() -> None:
+    assert "head_dim" in library.keys_read_by_code(library.config_types()["qwen3_moe"])
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "gemma3_text"])
+def test_types_are_known_by_their_names(kind: str) -> None:
+    assert kind in library.causal_types()
+    assert kind in library.config_types()

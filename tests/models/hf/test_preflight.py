@@ -1,0 +1,156 @@
+"""What model=hf refuses before a rank starts, and how a model id is fetched."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from configured import estimate_config, run_config
+from hf_families import FAMILIES, save
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from axonlaunch.config import ConfigError
+from axonlaunch.config.errors import plain
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.models.hf import files, library
+from axonlaunch.registry import Needs
+
+
+def words(kind: str, **changes: Any) -> list[str]:
+    content = plain({**FAMILIES[kind], **changes}).replace(":", ": ")
+    return ["model=hf", f"model.config={content}", "model.init=random", "data=synthetic_tokens"]
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_config(["data.sequence_length=32", *overrides])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["strategy=tensor", "launch.nproc=2"], "strategy.tensor.degree=2: model=hf does not"),
+        (["strategy=pipeline", "launch.nproc=2"], "strategy.pipeline.degree=2: model=hf does not"),
+        (
+            ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2"],
+            "strategy.context.degree=2: model=hf does not",
+        ),
+        (["data.sequence_length=129"], "data.sequence_length=129: longer than model.config.max_"),
+        (["data.vocab_size=300"], "model.config: its embedding model.embed_tokens has 256"),
+        (["model.attention=flex"], "model.attention=flex: torch can't train with it on CPUs"),
+        (["model.attention=fast"], "model.attention=fast: use auto, sdpa, flex or eager"),
+    ],
+)
+def test_what_can_not_be_done_is_refused(overrides: list[str], told: str) -> None:
+    assert refusal(*words("llama"), *overrides).startswith(told)
+
+
+def test_an_attention_that_a_family_lacks_is_refused() -> None:
+    found = refusal(*words("bloom"), "model.attention=sdpa")
+    assert found.startswith("model.attention=sdpa: the model refuses it (BloomForCausalLM does not")
+    assert found.endswith("); use auto")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ([], "model.path=null: is missing; write a folder or a model id"),
+        (
+            ["model.config={model_type: gpt2}"],
+            "model.init=pretrained: model.path names no weights to read; use random",
+        ),
+        (["model.path=''"], "model.path=: is empty"),
+        (["model.hidden_size=64"], "model.hidden_size=64: there is no such key here, only in"),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_are_refused(settings: list[str], told: str) -> None:
+    assert told in refusal("model=hf", *settings)
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Needs, "is_missing", property(lambda needs: needs.module == "transformers"))
+    expected = "model.name=hf: transformers is not installed; pip install 'axonlaunch[hf]'"
+    assert expected in refusal(*words("llama"))
+
+
+def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
+    with pytest.raises(ConfigError, match=r"transformers 4\.57\.1 is installed, and it takes 5"):
+        library.transformers.__wrapped__()
+
+
+def test_flex_attention_is_not_estimated() -> None:
+    from axonlaunch.planning.memory.estimate import estimate
+
+    chosen = estimate_config([*words("llama"), "model.attention=flex", "data.sequence_length=32"])
+    with pytest.raises(ConfigError, match="can't be run without values; use sdpa to estimate"):
+        estimate(chosen)
+
+
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hub's cache that holds the description of a model."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    snapshot = cache / "models--someone--small" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (cache / "models--someone--small" / "refs").mkdir()
+    (cache / "models--someone--small" / "refs" / "main").write_text("0123")
+    (snapshot / "config.json").write_text(json.dumps(FAMILIES["qwen3"]))
+    return snapshot
+
+
+ID = HuggingFaceConfig(path="someone/small")
+
+
+def test_a_model_id_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = cached(tmp_path, monkeypatch)
+    assert files.folder(ID) == snapshot
+    assert files.fetch(ID, weights=False) == snapshot
+    chosen = run_config(["model=hf", "model.path=someone/small", "model.init=random"])
+    assert chosen.model == HuggingFaceConfig(path="someone/small", init="random")
+
+
+def test_weights_that_are_not_in_the_cache_are_fetched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = cached(tmp_path, monkeypatch)
+    asked = []
+
+    def download(path: str, **how: Any) -> str:
+        asked.append((path, how))
+        save("qwen3", snapshot)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for _ in range(2):
+        run_config(["model=hf", "model.path=someone/small", "data.sequence_length=32"])
+    [(path, how)] = asked
+    assert path == "someone/small"
+    assert "*.safetensors" in how["allow_patterns"]
+    assert not any(pattern.endswith(".py") for pattern in how["allow_patterns"])
+
+
+def test_offline_it_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached(tmp_path, monkeypatch)
+
+    def download(path: str, **how: Any) -> str:
+        raise OfflineModeIsEnabled("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = refusal("model=hf", "model.path=someone/other")
+    assert found.startswith("model.path=someone/other: it is not in the cache, and offline; ")
+    assert "hf download someone/other" in found
+
+
+def test_a_folder_is_found_from_any_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("qwen3", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    chosen = run_config(["model=hf", "model.path=model", "data.sequence_length=32"])
+    assert chosen.model.path == str(tmp_path / "model")

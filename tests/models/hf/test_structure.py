@@ -1,0 +1,110 @@
+"""Blocks, ends and ties are derived from the model, whatever its family calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from configured import run_config
+from hf_families import FAMILIES
+
+from axonlaunch.config.errors import plain
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.models.hf.structure import Structure, structure
+from axonlaunch.preflight.inspection import inspect
+
+
+def of(kind: str, **changes: Any) -> Structure:
+    content = {**FAMILIES.get(kind, {"model_type": kind}), **changes}
+    return structure(HuggingFaceConfig(config=content, init="random"))
+
+
+ENDS = {
+    "gpt2": ("transformer.h", ["transformer.wte", "transformer.wpe"], ["transformer.ln_f"]),
+    "opt": (
+        "model.decoder.layers",
+        ["model.decoder.embed_tokens", "model.decoder.embed_positions"],
+        ["model.decoder.final_layer_norm"],
+    ),
+    "gpt_neox": ("gpt_neox.layers", ["gpt_neox.embed_in"], ["gpt_neox.final_layer_norm"]),
+    "bloom": (
+        "transformer.h",
+        ["transformer.word_embeddings", "transformer.word_embeddings_layernorm"],
+        ["transformer.ln_f"],
+    ),
+}
+TIED = {"gpt2", "opt", "gemma2", "gemma3_text", "bloom"}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_blocks_ends_and_ties_are_found(kind: str) -> None:
+    found = of(kind)
+    layers, before, after = ENDS.get(kind, ("model.layers", ["model.embed_tokens"], ["model.norm"]))
+    assert found.layers == layers
+    assert found.ends.problem == ""
+    assert list(found.ends.before) == before
+    assert list(found.ends.after) == [*after, "lm_head"]
+    assert len(found.kinds) == 2
+    assert dict(found.ties) == ({"lm_head.weight": f"{before[0]}.weight"} if kind in TIED else {})
+
+
+def test_blocks_of_several_kinds_are_told_apart() -> None:
+    found = of("gemma2", num_hidden_layers=3)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert found.kinds == tuple(f"Gemma2DecoderLayer({kind})" for kind in kinds)
+
+
+def test_blocks_that_no_plan_names_are_the_decoders_only_list() -> None:
+    small = {"d_model": 64, "decoder_layers": 3, "decoder_attention_heads": 4, "vocab_size": 99}
+    found = of("bart", is_encoder_decoder=False, is_decoder=True, **small)
+    assert found.layers == "model.decoder.layers"
+    assert len(found.kinds) == 3
+
+
+def test_a_model_without_one_list_of_blocks_says_so() -> None:
+    found = of("hrm_text", hidden_size=64, num_attention_heads=4, intermediate_size=64)
+    assert found.layers is None
+    assert "model.L_module.layers, model.H_module.layers" in found.no_layers
+    assert found.ends.problem == found.no_layers
+
+
+def test_a_large_model_takes_no_memory_and_each_copy_is_ones_own() -> None:
+    found = of("mixtral", num_local_experts=2048, hidden_size=4096, intermediate_size=16384)
+    assert sum(p.numel() for p in found.model.parameters()) > 10**11
+    assert all(parameter.is_meta for parameter in found.model.parameters())
+    assert found.copy() is not found.copy()
+    assert of("mixtral") is of("mixtral")
+
+
+def test_inspection_says_which_layouts_are_legal_and_why_others_are_not() -> None:
+    content = plain(FAMILIES["gemma2"]).replace(":", ": ")
+    found = inspect(run_config(["model=hf", f"model.config={content}", "model.init=random"]))
+    assert found.model == "Gemma2ForCausalLM"
+    assert found.blocks == {
+        "Gemma2DecoderLayer(sliding_attention)": 1,
+        "Gemma2DecoderLayer(full_attention)": 1,
+    }
+    assert found.cut_points == ["model.layers.1"]
+    assert found.ties == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert found.tensor_plan["model.layers.*.mlp.down_proj"] == "rowwise"
+    legal = {one.layout: one.legal for one in found.layouts}
+    assert legal["strategy=fsdp"]
+    assert not legal["strategy.pipeline.degree=2"]
+    assert all(one.reason for one in found.layouts if not one.legal)
+
+
+def test_a_model_of_ours_is_inspected_too() -> None:
+    found = inspect(
+        run_config(
+            [
+                "model=llama_debug",
+                "model.num_attention_heads=5",
+                "model.num_key_value_heads=5",
+                "model.hidden_size=40",
+            ]
+        )
+    )
+    assert found.blocks == {"LlamaBlock": 4} or list(found.blocks.values()) == [4]
+    reasons = {one.layout: one.reason for one in found.layouts}
+    assert "5" in reasons["strategy.tensor.degree=2"]
+    assert reasons["strategy.pipeline.degree=2"] == ""

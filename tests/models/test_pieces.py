@@ -1,0 +1,66 @@
+"""Tensors that stand for slices of others hold what torch's own operations would give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from axonlaunch.models.pieces import CannotPlaceError, Laid
+
+SOURCES = {
+    name: torch.arange(100.0 * n, 100.0 * n + 24).reshape(4, 6) for n, name in enumerate("abcd")
+}
+
+
+def read(name: str, region: tuple[slice, ...]) -> Tensor:
+    return SOURCES[name][region]
+
+
+def packed_experts(given: dict[str, Any]) -> Any:
+    gates = torch.stack([given["a"], given["b"]], dim=0)
+    return torch.cat([gates, torch.stack([given["c"], given["d"]], dim=0)], dim=1)
+
+
+OPERATIONS = {
+    "as it is": lambda given: given["a"],
+    "joined": lambda given: torch.cat([given["a"], given["b"]], dim=1),
+    "packed experts": packed_experts,
+    "turned": lambda given: torch.transpose(packed_experts(given), 1, 2),
+    "a part": lambda given: torch.chunk(given["a"], 2, dim=-1)[1],
+    "uneven parts": lambda given: torch.split(given["a"], [1, 3], dim=0)[1],
+    "a part of what was turned": lambda given: given["c"].T.chunk(3, 0)[2],
+    "squeezed": lambda given: torch.chunk(packed_experts(given), 2, dim=0)[1].squeeze(0),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_every_region_holds_what_torch_computes(operation: Any) -> None:
+    expected = operation(SOURCES)
+    laid = operation({name: Laid.whole(name, (4, 6)) for name in SOURCES})
+    assert laid.shape == expected.shape
+    for offsets in [[0] * expected.ndim, [1] * expected.ndim]:
+        lengths = [min(2, size - o) for size, o in zip(expected.shape, offsets, strict=True)]
+        into = torch.full(lengths, torch.nan)
+        laid.read(read, offsets, lengths, into)
+        region = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        assert torch.equal(into, expected[region])
+
+
+def test_no_number_outside_of_a_region_is_read() -> None:
+    asked = []
+
+    def counted(name: str, region: tuple[slice, ...]) -> Tensor:
+        asked.append((name, SOURCES[name][region].numel()))
+        return read(name, region)
+
+    laid = packed_experts({name: Laid.whole(name, (4, 6)) for name in SOURCES})
+    laid.read(counted, [1, 0, 0], [1, 4, 3], torch.empty(1, 4, 3))
+    assert asked == [("b", 12)]
+
+
+def test_an_operation_that_computes_is_refused() -> None:
+    with pytest.raises(CannotPlaceError):
+        torch.add(Laid.whole("a", (4, 6)), 1)  # type: ignore[call-overload]

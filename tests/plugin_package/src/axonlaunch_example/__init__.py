@@ -1,0 +1,1 @@
+"""One thing of each kind that a package can add to axonlaunch, a module each."""

@@ -1,0 +1,353 @@
+"""Where a run's numbers go, that a resumed run continues there, and that a logger ends no run."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configured import run_config
+
+from axonlaunch import config
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError
+from axonlaunch.events import Event, Monitor, Noted, StepLogged
+from axonlaunch.training import worker
+from axonlaunch.training.loggers.base import Logger, RunInfo
+from axonlaunch.training.loggers.registry import register_logger
+
+TINY = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+TINY += ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"]
+TINY += ["sample.max_new_tokens=0", "train.log_every=1", "train.eval_batches=1"]
+TINY += ["train.eval_every=2", "scheduler=constant", "name=run"]
+
+
+class _KilledError(Exception):
+    """What ends a run in a test."""
+
+
+def train(folder: Path, *words: str, ranks: int = 1, killed_at: int | None = None) -> list[Event]:
+    """Train on the mock world; return what the main rank reported."""
+    words = (*TINY, f"launch.nproc={ranks}", "strategy=ddp", *words)
+    chosen = dataclasses.replace(run_config(words), run_dir=str(folder))
+    folder.mkdir(exist_ok=True)
+    events: list[Event] = []
+
+    def report(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StepLogged) and event.step == killed_at:
+            raise _KilledError
+
+    World.mock(ranks).run(lambda world: worker.run(chosen, world, monitor=Monitor(report=report)))
+    return events
+
+
+def train_twice(folder: Path, *words: str) -> None:
+    """Train to step 7 with a checkpoint after step 4, then from there to step 8."""
+    with pytest.raises(Exception, match="_KilledError"):
+        train(folder, *words, "train.steps=8", "checkpoint.every=4", killed_at=7)
+    train(folder, *words, "train.steps=8", "checkpoint.every=4")
+
+
+def notes(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Noted)]
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def is_sorted(steps: list[int]) -> bool:
+    return steps == sorted(steps)
+
+
+# A logger's calls
+
+
+class Recording(Logger):
+    """Notes its calls."""
+
+    calls: list[tuple[Any, ...]] = []
+
+    def start(self, run: RunInfo) -> None:
+        self.calls.append(("start", run.resumed_at))
+
+    def log(self, metrics: Mapping[str, int | float], *, step: int) -> None:
+        self.calls.append(("log", step, dict(metrics)))
+
+    def close(self, *, failed: bool) -> None:
+        self.calls.append(("close", failed))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The calls of the logger that is registered as ``recording``."""
+    monkeypatch.setattr(Recording, "calls", [])
+    register_logger("recording")(Recording)
+    return Recording.calls
+
+
+def steps_of(calls: list[tuple[Any, ...]]) -> list[int]:
+    return [call[1] for call in calls if call[0] == "log"]
+
+
+def test_the_main_rank_alone_logs_each_number_once(tmp_path: Path, calls: list[Any]) -> None:
+    train(tmp_path, "loggers=[recording]", "train.steps=3", "train.eval_every=0", ranks=4)
+    assert calls[0] == ("start", None)
+    assert calls[-1] == ("close", False)
+    assert steps_of(calls) == [1, 2, 3, 3]
+    logged = {step: metrics for _, step, metrics in calls[1:-2]}
+    written = [line for line in lines(tmp_path) if "loss" in line]
+    assert [{"step": step, **metrics} for step, metrics in logged.items()] == written
+    assert calls[-2][2].keys() == {"eval_loss", "eval_tokens"}
+
+
+def test_a_run_that_fails_closes_its_loggers_as_failed(tmp_path: Path, calls: list[Any]) -> None:
+    with pytest.raises(Exception, match="_KilledError"):
+        train(tmp_path, "loggers=[recording]", "train.steps=3", killed_at=2)
+    assert calls[-1] == ("close", True)
+
+
+def test_the_steps_of_a_resumed_run_never_decrease(tmp_path: Path, calls: list[Any]) -> None:
+    train_twice(tmp_path, "loggers=[recording]")
+    starts = [call[1] for call in calls if call[0] == "start"]
+    assert starts == [None, 4]
+    steps = steps_of(calls)
+    assert is_sorted(steps)
+    assert set(steps) == set(range(1, 9))
+
+
+def test_nor_where_it_was_killed_again_before_it_had_caught_up(
+    tmp_path: Path, calls: list[Any]
+) -> None:
+    words = ["loggers=[recording]", "train.steps=8", "checkpoint.every=4"]
+    for killed_at in (7, 5):
+        with pytest.raises(Exception, match="_KilledError"):
+            train(tmp_path, *words, killed_at=killed_at)
+    train(tmp_path, *words)
+    assert is_sorted(steps_of(calls))
+
+
+def test_a_run_that_resumes_nothing_logs_from_its_first_step(
+    tmp_path: Path, calls: list[Any]
+) -> None:
+    train(tmp_path, "loggers=[recording]", "train.steps=4", "checkpoint.every=0")
+    calls.clear()
+    train(tmp_path, "loggers=[recording]", "train.steps=4", "checkpoint.every=0")
+    assert set(steps_of(calls)) == {1, 2, 3, 4}
+
+
+# Loggers that fail
+
+FAULTY = """
+class Faulty:
+    def __init__(self, where):
+        self.where = where
+        self.fail("made")
+
+    def fail(self, where):
+        if where == self.where:
+            raise RuntimeError(f"no service: {where}")
+
+    def start(self, run):
+        self.fail("start")
+
+    def log(self, metrics, *, step):
+        self.fail("log")
+
+    def close(self, *, failed):
+        self.fail("close")
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with a module of a logger that fails where it is asked to."""
+    (tmp_path / "faulty_logger.py").write_text(FAULTY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("faulty_logger", None)
+
+
+@pytest.mark.parametrize(
+    ("where", "when"),
+    [
+        ("made", "when it was started"),
+        ("start", "when it was started"),
+        ("log", "at step 1"),
+        ("close", "when it was closed"),
+    ],
+)
+def test_a_logger_that_fails_is_reported_once_and_ends_nothing(
+    where: str, when: str, faulty: Path
+) -> None:
+    logger = f"{{target: faulty_logger:Faulty, arguments: {{where: {where}}}}}"
+    events = train(faulty / "run", f"loggers=[{logger},csv]", "train.steps=3")
+    [note] = notes(events)
+    assert note.startswith(
+        f"loggers: faulty_logger:Faulty failed {when}, and training continues: "
+        f"RuntimeError: no service: {where} ({faulty}/faulty_logger.py:"
+    )
+    rows = [*csv.DictReader((faulty / "run/metrics.csv").read_text().splitlines())]
+    assert [row["step"] for row in rows if row["loss"]] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("logger", "message"),
+    [
+        (
+            "{target: no_such_logger:A}",
+            "loggers[0].target=no_such_logger:A: No module named 'no_such_logger'; write "
+            "package.module:Class, importable from where you start",
+        ),
+        (
+            "{target: faulty_logger:Faulty, arguments: {were: log}}",
+            "loggers[0].target=faulty_logger:Faulty: missing a required argument: 'where'; "
+            "arguments that it takes: where",
+        ),
+        ("{target: math:pi}", "loggers[0].target=math:pi: is float, not a class or function"),
+        ("cvs", "loggers[0].name=cvs: there is no logger 'cvs'; did you mean csv? known: csv"),
+        (
+            "{name: wandb, projct: mine}",
+            "loggers[0].projct=mine: there is no such key; did you mean loggers[0].project?",
+        ),
+        ("csv,csv", "loggers: csv is listed 2 times; list it once"),
+    ],
+)
+def test_what_is_wrong_with_a_logger_is_said_before_anything_starts(
+    logger: str, message: str, faulty: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_config([*TINY, f"loggers=[{logger}]"])
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("logger", "message"),
+    [
+        ("wandb", "wandb is not installed; pip install 'axonlaunch[wandb]'"),
+        ("mlflow", "MLflow is not installed; pip install 'axonlaunch[mlflow]'"),
+        ("tensorboard", "TensorBoard is not installed; pip install 'axonlaunch[tensorboard]'"),
+        ("trackio", "Trackio is not installed; pip install 'axonlaunch[trackio]'"),
+    ],
+)
+def test_a_package_that_is_missing_is_an_error_that_says_what_to_install(
+    logger: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as error:
+        config.load([f"loggers=[{logger}]"])
+    assert str(error.value) == f"loggers={logger}: {message}"
+
+
+def test_a_folder_that_is_named_like_a_package_is_not_that_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights & Biases makes a folder ``wandb`` where one works."""
+    from axonlaunch.registry import Needs
+
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Needs("only_a_folder", "It", "it").is_missing
+
+
+# Those that are included
+
+
+def test_csv_holds_what_metrics_jsonl_does_also_of_a_resumed_run(tmp_path: Path) -> None:
+    train_twice(tmp_path, "loggers=[csv]")
+    rows = [*csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())]
+    for row, line in zip(rows, lines(tmp_path), strict=True):
+        assert {key: float(row[key]) for key in line} == line
+
+
+def test_tensorboard_holds_the_losses(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path, "loggers=[tensorboard]", "train.steps=3")
+    losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses)
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """Yield the records of a run that was written offline: protobuf in a log as LevelDB's."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, record = file.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        if left < 7:  # no header fits into the rest of the block
+            place += left
+            continue
+        length, kind = struct.unpack("<HB", content[place + 4 : place + 7])
+        record += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole one, or the last part of one
+            yield Record.FromString(record)
+            record = b""
+
+
+def test_a_resumed_run_continues_its_run_of_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    folder = tmp_path / "run"
+    train_twice(folder, "loggers=[{name: wandb, mode: offline, project: mine}]")
+    records = [
+        record
+        for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+        for record in wandb_records(file)
+    ]
+    runs = [record.run for record in records if record.HasField("run")]
+    assert len({run.run_id for run in runs}) == 1
+    assert {(run.project, run.display_name) for run in runs} == {("mine", "run")}
+    assert len([*folder.glob("wandb/offline-run-*")]) == 2
+    steps = [record.history.step.num for record in records if record.HasField("history")]
+    assert is_sorted(steps)
+    assert set(steps) == set(range(1, 9))
+
+
+@pytest.mark.parametrize("store", ["file:{}/store", "sqlite:///{}/store.db"])
+def test_a_resumed_run_continues_its_run_of_mlflow(tmp_path: Path, store: str) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    uri = store.format(tmp_path)
+    folder = tmp_path / "run"
+    train_twice(folder, f"loggers=[{{name: mlflow, tracking_uri: '{uri}', experiment: mine}}]")
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("mine")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["train.steps"] == "8"
+    history = sorted(client.get_metric_history(run.info.run_id, "loss"), key=lambda m: m.timestamp)
+    assert is_sorted([metric.step for metric in history])
+    losses = {line["step"]: line["loss"] for line in lines(folder) if "loss" in line}
+    assert {metric.step: metric.value for metric in history} == losses
+
+
+def test_a_resumed_run_continues_its_run_of_trackio(tmp_path: Path) -> None:
+    trackio = pytest.importorskip("trackio")
+    import sqlite3
+
+    project = "".join(tmp_path.parts[-2:])  # trackio keeps all in one folder, found on import
+    train_twice(tmp_path / "run", f"loggers=[{{name: trackio, project: {project}}}]")
+    with sqlite3.connect(trackio.utils.TRACKIO_DIR / f"{project}.db") as store:
+        rows = store.execute("SELECT run_name, step FROM metrics ORDER BY id").fetchall()
+    assert len({name for name, _ in rows}) == 1
+    steps = [step for _, step in rows]
+    assert is_sorted(steps)
+    assert set(steps) == set(range(1, 9))
