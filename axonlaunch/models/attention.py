@@ -6,12 +6,35 @@ It holds what the transformers here share; it knows neither batches of padding n
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class SequenceParts:
+    """How a rank computes on its part of every sequence, and reaches the others.
+
+    Attributes:
+        positions: Tokens of a part to their positions in the whole sequence, [tokens] int64.
+        gather: A part's keys or values [B, heads, tokens, head_dim] to those of the whole sequence,
+            in order; gradients are summed back into the parts.
+        attend: Queries, keys and values of a part, each [B, heads, tokens, head_dim], to what
+            causal attention over the whole with a scale of 1 / sqrt(head_dim) gives.
+        ranks: Parts of a sequence.
+        around: Surrounds all of that, for who watches the rest.
+    """
+
+    positions: Callable[[int], Tensor]
+    gather: Callable[[Tensor], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ranks: int
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Rotary:

@@ -15,6 +15,7 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from axonlaunch.models.attention import SequenceParts
     from axonlaunch.models.block_flow import BlockFlow
     from axonlaunch.models.initialization import Initializer
 
@@ -68,8 +69,10 @@ class ModelSpec:
         untraceable: Why it can't be run on tensors without values; empty if it can.
         refused_axes: ``{axis: why}`` of what divides no such model: tensor, pipeline or context.
         positions: Attributes that know of positions, an ``nn.Embedding`` of them or a
-            ``RotaryTable``, in a model whose ``Attention`` is causal; None: its sequences can't be
-            divided.
+            ``RotaryTable``, in a model whose ``Attention`` is causal; None: see ``divide``.
+        divide: Lets a module, or a stage, compute on parts of sequences; None: without positions
+            they can't be divided.
+        undivided: Why ``divide`` would not give what the whole gives; empty if it does.
     """
 
     build: Callable[[Any], nn.Module]
@@ -82,6 +85,8 @@ class ModelSpec:
     ends: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     flow: Callable[[], BlockFlow] | None = None
     positions: tuple[str, ...] | None = None
+    divide: Callable[[nn.Module, SequenceParts], None] | None = None
+    undivided: Callable[[], str] = lambda: ""
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: bool = False
     max_positions: int | None = None

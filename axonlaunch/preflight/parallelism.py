@@ -36,7 +36,12 @@ def context_problems(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigIssue
     if why := spec.refused_axes.get("context"):
         yield ConfigIssue("strategy.context.degree", why, degree)
         return
-    if spec.positions is None:
+    if spec.divide is not None:
+        if why := spec.undivided():
+            message = f"its sequences can't be divided: {why}"
+            yield ConfigIssue("strategy.context.degree", message, degree)
+            return
+    elif spec.positions is None:
         message = f"model={config.model.name} can't compute on a part of a sequence; use 1"
         yield ConfigIssue("strategy.context.degree", message, degree)
         return

@@ -55,6 +55,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 del FAMILIES["bloom"]["max_position_embeddings"]
 
 
+def without_folder(kind: str, *more: str, **changes: Any) -> list[str]:
+    """Return overrides of a model that is described by ``model.config`` alone."""
+    from axonlaunch.config.errors import plain
+
+    content = {**FAMILIES.get(kind, {"model_type": kind, "num_hidden_layers": 2}), **changes}
+    data = ["data=synthetic_tokens", "data.sequence_length=32"]
+    return ["model=hf", "model.init=random", f"model.config={plain(content)}", *data, *more]
+
+
 def theirs(kind: str, **changes: Any) -> Any:
     """Return a model of a family with random weights, as transformers makes it."""
     import transformers

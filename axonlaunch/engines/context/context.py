@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.comm.autograd import collect_from
+from axonlaunch.comm.autograd import all_gather_from_group, collect_from
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.context.ring_attention import ring_attention
-from axonlaunch.models.attention import Attention, RotaryTable
+from axonlaunch.models.attention import Attention, RotaryTable, SequenceParts
 from axonlaunch.models.spec import ModelSpec
 
 CHUNKS = 2
@@ -58,20 +58,22 @@ class ContextAxis:
 
     def join(self, outputs: Tensor) -> Tensor:
         """Return the whole sequences' outputs [B, T, ...] from every rank's part."""
-        length = outputs.shape[1] * self._group.size
-        rank_by_rank = collect_from(outputs, self._group, 1)
-        pieces = rank_by_rank.chunk(CHUNKS * self._group.size, dim=1)
-        ordered = [*pieces[0::CHUNKS], *reversed(pieces[1::CHUNKS])]
-        joined = torch.cat(ordered, dim=1)
-        assert joined.shape[1] == length
-        return joined
+        return self._in_order(collect_from(outputs, self._group, 1), dim=1)
+
+    def gather(self, heads: Tensor) -> Tensor:
+        """Return keys or values of the whole sequences [B, heads, T, head_dim] from every part."""
+        return self._in_order(all_gather_from_group(heads, self._group, 2), dim=2)
 
     def divide(self, spec: ModelSpec, model: nn.Module) -> None:
         """Let a model, or a stage of one, compute on parts of sequences, in place."""
+        if spec.divide is not None:
+            ring: Any = partial(ring_attention, group=self._group)
+            parts = SequenceParts(self._of_part, self.gather, ring, self._group.size)
+            spec.divide(model, parts)
+            return
         for module in model.modules():
             if isinstance(module, Attention):
-                ring: Any = partial(ring_attention, group=self._group)
-                module.attend = ring  # type: ignore[method-assign]
+                module.attend = partial(ring_attention, group=self._group)  # type: ignore[method-assign]
         for name in spec.positions or ():
             knowing = getattr(model, name, None)
             if isinstance(knowing, RotaryTable):
@@ -80,6 +82,11 @@ class ContextAxis:
                 knowing.register_forward_pre_hook(
                     lambda _, inputs: (self._of_part(len(inputs[0])).to(inputs[0].device),)
                 )
+
+    def _in_order(self, rank_by_rank: Tensor, *, dim: int) -> Tensor:
+        """Return parts that lie one after another as the sequence that they make."""
+        pieces = rank_by_rank.chunk(CHUNKS * self._group.size, dim=dim)
+        return torch.cat([*pieces[0::CHUNKS], *reversed(pieces[1::CHUNKS])], dim=dim)
 
     def _of_part(self, length: int) -> Tensor:
         return self.positions(length * self._group.size)

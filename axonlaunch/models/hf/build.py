@@ -6,6 +6,7 @@ authors' code is kept; a model that returns something else is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,11 +26,22 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 class CausalLM(nn.Module):
-    """What a class of transformers is given: a forward from tokens to logits."""
+    """What a class of transformers is given: a forward from tokens to logits.
+
+    Attributes:
+        _part_positions: Of the tokens of a part of a sequence, by their number; None: they are all.
+    """
+
+    _part_positions: Callable[[int], Tensor] | None = None
 
     def forward(self, input_ids: Tensor) -> Tensor | ModelOutputs:
         """Return logits [samples, tokens, vocabulary] of tokens [samples, tokens]."""
-        found: Any = super().forward(input_ids=input_ids)
+        if self._part_positions is None:
+            found: Any = super().forward(input_ids=input_ids)
+        else:
+            positions = self._part_positions(input_ids.shape[1]).to(input_ids.device)
+            with library.positions_of_a_part():
+                found = super().forward(input_ids=input_ids, position_ids=positions[None])
         logits: Tensor = found.logits
         auxiliary = getattr(found, "aux_loss", None)
         if auxiliary is None:

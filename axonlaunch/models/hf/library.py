@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,32 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 OLDEST = 5
 """Major version of transformers from which it builds and converts as this package expects."""
 INSTALL = "pip install 'axonlaunch[hf]'"
+
+
+_POSITIONS_ARE_OF_A_PART: ContextVar[bool] = ContextVar("positions_are_of_a_part", default=False)
+
+
+@contextmanager
+def positions_of_a_part() -> Iterator[None]:
+    """Keep transformers from taking the gap in a part's positions for the start of a document."""
+    token = _POSITIONS_ARE_OF_A_PART.set(True)
+    try:
+        yield
+    finally:
+        _POSITIONS_ARE_OF_A_PART.reset(token)
+
+
+def register_attention(name: str, *, attend: Any, mask: Any) -> None:
+    """Add a function to transformers' registry of attention, and what builds its masks."""
+    importlib.import_module("transformers.modeling_utils").AttentionInterface.register(name, attend)
+    masking = importlib.import_module("transformers.masking_utils")
+    masking.AttentionMaskInterface.register(name, mask)
+
+
+def attention_function(name: str) -> Any:
+    """Return a function of transformers' registry; None for ``eager``, which each model has."""
+    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    return functions.get(name)
 
 
 @functools.cache
@@ -60,8 +87,8 @@ def _let_masks_be_those_of_a_run() -> None:
     look: Any = masking.find_packed_sequence_indices
 
     def find_packed_sequence_indices(position_ids: Any) -> Any:
-        if is_fake(position_ids):
-            return None  # a forward is given no positions: they count up from 0
+        if is_fake(position_ids) or _POSITIONS_ARE_OF_A_PART.get():
+            return None  # no forward here is given packed samples, whose positions restart
         return look(position_ids)
 
     masking.find_packed_sequence_indices = find_packed_sequence_indices

@@ -1,6 +1,6 @@
 """What an engine must know of a model of transformers, for each configuration of one.
 
-How contexts divide it is not offered yet: such a layout is refused before anything starts.
+It refuses nothing itself: what keeps a model from being divided is found by looking at it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf.build import untraceable
+from axonlaunch.models.hf.divided_attention import divide
 from axonlaunch.models.hf.structure import structure
 from axonlaunch.models.hf.tensor_plans import tensor_plan
 from axonlaunch.models.initialization import Constant, Initializer
@@ -45,6 +46,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         spec,
         layers=found.layers,
         flow=lambda: found.flow,
+        undivided=lambda: found.undivided,
         tensor_plan=lambda module: tensor_plan(module, found.layers),
         initializers=lambda module: starts,
         max_positions=getattr(typed, "max_position_embeddings", None),
@@ -57,6 +59,6 @@ SPEC = ModelSpec(
     build=build,
     loss=cross_entropy_sum,
     adapt=adapt,
+    divide=divide,
     runs_without_values=True,
-    refused_axes=dict.fromkeys(("context",), "model=hf does not support it yet; use 1"),
 )

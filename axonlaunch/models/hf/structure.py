@@ -17,6 +17,7 @@ from torch import nn
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.block_flow import BlockFlow, block_flow
 from axonlaunch.models.hf.build import recorded, untraceable
+from axonlaunch.models.hf.sequence_mixing import why_undivided
 from axonlaunch.models.initialization import Initializer
 
 
@@ -63,6 +64,13 @@ class Structure:
         if self.untraceable:
             return BlockFlow(problem=self.untraceable)
         return block_flow(self.model, layers=self.layers)
+
+    @functools.cached_property
+    def undivided(self) -> str:
+        """Why sequences can't be divided over ranks; empty if they can."""
+        if self.layers is None or self.untraceable:
+            return self.no_layers or self.untraceable
+        return why_undivided(self.model, layers=self.layers)
 
 
 def structure(config: HuggingFaceConfig) -> Structure:

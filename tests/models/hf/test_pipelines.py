@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from configured import run_config
-from hf_families import FAMILIES, save
+from hf_families import FAMILIES, save, without_folder
 from hf_loops import SETTINGS, by_axonlaunch, by_transformers
 from torch import nn
 
 from axonlaunch.config import ConfigError
-from axonlaunch.config.errors import plain
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.stand_ins import cut_out
 from axonlaunch.models.build import on_meta, spec_for
@@ -58,16 +57,9 @@ def test_sharded_stages_learn_as_a_plain_loop(kind: str, tmp_path: Path) -> None
     assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
-def config_of(kind: str, *more: str, **changes: object) -> list[str]:
-    """Overrides of a family's model without a folder."""
-    content = {**FAMILIES[kind], "num_hidden_layers": BLOCKS, **changes}
-    data = ["data=synthetic_tokens", "data.sequence_length=32"]
-    return ["model=hf", "model.init=random", f"model.config={plain(content)}", *data, *more]
-
-
 def test_a_loss_of_all_blocks_routers_is_refused_in_stages() -> None:
     with pytest.raises(ConfigError) as raised:
-        run_config(config_of("mixtral", *PIPELINE, output_router_logits=True))
+        run_config(without_folder("mixtral", *PIPELINE, output_router_logits=True))
     (found,) = raised.value.problems
     assert found.key == "strategy.pipeline.degree"
     assert "its auxiliary loss is of all blocks together" in found.message
@@ -75,7 +67,7 @@ def test_a_loss_of_all_blocks_routers_is_refused_in_stages() -> None:
 
 
 def test_inspect_shows_ends_and_that_a_pipeline_is_legal() -> None:
-    found = inspect(run_config(config_of("gpt2")))
+    found = inspect(run_config(without_folder("gpt2")))
     assert found.first == ["transformer.wte", "transformer.wpe"]
     assert found.last == ["transformer.ln_f", "lm_head"]
     answers = {one.layout: one.legal for one in found.layouts}
@@ -83,7 +75,7 @@ def test_inspect_shows_ends_and_that_a_pipeline_is_legal() -> None:
 
 
 def test_stages_hold_each_parameter_once_and_a_tied_one_at_both_ends() -> None:
-    config = run_config(config_of("gemma2")).model
+    config = run_config(without_folder("gemma2", num_hidden_layers=BLOCKS)).model
     spec, whole = spec_for(config), on_meta(config, seed=0)
     assert spec.flow is not None
     names = [
@@ -99,7 +91,7 @@ def test_stages_hold_each_parameter_once_and_a_tied_one_at_both_ends() -> None:
 
 
 def test_a_stand_in_has_the_attributes_of_what_it_stands_for() -> None:
-    config = run_config(config_of("gemma2")).model
+    config = run_config(without_folder("gemma2", num_hidden_layers=BLOCKS)).model
     stage = _cut(config, 2, BLOCKS)
     first = stage.get_submodule("model.layers.0")
     assert [first.self_attn.layer_idx, first.self_attn.is_sliding] == [0, True]

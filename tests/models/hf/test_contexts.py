@@ -1,0 +1,159 @@
+"""Sequences of transformers' models divided over ranks: as in a plain loop, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from configured import run_config
+from hf_families import FAMILIES, save, without_folder
+from hf_loops import by_axonlaunch, by_transformers
+from torch import Tensor, nn
+
+from axonlaunch.config import ConfigError
+from axonlaunch.models.hf.sequence_mixing import why_undivided
+from axonlaunch.preflight.inspection import inspect
+
+_sdpa = torch.nn.functional.scaled_dot_product_attention
+CONTEXT = ["strategy=ddp", "strategy.context.degree=2", "launch.nproc=2"]
+OFFERED = [kind for kind in FAMILIES if kind != "bloom"]
+
+
+@pytest.mark.parametrize("kind", OFFERED)
+def test_a_family_learns_from_parts_of_sequences_as_in_a_plain_loop(
+    kind: str, tmp_path: Path
+) -> None:
+    # Mistral and Gemma have a window of 16 in a sequence of 32.
+    save(kind, tmp_path)
+    expected = by_transformers(tmp_path)
+    assert by_axonlaunch(tmp_path, CONTEXT) == pytest.approx(expected, rel=2e-5)
+    assert max(expected) - min(expected) > 1e-2  # the weights have moved
+
+
+def test_a_window_shorter_than_a_part_holds_on_four_ranks(tmp_path: Path) -> None:
+    save("mistral", tmp_path, sliding_window=5)
+    layout = ["strategy=ddp", "strategy.context.degree=4", "launch.nproc=4"]
+    found = by_axonlaunch(tmp_path, layout)
+    assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+    save("mistral", tmp_path, sliding_window=None)
+    assert found != pytest.approx(by_transformers(tmp_path), rel=2e-5)
+
+
+def test_granite_scales_its_attention_as_it_does_whole(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    changes = {"model_type": "granite", "attention_multiplier": 0.5, "rope_parameters": None}
+    save("llama", tmp_path, **changes)
+    found = by_axonlaunch(tmp_path, CONTEXT)
+    assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["strategy=pipeline", "strategy.pipeline.degree=2"],
+        ["strategy=fsdp", "train.activation_checkpointing=full"],
+    ],
+    ids=["pipeline", "fsdp"],
+)
+def test_other_axes_divide_what_a_context_axis_leaves(layout: list[str], tmp_path: Path) -> None:
+    save("gemma3_text", tmp_path)
+    found = by_axonlaunch(tmp_path, [*layout, "strategy.context.degree=2", "launch.nproc=4"])
+    assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+
+
+REFUSED = {
+    "bloom": "it counts positions by itself",
+    "mamba2": "backbone.layers.0 lets tokens see others by convolution",
+    "falcon": "",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_would_be_wrong_is_refused_before_anything_starts(kind: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        run_config(without_folder(kind, *CONTEXT))
+    (found,) = raised.value.problems
+    assert found.key == "strategy.context.degree"
+    assert "its sequences can't be divided" in found.message
+    assert REFUSED[kind] in found.message
+
+
+def test_one_block_of_a_kind_that_is_not_divided_is_enough_to_refuse() -> None:
+    types = ["full_attention", "conv"]
+    with pytest.raises(ConfigError, match=r"layers\.1 lets tokens see others by convolution"):
+        run_config(without_folder("lfm2", *CONTEXT, layer_types=types))
+
+
+def test_rotary_angles_that_follow_the_longest_position_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ConfigError, match="its sequences can't be divided"):
+        run_config(without_folder("llama", *CONTEXT, rope_parameters=rope))
+
+
+def test_a_loss_of_all_tokens_routers_is_refused_on_parts() -> None:
+    with pytest.raises(ConfigError, match=r"use model\.config\.output_router_logits=false"):
+        run_config(without_folder("mixtral", *CONTEXT, output_router_logits=True))
+
+
+def test_inspect_says_why_sequences_can_t_be_divided() -> None:
+    found = inspect(run_config(without_folder("bloom")))
+    (answer,) = (one for one in found.layouts if "context" in one.layout)
+    assert not answer.legal
+    assert "counts positions by itself" in answer.reason
+
+
+class _Attends(nn.Module):
+    """A block that lets transformers' registry attend, and does something else besides."""
+
+    def __init__(self, config: object, beside: object) -> None:
+        super().__init__()
+        self.config, self.beside = config, beside
+        self.linear = nn.Linear(8, 8, device="meta")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        heads = self.linear(hidden).unflatten(-1, (2, 4)).transpose(1, 2)
+        mixed, _ = attend(self, heads, heads, heads, None)
+        return self.beside(hidden + mixed.flatten(2))
+
+
+class _Model(nn.Module):
+    def __init__(self, beside: object) -> None:
+        import transformers
+
+        super().__init__()
+        self.config = transformers.LlamaConfig(attn_implementation="sdpa")
+        self.table = nn.Embedding(64, 8, device="meta")
+        self.layers = nn.ModuleList([_Attends(self.config, beside)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens) + self.table(self._part_positions(tokens.shape[1]))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("beside", "operation"),
+    [
+        (lambda x: x.cumsum(1), "cumsum"),
+        (lambda x: x + x.mean(1, keepdim=True), "mean"),
+        (lambda x: x + torch.nn.functional.pad(x, (0, 0, 1, -1)), "constant_pad_nd"),
+        (lambda x: x @ x.mT @ x, "bmm"),
+        (lambda x: x.softmax(1), "_softmax"),
+        (lambda x: x + x.roll(1, 1), "roll"),
+        (lambda x: torch.stack([x[:, n] for n in range(x.shape[1])], 1), "select"),
+        (lambda x: _sdpa(*[x[:, None]] * 3)[:, 0], "scaled_dot_product"),
+        (lambda x: x * torch.arange(x.shape[1])[:, None], "counts positions"),
+    ],
+    ids=["sum", "mean", "shift", "product", "softmax", "roll", "loop", "attention", "count"],
+)
+def test_what_lets_tokens_see_others_is_named(beside: object, operation: str) -> None:
+    assert operation in why_undivided(_Model(beside), layers="layers")
+
+
+def test_what_is_done_to_each_token_is_no_mixing() -> None:
+    assert why_undivided(_Model(lambda x: x.softmax(-1) + x.mean(-1, True)), layers="layers") == ""
