@@ -22,13 +22,26 @@ LAYOUTS: dict[str, list[str]] = {
     "fsdp 2": ["strategy=fsdp", "launch.nproc=2"],
     "tensor 2": ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"],
     "tensor 4": ["strategy=tensor", "strategy.tensor.degree=4", "launch.nproc=4"],
+    "pipeline 2": ["strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"],
+    "zero bubble 2": [
+        *("strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"),
+        "strategy.pipeline.schedule=zbv_zero_bubble",
+    ],
+    "context 2": ["strategy=ddp", "strategy.context.degree=2", "launch.nproc=2"],
+    "hybrid 2x2x2": [
+        *("strategy=hybrid", "strategy.tensor.degree=2", "strategy.pipeline.degree=2"),
+        "launch.nproc=8",
+    ],
 }
 """What is proved of each class, by its column's name: the settings."""
+
+BLOCKS = 4
+"""So many make the four stages of a zero-bubble pipeline on two ranks."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": BLOCKS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -60,7 +73,7 @@ SIZES: dict[str, Any] = {
 
 OWN: dict[str, dict[str, Any]] = {
     "opt": {"word_embed_proj_dim": 64},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], BLOCKS // 2]], "window_size": 16},
 }
 """Besides, for the configurations where these make no model."""
 
@@ -132,9 +145,9 @@ def _found(owner: Any, key: str) -> Any:
 
 
 def _spread(value: list[Any]) -> list[Any]:
-    """Return two entries of a list that has one for each block: of two kinds, if there are two."""
+    """Return a list that has an entry for each block: of two kinds in turn, if there are two."""
     other = next((one for one in value if one != value[0]), value[0])
-    return [value[0], other]
+    return [value[0], other] * (BLOCKS // 2)
 
 
 def prove(kind: str, layout: str) -> Row:
@@ -202,7 +215,7 @@ def main() -> None:
     found = []
     for row in rows(chosen.only or model_types(), chosen.layouts, seconds=chosen.seconds):
         found.append(row)
-        print(f"{row.model_type:24} {row.layout:10} {row.outcome:10} {row.reason}", flush=True)
+        print(f"{row.model_type:24} {row.layout:13} {row.outcome:10} {row.reason}", flush=True)
     for layout in chosen.layouts:
         equal = sum(one.outcome == "equal" for one in found if one.layout == layout)
         print(f"{layout}: {equal} of {sum(one.layout == layout for one in found)}")

@@ -94,7 +94,7 @@ def test_a_stand_in_has_the_attributes_of_what_it_stands_for() -> None:
     config = run_config(without_folder("gemma2", num_hidden_layers=BLOCKS)).model
     stage = _cut(config, 2, BLOCKS)
     first = stage.get_submodule("model.layers.0")
-    assert [first.self_attn.layer_idx, first.self_attn.is_sliding] == [0, True]
+    assert [first.self_attn.layer_idx, first.self_attn.sliding_window] == [0, 16]
     assert not list(first.parameters())
     assert [*spec_for(config).blocks(stage)] == ["model.layers.2", "model.layers.3"]
 
