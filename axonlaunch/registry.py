@@ -184,7 +184,7 @@ class Registry(Generic[T, F]):
             EntryPointError: The package that offers it can't be imported.
         """
         target = self.entry(name).target
-        return cast("T", load(target) if isinstance(target, str) else target)
+        return cast("T", load_target(target) if isinstance(target, str) else target)
 
     def config(self, name: str) -> type:
         """Return the dataclass that types the group where this name is chosen.
@@ -307,7 +307,7 @@ def _package(point: EntryPoint) -> str:
     return point.dist.name if point.dist else "an installed package"
 
 
-def load(target: str) -> Any:
+def load_target(target: str) -> Any:
     """Import ``"package.module:attribute"``.
 
     Raises:

@@ -18,7 +18,7 @@ from configured import run_config
 
 from axonlaunch.comm import World
 from axonlaunch.data.dataset import Batch
-from axonlaunch.engines.build import build
+from axonlaunch.engines.build import build_engine
 
 PACKAGE = Path(__file__).parent / "plugin_package"
 CHOSEN = ["model=tiny", "data=squares", "optimizer=signum", "loggers=[table]", "launch=noted"]
@@ -184,7 +184,7 @@ def test_local_sgd_averages_what_each_replica_learned_by_itself(local_sgd: Any) 
     ]
 
     def on_rank(world: World) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.nn.Module]:
-        engine = build(config, world)
+        engine = build_engine(config, world)
         [model] = engine.modules
         first = [p.detach().clone() for p in model.parameters()]
         for batch in batches[world.rank]:

@@ -177,7 +177,7 @@ def test_a_custom_models_dropout_is_drawn_again_alike_after_a_resume(tmp_path: P
 
 
 def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
-    from axonlaunch.engines.build import build
+    from axonlaunch.engines.build import build_engine
 
     def loss_and_norm(*words: str) -> tuple[float, float]:
         chosen = run_config([*TINY, "launch.nproc=1", "strategy=single", *words])
@@ -187,7 +187,7 @@ def test_unequal_counts_in_micro_batches_weigh_as_in_one() -> None:
         targets[5] = -100
 
         def run(world: World) -> tuple[float, float]:
-            result = build(chosen, world).train_step(Batch(tokens, targets))
+            result = build_engine(chosen, world).train_step(Batch(tokens, targets))
             assert result.grad_norm is not None
             return float(result.loss), float(result.grad_norm)
 

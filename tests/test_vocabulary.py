@@ -64,7 +64,7 @@ def test_a_token_out_of_range_is_named_with_its_sample_and_the_models_size(
     key, named, token, _, _, sample = said.split()
     assert (key, named) == ("model:", what)
     assert advice == f"the model's {knows}; the data has 50, make it as many"
-    batch = data.build(chosen.data).samples([int(sample)], split="train")
+    batch = data.build_dataset(chosen.data).samples([int(sample)], split="train")
     assert int(token) in (batch.inputs if what == "token" else batch.targets)
 
 

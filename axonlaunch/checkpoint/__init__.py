@@ -5,7 +5,12 @@ torch.distributed.checkpoint does the storage; any layout reads what any layout 
 """
 
 from axonlaunch.checkpoint.manifest import Checkpoint, CorruptCheckpointError
-from axonlaunch.checkpoint.reader import load, load_model, model_differences, saved_states
+from axonlaunch.checkpoint.reader import (
+    load_checkpoint,
+    load_model,
+    model_differences,
+    saved_states,
+)
 from axonlaunch.checkpoint.step_folders import (
     Retention,
     corrupt_checkpoints,
@@ -23,7 +28,7 @@ __all__ = [
     "find_checkpoint",
     "latest",
     "list_checkpoints",
-    "load",
+    "load_checkpoint",
     "load_model",
     "model_differences",
     "saved_states",

@@ -31,10 +31,10 @@ from axonlaunch.checkpoint.manifest import CorruptCheckpointError
 from axonlaunch.checkpoint.storage import is_remote
 from axonlaunch.system import files
 
-__all__ = ["FileSystem", "LocalFileSystem", "read_index", "source"]
+__all__ = ["FileSystem", "LocalFileSystem", "read_dcp_index", "source"]
 
 
-def read_index(folder: Path) -> Metadata:
+def read_dcp_index(folder: Path) -> Metadata:
     """Return the index of a checkpoint, held against its manifest.
 
     Raises:
@@ -59,7 +59,7 @@ class _Guarded(FileSystemReader):
     folder: Path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        found = read_index(self.folder)
+        found = read_dcp_index(self.folder)
         found.storage_meta = StorageMeta(load_id=self.load_id)
         return found
 

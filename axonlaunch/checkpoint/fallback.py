@@ -101,7 +101,7 @@ def load_newest(
                 raise CorruptCheckpointError(
                     f"{step_folders.path_of(run_dir, step=step)} is not seen by this rank"
                 )
-            loaded = reader.load(found, state(), world=world)
+            loaded = reader.load_checkpoint(found, state(), world=world)
         except CorruptCheckpointError as error:
             if not passes_over or found is None:
                 raise

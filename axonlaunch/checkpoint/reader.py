@@ -28,7 +28,9 @@ _AT_ONCE = 1 << 30
 """Bytes that ``tensors`` reads at once, at least a tensor: each reading takes the whole index."""
 
 
-def load(checkpoint: Checkpoint, state: dict[str, Any], *, world: World) -> dict[str, Any]:
+def load_checkpoint(
+    checkpoint: Checkpoint, state: dict[str, Any], *, world: World
+) -> dict[str, Any]:
     """Read a checkpoint into a state of this layout, in place; every rank calls this.
 
     Raises:
@@ -164,10 +166,10 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         CorruptCheckpointError: Its index or manifest was changed, or says what can't be.
     """
-    from axonlaunch.checkpoint.dcp_reader import read_index
+    from axonlaunch.checkpoint.dcp_reader import read_dcp_index
 
     try:
-        found: dict[str, Any] = read_index(checkpoint.path).state_dict_metadata
+        found: dict[str, Any] = read_dcp_index(checkpoint.path).state_dict_metadata
     except (CorruptCheckpointError, NotRegularError, FileNotFoundError) as error:
         raise _corrupt(checkpoint, error) from None
     return found

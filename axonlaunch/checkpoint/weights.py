@@ -29,7 +29,7 @@ TRAINED_ON = "axonlaunch"
 """Key of an exported ``config.json``: the data that the run was on, by which its text is read."""
 
 
-def start(engine: Engine, model: Any, *, world: World) -> None:
+def load_initial_weights(engine: Engine, model: Any, *, world: World) -> None:
     """Fill an engine with the weights that its model names, if it names any.
 
     Args:
@@ -46,7 +46,7 @@ def start(engine: Engine, model: Any, *, world: World) -> None:
     where = storage_path(given[1])
     found = step_folders.find_checkpoint(where)
     if found is not None:
-        reader.load(found, {"model": state["model"]}, world=world)
+        reader.load_checkpoint(found, {"model": state["model"]}, world=world)
     else:
         import torch.distributed.checkpoint as dcp
 
@@ -75,7 +75,7 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     return reader.mismatches(Reader(path, config).shapes(), model, beside=buffers)
 
 
-def export(
+def export_weights(
     checkpoint: Checkpoint,
     config: RunConfig,
     folder: Path,
@@ -127,7 +127,7 @@ def export(
         content = exported.config_json(config.model)
         copied = exported.copy_besides(config.model, folder)
     else:
-        content = hugging_face.figures(config.model) if known else to_tree(config.model)
+        content = hugging_face.config_content(config.model) if known else to_tree(config.model)
     content[TRAINED_ON] = {"data": config.data.name}
     if length := getattr(config.data, "sequence_length", None):
         content[TRAINED_ON]["sequence_length"] = length
@@ -198,7 +198,7 @@ def described(
         raise ConfigError([ConfigIssue("", message)])
     model: GPTConfig | LlamaConfig | HuggingFaceConfig
     try:
-        model = hugging_face.typed(content, where=str(file))
+        model = hugging_face.typed_model(content, where=str(file))
     except ConfigError:
         trained_on = content.get(TRAINED_ON, {})
         if not _is_text(str(trained_on.get("data"))):

@@ -21,9 +21,9 @@ def main() -> None:
     streams.open_missing()
     atexit.register(leave)  # registered first, so called last, after threads were joined
     try:
-        from axonlaunch.cli.app import run
+        from axonlaunch.cli.app import run_command
 
-        run()
+        run_command()
     except KeyboardInterrupt:  # while modules were imported
         status = 130
     except SystemExit as end:

@@ -85,7 +85,7 @@ def _root(
         typer.echo(context.get_help())
 
 
-def run() -> None:
+def run_command() -> None:
     """Run the application; what a user got wrong is one line a problem and exit status 2."""
     try:
         status = app(standalone_mode=False)

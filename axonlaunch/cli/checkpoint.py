@@ -216,7 +216,7 @@ def export(
 
         chosen = getattr(torch, dtypes[dtype]) if dtype else None
         size = int(file_gb * GB)
-        written = weights.export(found, config, out, dtype=chosen, file_bytes=size)
+        written = weights.export_weights(found, config, out, dtype=chosen, file_bytes=size)
     if as_json:
         print_json({"checkpoint": str(found.path), "folder": str(out), "files": written})
         return
@@ -277,9 +277,9 @@ def _checkpoint(path: Path) -> Checkpoint:
 
 
 def _config(found: Checkpoint, trusted: bool) -> RunConfig:
-    from axonlaunch.config import read
+    from axonlaunch.config import read_frozen
 
-    return read(found.path.parent.parent, trusted=trusted)
+    return read_frozen(found.path.parent.parent, trusted=trusted)
 
 
 def _folder(path: Path) -> None:

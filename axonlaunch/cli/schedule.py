@@ -40,7 +40,7 @@ def command(
     """Draw the pipeline schedule."""
     from axonlaunch import config as configuration
     from axonlaunch.config import ConfigError, ConfigIssue, with_values
-    from axonlaunch.config.layout import layout, resolved, world_size
+    from axonlaunch.config.layout import layout, num_ranks, resolved
     from axonlaunch.config.rules import broken_world_rules
 
     config = configuration.load(
@@ -51,9 +51,9 @@ def command(
         raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, 1)])
     # No accelerators: as many ranks as the degrees need, whatever machine this is.
     config = resolved(config, accelerators=0)
-    if problems := broken_world_rules(config, world_size=world_size(config)):
+    if problems := broken_world_rules(config, world_size=num_ranks(config)):
         raise ConfigError(problems)
-    shares = layout(config, world_size=world_size(config))
+    shares = layout(config, world_size=num_ranks(config))
 
     if plot is not None:
         check_plot(plot)

@@ -175,7 +175,7 @@ def _with_registered(composed: Composed) -> Composed:
     return dataclasses.replace(composed, tree=tree, given=given, problems=problems)
 
 
-def read(path: str | Path, *, trusted: bool = False) -> RunConfig:
+def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:
     """Read a frozen ``config.yaml``, or that of a run folder.
 
     Args:

@@ -234,7 +234,7 @@ DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
             needs=Needs("sklearn", "scikit-learn", "axonlaunch[digits]"),
         ),
         "custom": Entry(
-            "axonlaunch.data.custom:build_custom",
+            "axonlaunch.data.custom:build_custom_dataset",
             "your own dataset, data.target",
             CustomDataConfig,
             DatasetFacts(),

@@ -155,7 +155,7 @@ def layout(config: RunConfig, *, world_size: int) -> Layout:
     )
 
 
-def world_size(config: RunConfig) -> int:
+def num_ranks(config: RunConfig) -> int:
     """Return the ranks of a run whose ``launch.nproc`` is resolved, on as many nodes as it may.
 
     ``launch.nnodes`` is a number or two.

@@ -14,7 +14,7 @@ from typing import Any
 from axonlaunch.config.errors import ConfigIssue
 from axonlaunch.config.optimizer import OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts, Sharding
-from axonlaunch.registry import load, nearest
+from axonlaunch.registry import load_target, nearest
 
 LR_SCALE = "lr_scale"
 NOT_OF_A_GROUP = ("name", "groups", "target", "arguments")
@@ -76,7 +76,7 @@ def states_of(config: Any, shape: tuple[int, ...]) -> dict[str, OptimizerState]:
         shape: The whole parameter's.
     """
     known = OPTIMIZERS.facts(config.name).states
-    states = load(_PROBE)(config, len(shape)).states if known is None else known
+    states = load_target(_PROBE)(config, len(shape)).states if known is None else known
     return {
         state.name: state
         for state in states
@@ -90,7 +90,7 @@ def sharding_of(config: Any) -> Sharding:
     known = OPTIMIZERS.facts(config.name).sharding
     if known is not None:
         return known
-    found: Sharding = load(_PROBE)(config, 2).sharding
+    found: Sharding = load_target(_PROBE)(config, 2).sharding
     return found
 
 

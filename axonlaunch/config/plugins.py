@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.registry import load
+from axonlaunch.registry import load_target
 
 
 def import_plugins(modules: Sequence[str]) -> list[ConfigIssue]:
@@ -50,7 +50,7 @@ def import_target(target: str) -> Any:
         ImportError: The module or the attribute does not exist.
     """
     search_here()
-    return load(target)
+    return load_target(target)
 
 
 def import_callable(key: str, target: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:

@@ -23,8 +23,8 @@ from axonlaunch.config.layout import (
     data_parallel_facts,
     model_ranks,
     nodes,
+    num_ranks,
     replicas,
-    world_size,
 )
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.optimizer import WSDConfig
@@ -66,7 +66,7 @@ def broken_sizes(config: RunConfig) -> list[ConfigIssue]:
     assert config.launch.nproc != "auto"
     least, most = nodes(config)
     if least == most:
-        return broken_world_rules(config, world_size=world_size(config))
+        return broken_world_rules(config, world_size=num_ranks(config))
     found: list[ConfigIssue] = []
     for count in range(least, most + 1):
         size = config.launch.nproc * count

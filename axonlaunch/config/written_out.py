@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from axonlaunch.config.errors import ConfigError
-from axonlaunch.config.layout import layout, nodes, resolved, world_size
+from axonlaunch.config.layout import layout, nodes, num_ranks, resolved
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.rules import broken_sizes
 from axonlaunch.config.schema import RunConfig
@@ -37,7 +37,7 @@ def written_out(config: RunConfig, *, accelerators: int) -> RunConfig:
         settings["launch.backend"] = "nccl" if accelerators else "gloo"
     least, most = nodes(config)
     if least == most:
-        shares = layout(config, world_size=world_size(config))
+        shares = layout(config, world_size=num_ranks(config))
         settings["train.micro_batch_size"] = shares.micro_batch_size
         if shares.pipeline > 1:
             settings["strategy.pipeline.stages_per_rank"] = shares.stages_per_rank

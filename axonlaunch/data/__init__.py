@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["DATASETS", "build", "register_dataset"]
 
 
-def build(config: Any) -> Dataset:
+def build_dataset(config: Any) -> Dataset:
     """Make the dataset that a typed configuration describes.
 
     Raises:

@@ -20,7 +20,7 @@ from axonlaunch.data.dataset import Batch, Dataset, Kind, NoText, Split
 _DATASET = ("kind", "num_samples", "num_eval_samples", "num_classes", "sample_shape", "samples")
 
 
-def build_custom(config: CustomDataConfig) -> Dataset:
+def build_custom_dataset(config: CustomDataConfig) -> Dataset:
     """Import ``target`` and call it with the arguments.
 
     Raises:

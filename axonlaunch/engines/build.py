@@ -54,7 +54,7 @@ from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
 from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded_policy
 from axonlaunch.engines.tensor.loss import vocab_parallel_cross_entropy_sum
 from axonlaunch.engines.tensor.parallelize import has_divided_logits, parallelize
-from axonlaunch.models.build import construct, spec_for, start
+from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.loss import with_auxiliary_loss
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
@@ -69,7 +69,7 @@ class Source:
 
     Attributes:
         construct: As ``models.build.construct``.
-        start: As ``models.build.start``.
+        initialize_weights: As ``models.build.initialize_weights``.
         storing: What surrounds whatever allocates storage.
         boundaries: What divides a whole model as a stage is, and all stages, to what each stage
             takes and gives of a micro-batch; None: a micro-batch is passed through the ranks to
@@ -77,7 +77,7 @@ class Source:
     """
 
     construct: Callable[..., nn.Module] = construct
-    start: Callable[..., None] = start
+    initialize_weights: Callable[..., None] = initialize_weights
     storing: Callable[[], AbstractContextManager[Any]] = nullcontext
     boundaries: Boundaries | None = None
 
@@ -117,7 +117,7 @@ class _Plan:
         return self.source.construct(self.config.model, seed=self.config.seed)
 
 
-def build(
+def build_engine(
     config: RunConfig,
     world: World,
     *,
@@ -354,7 +354,7 @@ def _fill(plan: _Plan, model: nn.Module) -> None:
         return  # fully_shard has moved what the model filled itself
     device = HOST if plan.whole_on_host else world.device
     with plan.source.storing():
-        plan.source.start(model, config.model, seed=config.seed, device=device)
+        plan.source.initialize_weights(model, config.model, seed=config.seed, device=device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(world.device))

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 from axonlaunch.config import RunConfig
 from axonlaunch.config.launch import LAUNCHERS, Launcher
 from axonlaunch.config.layout import nodes
-from axonlaunch.registry import load
+from axonlaunch.registry import load_target
 from axonlaunch.system import forked_call
 
 
@@ -73,7 +73,7 @@ def launch_function(config: RunConfig) -> Launch:
 
 
 def _imported(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    found: Callable[..., Any] = load(function) if isinstance(function, str) else function
+    found: Callable[..., Any] = load_target(function) if isinstance(function, str) else function
     return found
 
 

@@ -29,7 +29,7 @@ from axonlaunch.config import (
     with_values,
 )
 from axonlaunch.config.errors import plain
-from axonlaunch.config.layout import layout, world_size
+from axonlaunch.config.layout import layout, num_ranks
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
 from axonlaunch.system import host
@@ -48,7 +48,7 @@ _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
 
 
 @contextmanager
-def create(
+def open_run_dir(
     config: RunConfig, *, announce: Callable[[str], object], sharing: int | None = None
 ) -> Iterator[RunConfig]:
     """Make the folder, freeze the configuration in it, and hold it while the run lasts.
@@ -270,7 +270,7 @@ def free_name(name: str) -> str:
 
 def default_name(config: RunConfig) -> str:
     """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
-    shares = layout(config, world_size=world_size(config))
+    shares = layout(config, world_size=num_ranks(config))
     degrees = {"context": shares.context, "tensor": shares.tensor, "pipeline": shares.pipeline}
     kinds: list[str] = [] if shares.facts.averages == "nothing" else [shares.data_parallel]
     kinds += [axis for axis, degree in degrees.items() if degree > 1]

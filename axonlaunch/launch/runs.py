@@ -201,7 +201,7 @@ class Runs:
             self.options, again=sweep.again([config for _, config in self.loaded])
         )
         for number, summary in enumerate(before, start=1):
-            sweep.announce(
+            sweep.print_run_header(
                 varied[number - 1],
                 number=number,
                 of=len(self.loaded),
@@ -215,7 +215,7 @@ class Runs:
             if self._statuses[-1] == INTERRUPTED:  # it means them all; a failure only its own run
                 break
             options = dataclasses.replace(options, started=time.time())
-        sweep.compare(varied, self.summaries, stream=self._stream)
+        sweep.print_sweep_table(varied, self.summaries, stream=self._stream)
 
     @property
     def _stream(self) -> Any:

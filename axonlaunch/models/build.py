@@ -76,7 +76,9 @@ def _built(spec: ModelSpec, config: Any) -> nn.Module:
     return module
 
 
-def start(module: nn.Module, config: Any, *, seed: int, device: torch.device | str) -> None:
+def initialize_weights(
+    module: nn.Module, config: Any, *, seed: int, device: torch.device | str
+) -> None:
     """Move what ``construct`` built, sharded by now or not, to its device with initial weights."""
     spec = spec_for(config)
     if spec.initializers is None:
@@ -86,10 +88,10 @@ def start(module: nn.Module, config: Any, *, seed: int, device: torch.device | s
     initialize(module, seed=seed, initializers=spec.initializers(module))
 
 
-def build(config: Any, *, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
+def build_model(config: Any, *, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
     """Build a whole module on one device, with the weights that any layout would start from."""
     module = construct(config, seed=seed)
-    start(module, config, seed=seed, device=device)
+    initialize_weights(module, config, seed=seed, device=device)
     return module
 
 

@@ -16,7 +16,7 @@ from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
 
-def build_custom(config: CustomConfig) -> nn.Module:
+def build_custom_model(config: CustomConfig) -> nn.Module:
     """Import ``target`` and call it with the arguments.
 
     Raises:
@@ -38,7 +38,7 @@ def build_custom(config: CustomConfig) -> nn.Module:
 
 
 SPEC = ModelSpec(
-    build=build_custom,
+    build=build_custom_model,
     loss=cross_entropy_sum,
     inputs="any",
     adapt=lambda spec, config: replace(spec, layers=config.layers),

@@ -14,7 +14,7 @@ from torch._subclasses import fake_impls
 
 
 @functools.cache
-def install() -> None:
+def install_fake_kernels() -> None:
     """Let fake tensors do what tensors do; once in a process."""
     operation = torch.ops.aten._grouped_mm.default
     if operation not in fake_impls.op_implementations_dict:

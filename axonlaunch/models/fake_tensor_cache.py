@@ -56,7 +56,7 @@ recipes: dict[Any, _Recipe | None] = {}
 _repeatable: dict[Any, bool] = {}
 
 
-def with_values() -> AbstractContextManager[Any]:
+def with_tensor_values() -> AbstractContextManager[Any]:
     """Return a context in which tensors have bytes again, inside that of ``tensors_without_bytes``.
 
     No other mode follows what is done in it either.
@@ -70,7 +70,7 @@ def tensors_without_bytes() -> FakeTensorMode:
 
     It is of torch's very type, by which operators that run others find their rules.
     """
-    fake_kernels.install()
+    fake_kernels.install_fake_kernels()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__torch_dispatch__ = MethodType(_Memory(), mode)  # type: ignore[method-assign]
     return mode

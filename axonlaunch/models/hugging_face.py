@@ -56,13 +56,13 @@ def places(config: Any) -> dict[str, ParameterMapping] | None:
     return dict(found.places(config)) if found else None
 
 
-def figures(config: Any) -> dict[str, Any]:
+def config_content(config: Any) -> dict[str, Any]:
     """Return the content of ``config.json`` for a model that ``places`` knows."""
     found = _FORMATS[config.name]
     return {"model_type": found.model_type, **found.figures(config)}
 
 
-def typed(content: Mapping[str, Any], *, where: str) -> GPTConfig | LlamaConfig:
+def typed_model(content: Mapping[str, Any], *, where: str) -> GPTConfig | LlamaConfig:
     """Return the typed configuration of a model of theirs.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, Composer, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import one_of
-from axonlaunch.config.layout import nodes, resolved, world_size
+from axonlaunch.config.layout import nodes, num_ranks, resolved
 from axonlaunch.planning.plan import search_composed
 from axonlaunch.system import forked_call
 
@@ -60,7 +60,7 @@ def load_auto_strategy(
     assert config.hardware is not None
     if config.hardware.devices_per_node is None and nodes(config)[1] == 1:
         config = configuration.with_values(config, {"hardware.devices_per_node": nproc})
-    ranks = world_size(configuration.with_values(config, {"launch.nproc": nproc}))
+    ranks = num_ranks(configuration.with_values(config, {"launch.nproc": nproc}))
     print(f"planning the layout of {ranks} ranks", file=sys.stderr)
     found = search_composed(
         context, composed, config, devices=ranks, config_dirs=config_dirs, wanted=1

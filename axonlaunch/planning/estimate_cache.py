@@ -17,7 +17,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.data_parallel import DATA_PARALLEL
-from axonlaunch.config.layout import world_size
+from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.system import cache
@@ -98,7 +98,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "data": to_tree(config.data),
         "optimizer": to_tree(config.optimizer),
         "train": {k: v for k, v in to_tree(config.train).items() if k not in _IDLE},
-        "world_size": world_size(config),
+        "world_size": num_ranks(config),
         "memory_gib": hardware.memory_gib if hardware else None,
         "is_cpu": hardware is not None and hardware.is_cpu,
         "exact": exact,

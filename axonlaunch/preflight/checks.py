@@ -17,7 +17,7 @@ from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, layout, resolved, world_size
+from axonlaunch.config.layout import Layout, layout, num_ranks, resolved
 from axonlaunch.config.loggers import CustomLoggerConfig
 from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
 from axonlaunch.config.plugins import import_callable, import_plugins
@@ -66,22 +66,22 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
 def obstacles(config: RunConfig) -> list[ConfigIssue]:
     """Return what would stop a run here whose ``launch.nproc`` is resolved."""
     import_plugins(config.plugins)
-    return check(config)
+    return find_issues(config)
 
 
 def _resolved(config: RunConfig, *, here: bool) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
     config = resolved(config, accelerators=accelerators())
-    if problems := fetch(config, here=here):
+    if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
     config = _wherever_it_is_read(config)
-    problems = check(config, here=here)
+    problems = find_issues(config, here=here)
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
+def find_issues(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
     """Return what is wrong with a configuration whose ``launch.nproc`` is known.
 
     Args:
@@ -89,7 +89,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
         here: Whether this node is to run it: its devices, memory, disk, data and checkpoints
             then have to suffice.
     """
-    ranks = world_size(config)
+    ranks = num_ranks(config)
     shares = layout(config, world_size=ranks)
     # Again, now that all is resolved: each rank holds what it reads of the run against them.
     problems = find_rule_violations(config)
@@ -122,7 +122,7 @@ def check(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
     return problems
 
 
-def fetch(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
+def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
     """Bring what the Hugging Face Hub has of the model into its cache, once for all ranks."""
     if not isinstance(config.model, HuggingFaceConfig):
         return []
@@ -186,7 +186,7 @@ def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _dataset(config: RunConfig) -> tuple[Dataset | None, list[ConfigIssue]]:
     try:
-        return data.build(config.data), []
+        return data.build_dataset(config.data), []
     except ConfigError as error:
         return None, error.problems
     except (ValueError, OSError, ImportError) as error:

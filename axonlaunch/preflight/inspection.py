@@ -18,7 +18,7 @@ from axonlaunch.engines.pipeline.split import ends_of
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.spec import ModelSpec
-from axonlaunch.preflight.checks import fetch
+from axonlaunch.preflight.checks import fetch_model
 from axonlaunch.preflight.parallelism import (
     context_problems,
     pipeline_problems,
@@ -82,7 +82,7 @@ def inspect(config: RunConfig) -> Inspection:
     Raises:
         ConfigError: It can't be built.
     """
-    if problems := fetch(config, here=False):
+    if problems := fetch_model(config, here=False):
         raise ConfigError(problems)
     spec = spec_for(config.model)
     model = on_meta(config.model, seed=config.seed)

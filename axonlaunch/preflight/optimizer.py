@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.layout import Layout, layout, world_size
+from axonlaunch.config.layout import Layout, layout, num_ranks
 from axonlaunch.config.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.parameter_groups import (
@@ -44,7 +44,7 @@ def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
         if config.optimizer.name not in OWN_OPTIMIZERS:
             problems += _of_others(config.optimizer, facts)
         if not problems:
-            problems += layout_problems(config, layout(config, world_size=world_size(config)))
+            problems += layout_problems(config, layout(config, world_size=num_ranks(config)))
     except ConfigError as error:
         return error.problems
     return problems

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from axonlaunch.registry import load
-from axonlaunch.system.forkserver import Starter, enter, fork
+from axonlaunch.registry import load_target
+from axonlaunch.system.forkserver import Starter, become_independent, fork
 
 _GRACE_S = 0.3
 """Seconds in which other calls report what the failure of one did to them."""
@@ -180,10 +180,10 @@ def _wait_for_group(leader: int) -> None:
 
 def answer(connection: Connection, target: str, args: tuple[Any, ...]) -> None:
     """Call a function and send what it returned, yielded or raised; never returns."""
-    enter()
+    become_independent()
     os.dup2(2, 1)  # standard output is the command's own
     try:
-        result = load(target)(*args)
+        result = load_target(target)(*args)
         if isinstance(result, Generator):
             result = _sent(result, connection)
         message = ("returned", result)

@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from axonlaunch.registry import load
+from axonlaunch.registry import load_target
 from axonlaunch.system import temporary_folders
 from axonlaunch.system.forked_process import ForkedProcess
 from axonlaunch.system.process_state import state
@@ -159,7 +159,7 @@ class _ByName:
         self._target = target
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return load, (self._target,)
+        return load_target, (self._target,)
 
 
 def fork(context: Starter, target: str, *args: Any) -> ForkedProcess:
@@ -227,7 +227,7 @@ def _deadline(pid: int | None) -> Iterator[None]:
         thread.join()
 
 
-def enter() -> None:
+def become_independent() -> None:
     """Make this forked process what it would be if a shell had started it."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     sys.excepthook = sys.__excepthook__  # the server's own is terse

@@ -18,7 +18,7 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.system import host
 
 
-class Watch(Protocol):
+class PeakWatch(Protocol):
     """Finds the peak of a run."""
 
     def storing(self) -> AbstractContextManager[Any]:

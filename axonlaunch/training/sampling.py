@@ -69,16 +69,16 @@ def continue_prompt(
 
 def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int]:
     """Return a run's model, and how many bytes it was trained to look at."""
-    saved = config.read(folder, trusted=trusted)
+    saved = config.read_frozen(folder, trusted=trusted)
     found = checkpoint.latest(folder)
     if found is None:
         message = f"{folder}: the run has no checkpoint; train with checkpoint.every=N"
         raise ConfigError([ConfigIssue("", message)])
     length = _length(saved.data, where=f"{folder}: the run")
     from axonlaunch.engines.mesh_engine import model_state
-    from axonlaunch.models.build import build
+    from axonlaunch.models.build import build_model
 
-    model = build(saved.model, seed=saved.seed).eval()
+    model = build_model(saved.model, seed=saved.seed).eval()
     checkpoint.load_model(found, model_state(model))
     return model, length
 
@@ -86,11 +86,11 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int]:
 def _exported(folder: Path) -> tuple[nn.Module, int]:
     """Return the model of a folder of safetensors, and how many bytes it was trained to look at."""
     from axonlaunch.checkpoint import weights
-    from axonlaunch.models.build import build
+    from axonlaunch.models.build import build_model
 
     described, data = weights.described(folder)
     length = _length(data, where=f"{folder}: its model")
-    model = build(described).eval()
+    model = build_model(described).eval()
     if wrong := weights.differences(folder, described, model):
         message = f"{folder}: its weights are not those of its {_EXPORTED}: {weights.first(wrong)}"
         raise ConfigError([ConfigIssue("", message)])

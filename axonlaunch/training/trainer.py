@@ -29,7 +29,7 @@ from axonlaunch.events import (
     Straggler,
 )
 from axonlaunch.training.nonfinite import raise_if_nonfinite
-from axonlaunch.training.peak_memory import Watch, peak_memory_bytes
+from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
 from axonlaunch.training.unknown_tokens import naming_unknown_tokens
 
 
@@ -53,7 +53,7 @@ def fit(
     *,
     world: World,
     monitor: Monitor,
-    watch: Watch,
+    watch: PeakWatch,
     saver: Saver | None = None,
     loss: float | None = None,
 ) -> Finished:

@@ -16,18 +16,18 @@ from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Checkpoint, Retention, storage
 from axonlaunch.checkpoint.fallback import Resumed, load_newest
 from axonlaunch.checkpoint.saver import Saver
-from axonlaunch.checkpoint.weights import start
+from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.build import Source, build
+from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import NOBODY, Event, Finished, Monitor, SampleGenerated, Started
 from axonlaunch.models.generation import generate
 from axonlaunch.training.loggers import RunLoggers
-from axonlaunch.training.peak_memory import DevicePeak, Watch
+from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.trainer import fit
 
 Report = Callable[[Event], None]
@@ -38,7 +38,7 @@ def run(
     world: World,
     *,
     monitor: Monitor = NOBODY,
-    cpu_peak: Callable[[RunConfig], Watch] | None = None,
+    cpu_peak: Callable[[RunConfig], PeakWatch] | None = None,
 ) -> Finished:
     """Train as a resolved configuration says; every rank of the world calls this.
 
@@ -51,7 +51,7 @@ def run(
     monitor.beat("building", step=None)
     torch.use_deterministic_algorithms(config.train.deterministic)
     shares = layout(config, world_size=world.world_size)
-    dataset = data.build(config.data)
+    dataset = data.build_dataset(config.data)
     loader = rank_loader(
         config,
         dataset,
@@ -61,11 +61,11 @@ def run(
     )
     watch = _watch(config, world, cpu_peak)
     source = Source(storing=watch.storing)
-    engine = build(config, world, sample=sample_inputs(dataset), source=source)
+    engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
     monitor.beat("loading", step=None)
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
-        start(engine, config.model, world=world)
+        load_initial_weights(engine, config.model, world=world)
     kept = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
     monitor = dataclasses.replace(monitor, report=report)
@@ -117,7 +117,9 @@ def run(
     return finished
 
 
-def _watch(config: RunConfig, world: World, cpu_peak: Callable[[RunConfig], Watch] | None) -> Watch:
+def _watch(
+    config: RunConfig, world: World, cpu_peak: Callable[[RunConfig], PeakWatch] | None
+) -> PeakWatch:
     """Return what finds the peak of this rank's memory.
 
     On a CPU, which has no allocator to ask, nothing sees what compiled kernels allocate.
@@ -140,7 +142,9 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
             passes_over=config.checkpoint.fallback,
         )
     elif (found := checkpoint.find_checkpoint(storage.storage_path(resume))) is not None:
-        resumed = Resumed(found, checkpoint.load(found, engine.state_dict(), world=world))
+        resumed = Resumed(
+            found, checkpoint.load_checkpoint(found, engine.state_dict(), world=world)
+        )
     else:
         raise checkpoint.CorruptCheckpointError(
             f"{resume}: there is no complete checkpoint in it any more"

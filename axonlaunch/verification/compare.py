@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from axonlaunch import data
-from axonlaunch.checkpoint.weights import start
+from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig, with_values
-from axonlaunch.config.layout import layout, world_size
+from axonlaunch.config.layout import layout, num_ranks
 from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.build import build
+from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.system import host
@@ -119,7 +119,7 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
     Raises:
         NoReferenceError: They fail, or the model draws random numbers, as no two layouts do alike.
     """
-    shares = layout(config, world_size=world_size(config))
+    shares = layout(config, world_size=num_ranks(config))
 
     def run(world: World) -> Reference:
         engine, loader = _engine(_in_one_process(config, micro_batch_size="auto"), world)
@@ -193,7 +193,7 @@ def on_mock(config: RunConfig, steps: int) -> ParityResult:
         reference = alone(config, steps=steps)
     except NoReferenceError as error:
         return failed(config, steps, str(error))
-    world = World.mock(world_size(config), timeout_s=config.launch.timeout_s)
+    world = World.mock(num_ranks(config), timeout_s=config.launch.timeout_s)
     try:
         results = world.run(lambda one: compare(config, one, reference, steps=steps))
     except RankFailedError as error:
@@ -221,7 +221,7 @@ def verify_on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> Par
         folder: Where the ranks meet and find what ``save_reference`` left.
         rank: Which rank this process is.
     """
-    ranks = world_size(config)
+    ranks = num_ranks(config)
     import_plugins(config.plugins)
     config = _with_smooth_updates(config)
     given = config.launch.threads
@@ -293,10 +293,10 @@ def _missing(reference: Reference, found: list[Difference]) -> Iterator[Differen
 
 def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     shares = layout(config, world_size=world.world_size)
-    dataset = data.build(config.data)
+    dataset = data.build_dataset(config.data)
     loader = rank_loader(config, dataset, shares=shares, rank=world.rank)
-    engine = build(config, world, sample=sample_inputs(dataset))
-    start(engine, config.model, world=world)
+    engine = build_engine(config, world, sample=sample_inputs(dataset))
+    load_initial_weights(engine, config.model, world=world)
     _drop_nothing(engine.modules)
     return engine, loader
 

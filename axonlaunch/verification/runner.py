@@ -12,7 +12,7 @@ from typing import cast
 
 from axonlaunch import config as configuration
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import world_size
+from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
@@ -62,7 +62,7 @@ def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> 
         given = (config, steps, folder)
         if (no_reference := forked_call.call(context, f"{run}save_reference", *given)) is not None:
             return cast("ParityResult", no_reference)
-        ranks = [(*given, rank) for rank in range(world_size(config))]
+        ranks = [(*given, rank) for rank in range(num_ranks(config))]
         try:
             verdict, *_ = forked_call.call_together(context, f"{run}verify_on_rank", ranks)
         except forked_call.CallsFailedError as error:

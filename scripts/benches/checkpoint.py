@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from axonlaunch.checkpoint import Retention, latest, load
+from axonlaunch.checkpoint import Retention, latest, load_checkpoint
 from axonlaunch.checkpoint.saver import Completed, Saver
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
@@ -119,7 +119,7 @@ def on_rank(rank: int, ranks: int, folder: str, repeats: int) -> dict[str, list[
             one = latest(here / "run")
             assert one is not None
             mine = sorted(one.path.iterdir())[rank::ranks]
-            loaded = "load, checksums included", lambda o=one: load(o, held, world=world)
+            loaded = "load, checksums included", lambda o=one: load_checkpoint(o, held, world=world)
             whole = "read the files", lambda m=mine: read(m)
             for name, work in (whole, loaded, loaded, whole):  # disks grow faster and slower
                 if world.is_main:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from axonlaunch.config.model import GPTConfig
-from axonlaunch.models.build import build
+from axonlaunch.models.build import build_model
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     config = GPTConfig(
         hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=4
     )
-    model = build(config)
+    model = build_model(config)
     if args.strategy == "ddp":
         model = DistributedDataParallel(model)
     else:

@@ -206,7 +206,7 @@ def test_a_changed_file_is_refused_when_it_is_loaded_and_the_one_before_is_offer
 
     def on_rank(world: World) -> None:
         with pytest.raises(CorruptCheckpointError) as caught:
-            checkpoint.load(found, STATE, world=world)
+            checkpoint.load_checkpoint(found, STATE, world=world)
         assert str(caught.value) == (
             f"{found.path}: __0_0.distcp is not what was written (its CRC-32 differs); resume from "
             f"the previous one with checkpoint.resume={found.path.with_name('step_2')}"

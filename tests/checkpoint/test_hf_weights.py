@@ -19,7 +19,7 @@ from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
 from axonlaunch.engines.mesh_engine import model_state
-from axonlaunch.models.build import build
+from axonlaunch.models.build import build_model
 from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.models.hf.conversion import Computed, conversion
 from axonlaunch.models.hf.structure import structure
@@ -43,7 +43,7 @@ def started(config: RunConfig) -> dict[str, Tensor]:
 
     def run(world: World) -> dict[str, Tensor]:
         engine, _ = rank_engine(config, world)
-        weights.start(engine, config.model, world=world)
+        weights.load_initial_weights(engine, config.model, world=world)
         return {name: whole(one.detach()).clone() for name, one in engine.named_parameters()}
 
     return World.mock(config.launch.nproc).run(run)[0]
@@ -167,7 +167,7 @@ def chosen_model(kind: str) -> Any:
 def saved(config: RunConfig, run_dir: Path) -> Any:
     """Save a run with random weights; return its model."""
     config = with_values(config, {"run_dir": str(run_dir), "name": "saved"})
-    module = build(config.model, seed=1).eval()
+    module = build_model(config.model, seed=1).eval()
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(to_yaml(config))
 
@@ -191,7 +191,9 @@ def test_from_pretrained_loads_what_is_exported(kind: str, tmp_path: Path) -> No
     module = saved(config, tmp_path / "run")
     found = checkpoint.latest(tmp_path / "run")
     assert found is not None
-    written = weights.export(found, config, tmp_path / "out", dtype=None, file_bytes=150_000)
+    written = weights.export_weights(
+        found, config, tmp_path / "out", dtype=None, file_bytes=150_000
+    )
     assert {"config.json", "generation_config.json", "tokenizer.json"} < {*written}
     theirs, about = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(about.values()), about
@@ -220,7 +222,7 @@ def test_what_was_exported_can_be_imported_and_continues_text(tmp_path: Path) ->
     saved(config, tmp_path / "run")
     found = checkpoint.latest(tmp_path / "run")
     assert found is not None
-    weights.export(found, config, tmp_path / "out", dtype=None, file_bytes=10**9)
+    weights.export_weights(found, config, tmp_path / "out", dtype=None, file_bytes=10**9)
     taken = weights.take_in(tmp_path / "out", tmp_path / "again", config)
     assert taken.exists()
     how: dict[str, Any] = {"tokens": 8, "temperature": 0.0, "top_k": None, "seed": 0}

@@ -23,8 +23,8 @@ from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.build import build
-from axonlaunch.models.build import build as build_model
+from axonlaunch.engines.build import build_engine
+from axonlaunch.models.build import build_model
 
 MODEL = ["model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4"]
 DATA = ["data=synthetic_tokens", "data.sequence_length=12", "train.global_batch_size=8"]
@@ -83,9 +83,11 @@ def run(name: str, work: Callable[[Engine, Loader, World], Any], *extra: str) ->
     shares = layout(chosen, world_size=ranks)
 
     def on_rank(world: World) -> Any:
-        loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
+        loader = rank_loader(
+            chosen, data.build_dataset(chosen.data), shares=shares, rank=world.rank
+        )
         sample = sample_inputs(loader.dataset)
-        return work(build(chosen, world, sample=sample), loader, world)
+        return work(build_engine(chosen, world, sample=sample), loader, world)
 
     return World.mock(ranks).run(on_rank)
 
@@ -118,7 +120,7 @@ def save(engine: Engine, world: World, folder: Path, *, keep: int = 2) -> None:
 def load(engine: Engine, world: World, folder: Path) -> None:
     found = checkpoint.latest(folder)
     assert found is not None
-    engine.load_state_dict(checkpoint.load(found, engine.state_dict(), world=world))
+    engine.load_state_dict(checkpoint.load_checkpoint(found, engine.state_dict(), world=world))
 
 
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
@@ -151,7 +153,7 @@ def in_plain_torch(steps: int) -> dict[str, Tensor]:
     """Train with torch alone; return parameters and optimizer states by their saved names."""
     chosen = run_config([*MODEL, *DATA, "strategy=single"])
     model = build_model(chosen.model, seed=chosen.seed)
-    loader = Loader(data.build(chosen.data), seed=chosen.seed, global_batch_size=8)
+    loader = Loader(data.build_dataset(chosen.data), seed=chosen.seed, global_batch_size=8)
     named = dict(model.named_parameters())
     groups = [
         {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": 0.1},

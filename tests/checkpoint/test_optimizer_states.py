@@ -110,7 +110,7 @@ def resumed(folder: Path, layout: str, optimizer: str, steps: int = 5) -> list[f
         engine, loader = rank_engine(run, world)
         found = checkpoint.latest(folder)
         assert found is not None
-        engine.load_state_dict(checkpoint.load(found, engine.state_dict(), world=world))
+        engine.load_state_dict(checkpoint.load_checkpoint(found, engine.state_dict(), world=world))
         left = range(engine.step, steps)
         return [float(engine.train_step(loader.batch(step)).loss) for step in left]
 

@@ -43,7 +43,7 @@ def values(where: Path) -> set[float]:
 
     def on_rank(world: World) -> set[float]:
         state: dict[str, Any] = {"model": {"w0": torch.zeros(8), "w1": torch.zeros(8)}}
-        checkpoint.load(found, state, world=world)
+        checkpoint.load_checkpoint(found, state, world=world)
         return {float(v) for tensor in state["model"].values() for v in tensor}
 
     return set.union(*World.mock(1).run(on_rank))

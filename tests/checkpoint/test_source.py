@@ -69,8 +69,8 @@ def test_every_dtype_has_a_place_in_an_index(dtype: str, tmp_path: Path) -> None
 def test_an_index_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> None:
     """Held against torch's own of the same state: shapes, dtypes, parts, and where they lie."""
     state = {"model": {"w": torch.ones(3, 5), "scalar": torch.tensor(2.0), "none": torch.ones(0)}}
-    ours = dcp_reader.read_index(saved(tmp_path / "ours", state).path)
-    theirs = dcp_reader.read_index(old_checkpoint.save(tmp_path / "theirs", state).path)
+    ours = dcp_reader.read_dcp_index(saved(tmp_path / "ours", state).path)
+    theirs = dcp_reader.read_dcp_index(old_checkpoint.save(tmp_path / "theirs", state).path)
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     for name, entry in ours.state_dict_metadata.items():
         other = theirs.state_dict_metadata[name]

@@ -20,10 +20,10 @@ from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
-from axonlaunch.engines.build import build
+from axonlaunch.engines.build import build_engine
 from axonlaunch.engines.mesh_engine import model_state
 from axonlaunch.models import hugging_face
-from axonlaunch.models.build import build as build_model
+from axonlaunch.models.build import build_model
 
 DATA = ["data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=16"]
 SMALL = ["model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4"]
@@ -83,7 +83,9 @@ def saved(run_dir: Path, model: str) -> tuple[RunConfig, nn.Module, Checkpoint]:
 
 
 def export(found: Checkpoint, chosen: RunConfig, folder: Path, **how: Any) -> list[str]:
-    return weights.export(found, chosen, folder, **{"dtype": None, "file_bytes": 10**9, **how})
+    return weights.export_weights(
+        found, chosen, folder, **{"dtype": None, "file_bytes": 10**9, **how}
+    )
 
 
 def reference(folder: Path) -> nn.Module:
@@ -135,7 +137,7 @@ def test_what_hugging_face_wrote_is_taken_in(kind: str, tmp_path: Path) -> None:
         nn.init.normal_(parameter, std=0.2)
     theirs.eval().save_pretrained(tmp_path / "theirs")
     weights.take_in(tmp_path / "theirs", tmp_path / "run", config.load(["strategy=single"]))
-    taken = config.read(tmp_path / "run")
+    taken = config.read_frozen(tmp_path / "run")
     module = build_model(taken.model, seed=1).eval()
     found = checkpoint.latest(tmp_path / "run")
     assert found is not None
@@ -157,16 +159,18 @@ def test_a_run_of_any_layout_starts_from_weights(name: str, source: str, tmp_pat
     path = tmp_path / "run"
     if source == "safetensors":
         path = tmp_path / "out"
-        export(found, config.read(tmp_path / "run"), path)
+        export(found, config.read_frozen(tmp_path / "run"), path)
     ranks, overrides = LAYOUTS[name]
     words = [*MODELS["llama"], *overrides, f"launch.nproc={ranks}", f"model.weights={path}"]
     chosen = run_config([*words, "train.global_batch_size=8"])
     shares = layout(chosen, world_size=ranks)
 
     def on_rank(world: World) -> dict[str, torch.Tensor]:
-        loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
-        engine = build(chosen, world, sample=sample_inputs(loader.dataset))
-        weights.start(engine, chosen.model, world=world)
+        loader = rank_loader(
+            chosen, data.build_dataset(chosen.data), shares=shares, rank=world.rank
+        )
+        engine = build_engine(chosen, world, sample=sample_inputs(loader.dataset))
+        weights.load_initial_weights(engine, chosen.model, world=world)
         held = engine.state_dict()["model"]
         return {
             name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
@@ -222,9 +226,9 @@ def test_running_statistics_are_exported_and_taken_in(tmp_path: Path) -> None:
     again = with_values(chosen, {"model.weights": str(tmp_path / "out")})
 
     def run(world: World) -> dict[str, torch.Tensor]:
-        inputs = sample_inputs(data.build(again.data))
-        engine = build(again, world, sample=inputs)
-        weights.start(engine, again.model, world=world)
+        inputs = sample_inputs(data.build_dataset(again.data))
+        engine = build_engine(again, world, sample=inputs)
+        weights.load_initial_weights(engine, again.model, world=world)
         state: dict[str, torch.Tensor] = engine.state_dict()["model"]
         return state
 
@@ -279,7 +283,7 @@ def test_each_name_and_shape_of_another_model_is_told(tmp_path: Path) -> None:
 )
 def test_what_ours_computes_otherwise_is_refused(content: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        hugging_face.typed(content, where="there/config.json")
+        hugging_face.typed_model(content, where="there/config.json")
     assert str(caught.value) == f"there/config.json: {told}"
 
 

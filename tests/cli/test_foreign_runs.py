@@ -136,7 +136,7 @@ def test_what_an_entry_point_offers_is_foreign_code(
     file = freeze(foreign, **changed)
     would = f"{key}=announced: would import evil, of an installed package"
     with pytest.raises(config.ConfigError, match=re.escape(would)):
-        config.read(file.parent)
+        config.read_frozen(file.parent)
 
 
 @pytest.mark.parametrize("words", [["ls", "foreign"], ["diff", "foreign", "foreign"]])

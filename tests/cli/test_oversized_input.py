@@ -69,7 +69,7 @@ def test_figures_of_a_foreign_model_are_held_against_ours(
 ) -> None:
     content = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 8}
     with pytest.raises(ConfigError) as caught:
-        hugging_face.typed({**content, **figures}, where="hub/config.json")
+        hugging_face.typed_model({**content, **figures}, where="hub/config.json")
     [line] = str(caught.value).splitlines()
     assert line.startswith("hub/config.json: ")
     assert told in line

@@ -19,7 +19,7 @@ from rich.console import Console
 from served import Server
 
 from axonlaunch.cli import plotting
-from axonlaunch.cli.app import run
+from axonlaunch.cli.app import run_command
 from axonlaunch.config.errors import ConfigError
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
@@ -45,7 +45,7 @@ def schedule(
     def command(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["axonlaunch", "schedule", BATCH, *words])
         with pytest.raises(SystemExit) as ended:
-            run()
+            run_command()
         output, errors = capsys.readouterr()
         assert isinstance(ended.value.code, int)
         return ended.value.code, output, errors

@@ -53,7 +53,7 @@ def test_each_rank_reads_the_run_that_was_checked(
 ) -> None:
     written = run_config([*TOKENS[:2], *overrides])
     (tmp_path / "config.yaml").write_text(config.to_yaml(written))
-    assert config.read(tmp_path) == written
+    assert config.read_frozen(tmp_path) == written
     assert written.strategy.data_parallel == kind
 
 

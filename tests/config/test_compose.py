@@ -101,12 +101,12 @@ def test_a_sweep_over_a_group_takes_globs() -> None:
 def test_a_frozen_configuration_reads_back_equal(tmp_path: Path) -> None:
     written = config.load(["strategy=hsdp", "launch.nproc=4", "hardware=h100_80gb", "model=vit"])
     (tmp_path / "config.yaml").write_text(config.to_yaml(written))
-    assert config.read(tmp_path) == written
+    assert config.read_frozen(tmp_path) == written
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run folder"):
-        config.read(tmp_path)
+        config.read_frozen(tmp_path)
 
 
 def test_a_run_given_by_its_name_alone_is_asked_about(
@@ -116,7 +116,7 @@ def test_a_run_given_by_its_name_alone_is_asked_about(
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.yaml").touch()
     with pytest.raises(ConfigError, match=r"did you mean runs/mine\?$"):
-        config.read("mine")
+        config.read_frozen("mine")
 
 
 def test_a_plugin_registers_a_model_that_has_its_own_keys(

@@ -41,7 +41,7 @@ def test_the_frozen_configuration_of_an_older_run_names_the_new_keys(tmp_path: P
     text = config.to_yaml(config.load([]))
     (tmp_path / "config.yaml").write_text(text.replace("keep_last:", "keep:"))
     with pytest.raises(ConfigError, match=r"checkpoint\.keep=2: was renamed; write checkpoint\.ke"):
-        config.read(tmp_path)
+        config.read_frozen(tmp_path)
 
 
 def test_new_names_exist_and_old_ones_do_not() -> None:

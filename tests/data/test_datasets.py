@@ -16,7 +16,7 @@ from axonlaunch.config.data import (
     TokensConfig,
 )
 from axonlaunch.config.errors import ConfigError
-from axonlaunch.data import DATASETS, build
+from axonlaunch.data import DATASETS, build_dataset
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def token_file(tmp_path):
 
 def error_of(config):
     with pytest.raises(ConfigError) as error:
-        build(config)
+        build_dataset(config)
     return str(error.value)
 
 
@@ -49,7 +49,7 @@ def error_of(config):
 
 
 def test_python_source_is_text_of_which_whole_files_are_held_out():
-    dataset = build(PythonSourceConfig(sequence_length=64))
+    dataset = build_dataset(PythonSourceConfig(sequence_length=64))
     total = (dataset.num_samples + dataset.num_eval_samples) * 64
     assert total > 4_000_000
     assert 0.01 < dataset.num_eval_samples * 64 / total < 0.1
@@ -59,11 +59,14 @@ def test_python_source_is_text_of_which_whole_files_are_held_out():
 
 
 def test_a_model_of_single_bytes_costs_over_three_nats_on_python_source():
-    assert 3.0 < build(PythonSourceConfig()).unigram_entropy < 3.6
+    assert 3.0 < build_dataset(PythonSourceConfig()).unigram_entropy < 3.6
 
 
 def test_python_source_is_read_once_a_process():
-    one, other = build(PythonSourceConfig()), build(PythonSourceConfig(sequence_length=7))
+    one, other = (
+        build_dataset(PythonSourceConfig()),
+        build_dataset(PythonSourceConfig(sequence_length=7)),
+    )
     assert one._rows["train"] is other._rows["train"]
 
 
@@ -105,7 +108,7 @@ def test_tests_and_installed_packages_are_no_part_of_python_source(tmp_path, mon
 
 
 def test_text_is_the_files_in_order_and_the_last_bytes_are_held_out(corpus):
-    dataset = build(TextConfig(files=["*.txt"], sequence_length=10, eval_fraction=0.25))
+    dataset = build_dataset(TextConfig(files=["*.txt"], sequence_length=10, eval_fraction=0.25))
     content = b"a.txt" * 100 + b"\n" + b"b.txt" * 100
     assert dataset.num_samples == (751 - 1) // 10
     assert dataset.num_eval_samples == (250 - 1) // 10
@@ -117,19 +120,21 @@ def test_text_is_the_files_in_order_and_the_last_bytes_are_held_out(corpus):
 
 
 def test_globs_cross_folders_and_a_file_named_twice_is_read_once(corpus):
-    one = build(TextConfig(files=["**/*.txt"], sequence_length=4, eval_fraction=0.3))
-    two = build(TextConfig(files=["**/*.txt", "a.txt"], sequence_length=4, eval_fraction=0.3))
+    one = build_dataset(TextConfig(files=["**/*.txt"], sequence_length=4, eval_fraction=0.3))
+    two = build_dataset(
+        TextConfig(files=["**/*.txt", "a.txt"], sequence_length=4, eval_fraction=0.3)
+    )
     assert one.num_samples == two.num_samples
     assert one.num_samples + one.num_eval_samples >= 1400 // 4 - 2
 
 
 def test_a_path_with_brackets_is_taken_as_it_stands(corpus):
     (corpus / "x[1].txt").write_bytes(b"bracket" * 100)
-    assert build(TextConfig(files=["x[1].txt"], sequence_length=4)).num_samples > 100
+    assert build_dataset(TextConfig(files=["x[1].txt"], sequence_length=4)).num_samples > 100
 
 
 def test_bytes_come_back_as_text(corpus):
-    dataset = build(TextConfig(files=["a.txt"], sequence_length=4))
+    dataset = build_dataset(TextConfig(files=["a.txt"], sequence_length=4))
     assert dataset.decode(dataset.encode("naïve ✓")) == "naïve ✓"
     assert dataset.decode([0xFF, 65]) == "\ufffdA"
 
@@ -137,7 +142,7 @@ def test_bytes_come_back_as_text(corpus):
 def test_the_unigram_entropy_is_what_the_best_constant_guess_costs(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"ab" * 100_000)
-    entropy = build(TextConfig(files=[str(path)], sequence_length=4)).unigram_entropy
+    entropy = build_dataset(TextConfig(files=[str(path)], sequence_length=4)).unigram_entropy
     assert entropy == pytest.approx(np.log(2), abs=0.002)
 
 
@@ -175,7 +180,7 @@ def test_what_is_not_text_is_refused_with_what_to_do(
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(content * 100)
     with pytest.raises(ConfigError, match=rf"^data.files=\[{name}\]: {name} {reason}"):
-        build(TextConfig(files=[name], sequence_length=4))
+        build_dataset(TextConfig(files=[name], sequence_length=4))
 
 
 def test_files_that_are_refused_alike_are_one_problem(
@@ -185,7 +190,7 @@ def test_files_that_are_refused_alike_are_one_problem(
     for name in ("a.jsonl", "b.jsonl", "c.jsonl", "d.gz", "e.txt"):
         (tmp_path / name).write_bytes(b"\0 is not looked for where names say enough")
     with pytest.raises(ConfigError) as refused:
-        build(TextConfig(files=["*"], sequence_length=4))
+        build_dataset(TextConfig(files=["*"], sequence_length=4))
     records, compressed = refused.value.problems
     assert records.message.startswith("a.jsonl (and 2 more) holds records")
     assert compressed.message.startswith("d.gz is compressed")
@@ -194,12 +199,14 @@ def test_files_that_are_refused_alike_are_one_problem(
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "a.html", "README", "a.log"])
 def test_documents_and_sources_are_text_even_with_a_stray_byte(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(("prix: 3 € für süß\n" * 40).encode() + b"\xff")
-    assert build(TextConfig(files=[str(tmp_path / name)], sequence_length=4)).num_samples > 100
+    assert (
+        build_dataset(TextConfig(files=[str(tmp_path / name)], sequence_length=4)).num_samples > 100
+    )
 
 
 def test_a_long_files_first_mebibyte_may_end_inside_of_a_character(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(("x" + "€" * 2**19).encode())
-    assert build(TextConfig(files=[str(tmp_path / "a.txt")])).num_samples > 100
+    assert build_dataset(TextConfig(files=[str(tmp_path / "a.txt")])).num_samples > 100
 
 
 def test_a_file_shorter_than_a_sample_is_told(tmp_path):
@@ -222,7 +229,9 @@ def test_a_file_shorter_than_a_sample_is_told(tmp_path):
 def test_tokens_are_read_in_their_own_type(token_file, dtype):
     tokens = np.arange(1000) * (60 if dtype == "uint16" else 70_000)
     path = token_file(tokens, dtype)
-    dataset = build(TokensConfig(path=path, dtype=dtype, sequence_length=8, eval_fraction=0.1))
+    dataset = build_dataset(
+        TokensConfig(path=path, dtype=dtype, sequence_length=8, eval_fraction=0.1)
+    )
     batch = dataset.samples([2], split="train")
     assert batch.inputs.dtype == torch.int64
     assert batch.inputs[0].tolist() == tokens[16:24].tolist()
@@ -234,7 +243,7 @@ def test_tokens_are_read_in_their_own_type(token_file, dtype):
 def test_held_out_tokens_may_have_a_file_of_their_own(token_file):
     path = token_file(np.arange(100))
     held_out = token_file(np.arange(500, 600), name="eval.bin")
-    dataset = build(TokensConfig(path=path, eval_path=held_out, sequence_length=9))
+    dataset = build_dataset(TokensConfig(path=path, eval_path=held_out, sequence_length=9))
     assert (dataset.num_samples, dataset.num_eval_samples) == (11, 11)
     assert dataset.samples([0], split="eval").inputs[0, 0] == 500
     assert dataset.num_classes == 600
@@ -242,7 +251,9 @@ def test_held_out_tokens_may_have_a_file_of_their_own(token_file):
 
 def test_a_given_vocabulary_is_taken_and_the_file_is_not_read_through(token_file):
     config = TokensConfig(path=token_file([5] * 100), sequence_length=4, vocab_size=50257)
-    assert build(TokensConfig(**{**vars(config), "eval_fraction": 0.2})).num_classes == 50257
+    assert (
+        build_dataset(TokensConfig(**{**vars(config), "eval_fraction": 0.2})).num_classes == 50257
+    )
 
 
 def test_token_files_that_can_not_be_are_told(token_file, tmp_path, monkeypatch):
@@ -263,7 +274,9 @@ def test_token_files_that_can_not_be_are_told(token_file, tmp_path, monkeypatch)
 
 
 def test_tokens_know_no_text(token_file):
-    dataset = build(TokensConfig(path=token_file(range(100)), sequence_length=4, eval_fraction=0.2))
+    dataset = build_dataset(
+        TokensConfig(path=token_file(range(100)), sequence_length=4, eval_fraction=0.2)
+    )
     assert not dataset.is_text
     with pytest.raises(NotImplementedError, match="TokenFile knows no text"):
         dataset.encode("text")
@@ -273,7 +286,7 @@ def test_tokens_know_no_text(token_file):
 
 
 def test_synthetic_tokens_count_up_and_differ_between_training_and_evaluation():
-    dataset = build(SyntheticTokensConfig(vocab_size=11, sequence_length=6))
+    dataset = build_dataset(SyntheticTokensConfig(vocab_size=11, sequence_length=6))
     batch = dataset.samples(range(100), split="train")
     rows = torch.cat((batch.inputs, batch.targets[:, -1:]), 1)
     strides = (rows[:, 1:] - rows[:, :-1]) % 11
@@ -285,7 +298,7 @@ def test_synthetic_tokens_count_up_and_differ_between_training_and_evaluation():
 
 
 def test_synthetic_images_can_be_told_apart():
-    dataset = build(SyntheticImagesConfig(image_size=8, num_channels=3))
+    dataset = build_dataset(SyntheticImagesConfig(image_size=8, num_channels=3))
     train = dataset.samples(range(2000), split="train")
     assert train.inputs.shape == (2000, 3, 8, 8)
     assert train.inputs.dtype == torch.float32
@@ -298,7 +311,7 @@ def test_synthetic_images_can_be_told_apart():
 
 def test_digits_are_real_and_each_is_on_one_side():
     pytest.importorskip("sklearn")
-    dataset = build(DigitsConfig())
+    dataset = build_dataset(DigitsConfig())
     assert dataset.num_samples + dataset.num_eval_samples == 1797
     train = dataset.samples(range(dataset.num_samples), split="train")
     held_out = dataset.samples(range(dataset.num_eval_samples), split="eval")
@@ -311,7 +324,9 @@ def test_digits_are_real_and_each_is_on_one_side():
 
 def test_digits_of_their_own_size_are_not_changed():
     pytest.importorskip("sklearn")
-    images = build(DigitsConfig(image_size=8)).samples(range(100), split="train").inputs * 16
+    images = (
+        build_dataset(DigitsConfig(image_size=8)).samples(range(100), split="train").inputs * 16
+    )
     assert torch.equal(images, images.round())
 
 
@@ -344,7 +359,7 @@ def test_each_dataset_says_what_a_model_must_fit(token_file):
     }
     assert {*configs, "custom"} == {*DATASETS.names()}
     for name, config in configs.items():
-        dataset = build(config)
+        dataset = build_dataset(config)
         assert dataset.is_text == DATASETS.facts(name).is_text
         for split in ("train", "eval"):
             batch = dataset.samples([0, 1], split=split)

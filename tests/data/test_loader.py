@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from axonlaunch.config.data import SyntheticImagesConfig, SyntheticTokensConfig
-from axonlaunch.data import build
+from axonlaunch.data import build_dataset
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, NoText
 from axonlaunch.data.loader import Loader
 
@@ -160,11 +160,11 @@ def test_a_batch_larger_than_the_data_goes_into_the_next_epoch():
 
 
 def test_uncounted_rows_keep_inputs_that_a_model_can_take():
-    dataset = build(SyntheticTokensConfig(num_eval_samples=3, sequence_length=4))
+    dataset = build_dataset(SyntheticTokensConfig(num_eval_samples=3, sequence_length=4))
     (batch,) = loader(dataset).eval_batches()
     assert (batch.inputs >= 0).all()
     assert (batch.targets[3:] == IGNORE_INDEX).all()
-    images = build(SyntheticImagesConfig(num_eval_samples=3))
+    images = build_dataset(SyntheticImagesConfig(num_eval_samples=3))
     (batch,) = loader(images).eval_batches()
     assert (batch.targets != IGNORE_INDEX).sum() == 3
 

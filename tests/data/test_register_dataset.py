@@ -16,7 +16,7 @@ from configured import estimate_config, run_config
 from axonlaunch import config
 from axonlaunch.config import ConfigError
 from axonlaunch.config.data import SampleShape
-from axonlaunch.data import build, register_dataset
+from axonlaunch.data import build_dataset, register_dataset
 from axonlaunch.data.dataset import Batch, NoText
 from axonlaunch.planning import estimate_cache
 
@@ -54,7 +54,7 @@ def test_a_registered_one_is_chosen_by_its_name_and_has_its_own_keys(tmp_path: P
     words = [*SMALL, "data=counts", f"data.file={tmp_path}/first", "data.sequence_length=4"]
     chosen = run_config(words)
     assert chosen.data == CountsConfig(file=f"{tmp_path}/first", sequence_length=4)
-    assert build(chosen.data).samples([2], split="train").inputs.tolist() == [[5, 6, 7, 8]]
+    assert build_dataset(chosen.data).samples([2], split="train").inputs.tolist() == [[5, 6, 7, 8]]
     with pytest.raises(ConfigError, match=r"did you mean data\.sequence_length"):
         config.load([*words, "data.sequence_lenght=4"])
     with pytest.raises(ConfigError, match=r"data=count: .*did you mean counts\?"):
@@ -68,7 +68,7 @@ def test_an_estimate_reads_none_of_the_files_of_one_that_says_its_shape() -> Non
     composed = config.compose([*SMALL, "data=counts", "data.sequence_length=4"])
     assert naming_files(composed.tree)["data"]["file"] == "-"
     chosen = estimate_config([*SMALL, "data=counts", "data.file=-", "data.sequence_length=4"])
-    assert build(chosen.data).sample_shape == (4,)
+    assert build_dataset(chosen.data).sample_shape == (4,)
 
 
 def test_an_estimate_makes_one_that_does_not_say_its_shape(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_an_offered_one_is_imported_when_it_is_chosen_and_not_before(packages: P
     config.load(["data=synthetic_tokens"])
     assert "offered_data" not in sys.modules
     chosen = run_config([*SMALL, "data=offered", "train.global_batch_size=4"])
-    assert build(chosen.data).samples([0], split="train").inputs.shape == (1, 4)
+    assert build_dataset(chosen.data).samples([0], split="train").inputs.shape == (1, 4)
     assert config.composer_of().options("data")["offered"] == "Zeros of a package."
 
 
@@ -226,7 +226,7 @@ def test_custom_takes_a_map_style_dataset_and_holds_its_last_samples_out() -> No
             "model.num_classes=3",
         ]
     )
-    dataset = build(chosen.data)
+    dataset = build_dataset(chosen.data)
     assert (dataset.kind, dataset.sample_shape, dataset.num_classes) == ("images", (1, 4, 4), 3)
     assert (dataset.num_samples, dataset.num_eval_samples) == (54, 6)
     batch = dataset.samples([0, 5], split="eval")
@@ -237,7 +237,7 @@ def test_custom_takes_a_map_style_dataset_and_holds_its_last_samples_out() -> No
 @pytest.mark.usefixtures("module")
 def test_custom_takes_pairs_of_tokens() -> None:
     chosen = run_config([*SMALL, "data=custom", "data.target=pairs_of_a_test:Tokens"])
-    batch = build(chosen.data).samples([3], split="train")
+    batch = build_dataset(chosen.data).samples([3], split="train")
     assert batch.inputs.tolist() == [[3, 4, 5, 6, 7, 8, 9, 10]]
     assert batch.targets.tolist() == [[4, 5, 6, 7, 8, 9, 10, 11]]
 

@@ -61,7 +61,7 @@ def test_leftover_samples_are_dropped_or_the_first_ones_taken_again(batch_size: 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_data_loader_gives_each_rank_the_loaders_own_rows(ranks: int) -> None:
     chosen = config.load(["data=synthetic_tokens", "data.sequence_length=4"])
-    dataset = data.build(chosen.data)
+    dataset = data.build_dataset(chosen.data)
     steps, batch_size = 5, 8 // ranks
 
     def run(world: World) -> list[Tensor]:

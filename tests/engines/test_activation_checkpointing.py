@@ -14,7 +14,7 @@ from axonlaunch.comm import World
 from axonlaunch.comm.autograd import all_reduce_from_group
 from axonlaunch.config.model import LlamaConfig
 from axonlaunch.engines.activation_checkpointing import Mode, apply_activation_checkpointing
-from axonlaunch.models.build import build
+from axonlaunch.models.build import build_model
 
 LLAMA = LlamaConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
@@ -39,7 +39,7 @@ class Counted(TorchDispatchMode):
 def test_blocks_that_recompute_are_compiled_in_one_piece(mode: Mode) -> None:
     torch._dynamo.reset()
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
-    plain, model = build(LLAMA), build(LLAMA)
+    plain, model = build_model(LLAMA), build_model(LLAMA)
     apply_activation_checkpointing(model.layers, mode=mode)
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.layers:

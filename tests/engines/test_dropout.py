@@ -16,7 +16,7 @@ import axonlaunch as ax
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import Batch
-from axonlaunch.models.build import build
+from axonlaunch.models.build import build_model
 from axonlaunch.models.dtensor_regions import whole
 
 BLOCKS, STEPS = 2, 2
@@ -141,7 +141,7 @@ def test_gradients_are_plain_torchs_of_what_was_kept(overrides: list[str], mode:
     chosen = configured(*overrides, RECOMPUTE + mode, ranks=ranks)
     drawn, shares = draw(chosen, ranks=ranks), layout(chosen, world_size=ranks)
     for step in range(STEPS):
-        plain = build(chosen.model, seed=chosen.seed)
+        plain = build_model(chosen.model, seed=chosen.seed)
         blocks = [one for one in plain.modules() if isinstance(one, Block)]
         for rank in range(0, ranks, shares.tensor):  # of tensor ranks one
             for block, kept in zip(blocks, drawn[rank].kept[step], strict=True):

@@ -21,7 +21,7 @@ from axonlaunch.config.parameter_groups import states_of
 from axonlaunch.engines.data_parallel.zero1 import ShardedUpdate
 from axonlaunch.engines.optimizer.offload import StreamedUpdate
 from axonlaunch.engines.optimizer.step import Update
-from axonlaunch.models.build import build as build_model
+from axonlaunch.models.build import build_model as build_model
 from axonlaunch.models.dtensor_regions import whole
 
 CPU = torch.device("cpu")

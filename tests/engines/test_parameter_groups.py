@@ -16,7 +16,7 @@ from axonlaunch.config.layout import resolved
 from axonlaunch.config.optimizer import AdamWConfig, MuonConfig, SGDConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.parameter_groups import state_bytes, with_options
-from axonlaunch.models.build import build as build_model
+from axonlaunch.models.build import build_model as build_model
 from axonlaunch.models.dtensor_regions import whole
 
 MATRIX = ParameterFacts(name="layers.0.mlp.weight", shape=(4, 3), is_hidden_matrix=True)

@@ -22,7 +22,7 @@ from axonlaunch.engines.pipeline.split import (
     parts,
     stage_counts,
 )
-from axonlaunch.models.build import build, construct, spec_for
+from axonlaunch.models.build import build_model, construct, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.preflight.parallelism import pipeline_problems
@@ -45,10 +45,10 @@ MODELS = [
 def test_stages_one_after_another_are_the_model(
     config: object, inputs: torch.Tensor, counts: list[int]
 ) -> None:
-    whole, spec = build(config), spec_for(config)
+    whole, spec = build_model(config), spec_for(config)
     x, names = inputs, []
     for part in parts(counts):
-        stage = cut(spec, build(config), part)
+        stage = cut(spec, build_model(config), part)
         names += [name for name, _ in stage.named_parameters()]
         x = stage(x)
     torch.testing.assert_close(x, whole(inputs))
@@ -94,7 +94,7 @@ class Scaled(nn.Module):
 def spec_of(*ends: tuple[str, ...]) -> ModelSpec:
     first, last = ends
     return ModelSpec(
-        build=lambda _: Scaled(), loss=cross_entropy_sum, layers="layers", ends=(first, last)
+        build_model=lambda _: Scaled(), loss=cross_entropy_sum, layers="layers", ends=(first, last)
     )
 
 

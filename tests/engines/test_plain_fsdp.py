@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import axonlaunch as ax
 from axonlaunch.config.optimizer import SGDConfig
-from axonlaunch.engines.optimizer.offload import stream
+from axonlaunch.engines.optimizer.offload import stream_parameters
 
 OFFLOADS = list(ax.CPUOffload)
 STREAMED = ["params", "optimizer_states"]
@@ -122,7 +122,7 @@ def test_a_streamed_step_keeps_states_where_it_is_told_and_one_parameter_on_the_
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     optimizer = Watched(parameters, lr=0.1, momentum=0.9)
     meta, cpu = torch.device("meta"), torch.device("cpu")
-    stream(optimizer, device=meta, states_on=meta)
+    stream_parameters(optimizer, device=meta, states_on=meta)
     for parameter in parameters:
         parameter.grad = torch.ones(2)
     with pytest.raises(NotImplementedError, match="meta"):  # which can't be copied back
@@ -130,7 +130,7 @@ def test_a_streamed_step_keeps_states_where_it_is_told_and_one_parameter_on_the_
     assert seen == [[("meta", "meta")]]
     assert optimizer.param_groups[0]["params"] == parameters
     kept = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    stream(kept, device=cpu, states_on=meta)
+    stream_parameters(kept, device=cpu, states_on=meta)
     kept.step()
     assert {state["momentum_buffer"].device for state in kept.state.values()} == {meta}
 
@@ -140,7 +140,7 @@ def test_a_streamed_step_takes_a_closure_and_saves_its_states_by_parameter() -> 
     theirs.load_state_dict(ours.state_dict())
     cpu, batch = torch.device("cpu"), torch.randn(4, 3)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, theirs)]
-    stream(optimizers[0], device=cpu, states_on=cpu)
+    stream_parameters(optimizers[0], device=cpu, states_on=cpu)
     for module, optimizer in zip((ours, theirs), optimizers, strict=True):
 
         def closure(module: nn.Module = module, optimizer: Optimizer = optimizer) -> Any:

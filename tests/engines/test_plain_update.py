@@ -16,7 +16,7 @@ import axonlaunch as ax
 from axonlaunch import data
 from axonlaunch.data.loader import Loader
 from axonlaunch.engines.data_parallel.ddp import DDP
-from axonlaunch.models.build import build
+from axonlaunch.models.build import build_model
 from axonlaunch.models.dtensor_regions import whole
 
 TOKENS = ["data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=4"]
@@ -68,7 +68,7 @@ def in_plain_torch(
 ) -> list[dict[str, Tensor]]:
     """Return the parameters after each step of torch's own loop on the same samples."""
     chosen = run_config([*TOKENS, "strategy=single"])
-    loader = Loader(data.build(chosen.data), seed=chosen.seed, global_batch_size=4)
+    loader = Loader(data.build_dataset(chosen.data), seed=chosen.seed, global_batch_size=4)
     after = []
     for step, rate in enumerate(rates):
         for group in optimizer.param_groups:
@@ -97,7 +97,7 @@ def test_the_rate_that_a_step_applies_is_that_of_the_step(name: str) -> None:
     got, said = train(name, "model=frozen", *schedule, *sgd, steps=6)
     rates = [0.4, 0.8, 0.8, 0.56, 0.32, 0.08]
     assert said == pytest.approx(rates)
-    model = build(run_config(["model=frozen", *TOKENS, "strategy=single"]).model, seed=0)
+    model = build_model(run_config(["model=frozen", *TOKENS, "strategy=single"]).model, seed=0)
     optimizer = torch.optim.SGD(model.head.parameters(), momentum=0.5)  # type: ignore[union-attr]
     assert_close(got, in_plain_torch(model, optimizer, rates=rates))
 
@@ -108,7 +108,7 @@ def test_frozen_parameters_are_not_decayed(name: str) -> None:
     constant = ["scheduler=constant", "scheduler.warmup_steps=0"]
     decay = ["optimizer.lr=0.1", "optimizer.weight_decay=0.5", "optimizer.eps=1e-4"]
     got, _ = train(name, "model=frozen", *constant, *decay, steps=3)
-    model = build(run_config(["model=frozen", *TOKENS, "strategy=single"]).model, seed=0)
+    model = build_model(run_config(["model=frozen", *TOKENS, "strategy=single"]).model, seed=0)
     start = copy.deepcopy(model)
     groups = [
         {"params": [model.get_parameter("head.weight")], "weight_decay": 0.5},

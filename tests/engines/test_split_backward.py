@@ -12,7 +12,7 @@ from axonlaunch.comm import World
 from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
-from axonlaunch.engines.build import build
+from axonlaunch.engines.build import build_engine
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
@@ -35,8 +35,8 @@ def products(schedule: str) -> int:
     )
 
     def run(world: World) -> int:
-        dataset, shares = data.build(chosen.data), layout(chosen, world_size=4)
-        engine = build(chosen, world, sample=sample_inputs(dataset))
+        dataset, shares = data.build_dataset(chosen.data), layout(chosen, world_size=4)
+        engine = build_engine(chosen, world, sample=sample_inputs(dataset))
         batch = rank_loader(chosen, dataset, shares=shares, rank=world.rank).batch(0)
         engine.backward(batch)  # finds shapes, once
         with Products() as counted:

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import (
 import axonlaunch as ax
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.tensor.parallelize import parallelize
-from axonlaunch.models.build import build, construct, spec_for, start
+from axonlaunch.models.build import build_model, construct, initialize_weights, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 
 
@@ -56,7 +56,7 @@ def test_fully_shard_goes_on_top(config: Any, sequence_parallel: bool, recomputa
         for layer in model.layers:
             fully_shard(layer, mesh=root["dp_shard"])
         fully_shard(model, mesh=root["dp_shard"])
-        start(model, config, seed=1, device="cpu")
+        initialize_weights(model, config, seed=1, device="cpu")
         mine = root["dp_shard"].get_local_rank()
         loss = loss_of(model, root["tp"], tokens[mine, None], targets[mine, None])
         (2 * loss).backward()  # FSDP averages over its 2 ranks
@@ -90,7 +90,7 @@ def test_recomputation_does_not_repeat_collectives_that_it_was_told_to_save() ->
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     def rank(world: ax.World) -> int:
-        model, mesh = build(GPT), axis(world)
+        model, mesh = build_model(GPT), axis(world)
         parallelize(model, spec_for(GPT).plan(model), mesh=mesh)
         for layer in model.layers:
             inner = layer.forward
@@ -121,11 +121,11 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.slow
 def test_blocks_compile_as_one_graph() -> None:
     tokens, targets = tokens_and_targets()
-    one = build(LLAMA, seed=1)
+    one = build_model(LLAMA, seed=1)
     cross_entropy_sum(one(tokens), targets).backward()
 
     def rank(world: ax.World) -> None:
-        model, mesh = build(LLAMA, seed=1), axis(world)
+        model, mesh = build_model(LLAMA, seed=1), axis(world)
         parallelize(model, spec_for(LLAMA).plan(model), mesh=mesh, sequence_parallel=True)
         for layer in model.layers:
             layer.compile(fullgraph=True, backend="aot_eager")
@@ -150,7 +150,7 @@ with ax.World.init(backend="gloo") as world:
 
 def train_compiled(world: ax.World) -> None:
     tokens, targets = tokens_and_targets()
-    one = build(LLAMA, seed=1)
+    one = build_model(LLAMA, seed=1)
     cross_entropy_sum(one(tokens), targets).backward()
     root = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     model = construct(LLAMA, seed=1)
@@ -159,7 +159,7 @@ def train_compiled(world: ax.World) -> None:
         layer.compile(fullgraph=True)
         fully_shard(layer, mesh=root["dp_shard"])
     fully_shard(model, mesh=root["dp_shard"])
-    start(model, LLAMA, seed=1, device="cpu")
+    initialize_weights(model, LLAMA, seed=1, device="cpu")
     loss_of(model, root["tp"], tokens, targets).backward()
     assert_same_gradients(model, one, rtol=1e-3, atol=1e-3)
 

@@ -32,7 +32,7 @@ import axonlaunch as ax
 from axonlaunch.config.model import MLPConfig
 from axonlaunch.engines.tensor.parallelize import parallelize
 from axonlaunch.engines.tensor.plan_checks import plan_issues
-from axonlaunch.models.build import build, construct, spec_for
+from axonlaunch.models.build import build_model, construct, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 
 
@@ -125,7 +125,7 @@ def test_a_llama_block_communicates_no_more_than_it_must(
     sequence_parallel: bool, forward: list[str], backward: list[str]
 ) -> None:
     def rank(world: ax.World) -> tuple[list[str], list[str]]:
-        model = build(LLAMA)
+        model = build_model(LLAMA)
         plan = spec_for(LLAMA).plan(model)
         parallelize(model, plan, mesh=axis(world), sequence_parallel=sequence_parallel)
         x = torch.randn(2, 4, 32, requires_grad=True)
@@ -156,7 +156,7 @@ def test_weights_gradients_are_computed_while_the_inputs_gradient_is_summed(
             return func(*args, **(kwargs or {}))
 
     def rank(world: ax.World) -> int:
-        model = build(LLAMA)
+        model = build_model(LLAMA)
         plan = spec_for(LLAMA).plan(model)
         parallelize(model, plan, mesh=axis(world), sequence_parallel=sequence_parallel)
         y = model.layers[0].self_attn(torch.randn(2, 4, 32, requires_grad=True), model.rotary)
@@ -174,7 +174,7 @@ def test_no_rank_ever_has_logits_of_the_whole_vocabulary(sequence_parallel: bool
     tokens, targets = tokens_and_targets()
 
     def rank(world: ax.World) -> int:
-        model, mesh = build(LLAMA), axis(world)
+        model, mesh = build_model(LLAMA), axis(world)
         plan = spec_for(LLAMA).plan(model)
         parallelize(model, plan, mesh=mesh, sequence_parallel=sequence_parallel)
         with Seen(VOCABULARY) as watched:
@@ -186,7 +186,7 @@ def test_no_rank_ever_has_logits_of_the_whole_vocabulary(sequence_parallel: bool
 
 def test_names_states_and_what_looks_from_outside_are_dtensors() -> None:
     def rank(world: ax.World) -> None:
-        model, mesh = build(GPT), axis(world)
+        model, mesh = build_model(GPT), axis(world)
         names = [name for name, _ in model.named_parameters()]
         model.layers[0].mlp.up_proj.weight.requires_grad_(False)
         parallelize(model, spec_for(GPT).plan(model), mesh=mesh)
@@ -214,7 +214,7 @@ def test_state_loads_and_copies_compute() -> None:
     def rank(world: ax.World) -> None:
         models = []
         for seed in (1, 2):
-            model = build(LLAMA, seed=seed)
+            model = build_model(LLAMA, seed=seed)
             parallelize(model, spec_for(LLAMA).plan(model), mesh=axis(world))
             models.append(model)
         first, second = models
@@ -325,7 +325,7 @@ def test_padding_of_an_embedding_gets_no_gradient() -> None:
 
 def test_a_plan_that_cannot_be_is_refused_before_anything_changes() -> None:
     def rank(world: ax.World) -> None:
-        model = build(GPT)
+        model = build_model(GPT)
         plan = {**spec_for(GPT).plan(model), "norm": "column"}
         with pytest.raises(ValueError, match="norm: names norm, of type LayerNorm; column is for"):
             parallelize(model, plan, mesh=axis(world))
@@ -343,7 +343,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_changes() -> None:
 
 def test_a_pattern_behind_a_wider_one_is_told_to_go_first() -> None:
     plan = {"layers.*": "region", "layers.*.mlp.up_proj": "column"}
-    model = build(GPT)
+    model = build_model(GPT)
     wrong = dict(plan_issues(model, plan, degree=2, sequence_parallel=False))
     assert wrong["layers.*.mlp.up_proj"] == (
         "layers.* stands before it and matches layers.0.mlp.up_proj too; put this one first"
@@ -352,7 +352,7 @@ def test_a_pattern_behind_a_wider_one_is_told_to_go_first() -> None:
 
 def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
     def rank(world: ax.World) -> None:
-        model = build(GPT)
+        model = build_model(GPT)
         plan = spec_for(GPT).plan(model)
         parallelize(model, plan, mesh=axis(world), sequence_parallel=True)
         with pytest.raises(ValueError, match=r"dim 1 .* 5 a multiple of 2"):

@@ -198,14 +198,14 @@ def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     from axonlaunch.config import RunConfig
     from axonlaunch.data.dataset import Batch
-    from axonlaunch.engines.build import build
+    from axonlaunch.engines.build import build_engine
 
     words = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
     words += ["train.precision=fp16", "strategy=fsdp", "launch.nproc=2"]
     chosen: RunConfig = run_config(["data=synthetic_tokens", *words])
 
     def run(world: World) -> tuple[bool, bool, bool]:
-        engine = build(chosen, world)
+        engine = build_engine(chosen, world)
         tokens = torch.zeros(16, 8, dtype=torch.int64)
         before = {n: p.to_local().clone() for n, p in engine.state_dict()["model"].items()}
         if world.rank == 1:

@@ -13,7 +13,7 @@ from command import wait_for
 
 from axonlaunch.launch.external import launcher_process
 from axonlaunch.launch.external.launcher_process import LauncherProcess
-from axonlaunch.launch.external.watch import Watch
+from axonlaunch.launch.external.watch import JobWatch
 
 TOLD = (
     "from axonlaunch.launch.external.launcher_process import LauncherProcess as L; print(L(%r).pid)"
@@ -73,7 +73,7 @@ def test_a_watch_that_fails_ends_its_process(
     def failure() -> bool:
         raise RuntimeError("the fault of a test")
 
-    watch = Watch(
+    watch = JobWatch(
         cast("Any", None),
         cast("Any", SimpleNamespace(rank=1)),
         cast("Any", SimpleNamespace(failure=failure)),

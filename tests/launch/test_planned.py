@@ -72,7 +72,7 @@ def test_a_run_trains_in_the_layout_that_was_planned_for_it(tmp_path: Path, serv
     assert ran.stderr.startswith(
         "planning the layout of 2 ranks\nplanned tensor 2, micro-batch 4: "
     )
-    frozen = config.read(tmp_path / "run")
+    frozen = config.read_frozen(tmp_path / "run")
     assert frozen.strategy.tensor.degree == 2
     assert frozen.hardware is None
     assert not frozen.strategy.auto

@@ -194,7 +194,7 @@ def test_an_old_beat_that_is_put_back_is_not_taken_for_life(master: Any) -> None
 def test_the_name_of_a_run_is_signed_and_nothing_in_the_store_tells_of_the_token(
     master: Any,
 ) -> None:
-    run_identity.announce(joined(master), derive_key(TOKEN))
+    run_identity.publish_identity(joined(master), derive_key(TOKEN))
     with pytest.raises(ForgedMessageError):
         run_identity.learn(joined(master), derive_key(b"another token"), timeout_s=5)
     named = run_identity.learn(joined(master), derive_key(TOKEN), timeout_s=5)

@@ -45,7 +45,7 @@ def test_a_file_that_is_no_secret_is_refused(
 ) -> None:
     path = secret_file(tmp_path / "token", content, mode)
     with pytest.raises(ConfigError, match=f"launch.token_file=.*: {message}"):
-        token.read(LaunchConfig(token_file=str(path)))
+        token.read_token(LaunchConfig(token_file=str(path)))
 
 
 def test_a_fifo_a_folder_and_a_missing_file_are_refused_at_once(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_fifo_a_folder_and_a_missing_file_are_refused_at_once(tmp_path: Path) 
         ("no", "can't read it"),
     ):
         with pytest.raises(ConfigError, match=message):
-            token.read(LaunchConfig(token_file=str(tmp_path / name)))
+            token.read_token(LaunchConfig(token_file=str(tmp_path / name)))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
@@ -64,7 +64,7 @@ def test_another_users_file_is_refused(tmp_path: Path) -> None:
     path = secret_file(tmp_path / "token")
     os.chown(path, 12345, 12345)
     with pytest.raises(ConfigError, match="belongs to user 12345; make a file of your own"):
-        token.read(LaunchConfig(token_file=str(path)))
+        token.read_token(LaunchConfig(token_file=str(path)))
 
 
 def test_ranks_of_one_node_find_one_token_that_others_cannot_read(
@@ -92,21 +92,21 @@ def test_a_jobs_token_lies_in_its_folder_and_its_owner_alone_reads_it(tmp_path: 
     for _ in range(2):  # queued again, or submitted again, it is kept
         (tmp_path / "config.yaml").touch()
         slurm._write(config, tmp_path)
-        launch = configuration.read(tmp_path / "job.yaml").launch
+        launch = configuration.read_frozen(tmp_path / "job.yaml").launch
         assert launch.token_file == str(tmp_path / "token")
         assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
-        secret = token.read(launch)
+        secret = token.read_token(launch)
         assert secret is not None
         assert secret not in (tmp_path / "job.yaml").read_bytes()
         assert secret not in (tmp_path / "job.sbatch").read_bytes()
 
 
 def test_without_a_token_a_run_says_what_a_neighbour_can_do_or_is_refused() -> None:
-    told = token.without(LaunchConfig(), address="10.77.0.1:29500")
+    told = token.missing_token(LaunchConfig(), address="10.77.0.1:29500")
     assert told.startswith(WARNING)
     assert "\n" not in told
     with pytest.raises(ConfigError, match=r"launch\.require_token=true: the nodes share no secret"):
-        token.without(LaunchConfig(require_token=True), address="10.77.0.1:29500")
+        token.missing_token(LaunchConfig(require_token=True), address="10.77.0.1:29500")
 
 
 def visible(command: Command) -> bytes:

@@ -2,13 +2,13 @@ import pytest
 import torch
 
 from axonlaunch.config.model import GPTConfig
-from axonlaunch.models.build import build
+from axonlaunch.models.build import build_model
 from axonlaunch.models.generation import generate
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build(
+    return build_model(
         GPTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, initializer_range=1.0)
     )
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 
 from axonlaunch.comm import World
 from axonlaunch.config.model import GPTConfig, LlamaConfig
-from axonlaunch.models.build import build, construct, start
+from axonlaunch.models.build import build_model, construct, initialize_weights
 from axonlaunch.models.initialization import (
     Constant,
     Normal,
@@ -87,7 +87,7 @@ def test_shards_of_any_rank_and_kind_have_the_bits_of_the_whole(initializer, sha
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
 def test_a_fully_sharded_gpt_starts_from_the_weights_of_one_process(mesh_shape):
-    expected = build(GPT, seed=3).state_dict()
+    expected = build_model(GPT, seed=3).state_dict()
 
     def rank(world: World) -> list[str]:
         names = ("replicate", "shard")[-len(mesh_shape) :]
@@ -96,7 +96,7 @@ def test_a_fully_sharded_gpt_starts_from_the_weights_of_one_process(mesh_shape):
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        start(model, GPT, seed=3, device="cpu")
+        initialize_weights(model, GPT, seed=3, device="cpu")
         assert model.lm_head.weight is model.embed_tokens.weight
         parameters = dict(model.named_parameters())
         assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
@@ -107,7 +107,7 @@ def test_a_fully_sharded_gpt_starts_from_the_weights_of_one_process(mesh_shape):
 
 def test_tensor_parallelism_under_fsdp_starts_from_the_weights_of_one_process():
     # 36 rows over 2 tensor ranks, each half over 4 data ranks: shards of 5, 5, 5 and 3 rows.
-    expected = build(GPT, seed=3).state_dict()
+    expected = build_model(GPT, seed=3).state_dict()
     columns, rows = ("q_proj", "k_proj", "v_proj", "up_proj"), ("o_proj", "down_proj")
     plan = {f"{'mlp' if 'up' in n else 'self_attn'}.{n}": ColwiseParallel() for n in columns}
     plan |= {f"{'mlp' if 'down' in n else 'self_attn'}.{n}": RowwiseParallel() for n in rows}
@@ -119,7 +119,7 @@ def test_tensor_parallelism_under_fsdp_starts_from_the_weights_of_one_process():
             parallelize_module(layer, mesh["tp"], plan)
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-        start(model, GPT, seed=3, device="cpu")
+        initialize_weights(model, GPT, seed=3, device="cpu")
         wrong = []
         for name, parameter in model.named_parameters():
             if parameter.device_mesh.ndim == 1:
@@ -190,10 +190,10 @@ def test_draws_follow_their_distributions():
 
 
 def test_a_pipeline_stage_starts_from_the_weights_of_the_whole_tied_head_included():
-    expected = build(GPT, seed=3)
+    expected = build_model(GPT, seed=3)
     stage = construct(GPT, seed=3)
     stage.embed_tokens = stage.embed_positions = stage.layers[0] = None
-    start(stage, GPT, seed=3, device="cpu")
+    initialize_weights(stage, GPT, seed=3, device="cpu")
     assert torch.equal(stage.lm_head.weight, expected.embed_tokens.weight)
     weights = expected.state_dict()
     for name, parameter in stage.named_parameters():
@@ -201,14 +201,14 @@ def test_a_pipeline_stage_starts_from_the_weights_of_the_whole_tied_head_include
 
 
 def test_what_ends_a_residual_branch_starts_smaller():
-    model = build(LlamaConfig(hidden_size=256, num_attention_heads=8))
+    model = build_model(LlamaConfig(hidden_size=256, num_attention_heads=8))
     block = model.layers[2]
     std = (0.4 / 256) ** 0.5
     assert abs(block.self_attn.q_proj.weight.std() / std - 1) < 0.03
     for ending in (block.self_attn.o_proj, block.mlp.down_proj):
         assert abs(ending.weight.std() * 8**0.5 / std - 1) < 0.03
     assert (block.input_layernorm.weight == 1).all()
-    given = build(LlamaConfig(initializer_range=0.02))
+    given = build_model(LlamaConfig(initializer_range=0.02))
     assert abs(given.embed_tokens.weight.std() / 0.02 - 1) < 0.03
 
 

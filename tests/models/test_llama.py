@@ -5,7 +5,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from axonlaunch.comm import World
 from axonlaunch.config.model import LlamaConfig
-from axonlaunch.models.build import build
+from axonlaunch.models.build import build_model
 from axonlaunch.models.loss import cross_entropy_sum
 
 CONFIG = LlamaConfig(
@@ -70,7 +70,7 @@ def reference(weights: dict[str, Tensor], tokens: Tensor, config: LlamaConfig) -
 
 
 def test_llama_gives_the_logits_and_gradients_of_a_plain_fp64_reference():
-    model = build(CONFIG, seed=1)
+    model = build_model(CONFIG, seed=1)
     with torch.no_grad():  # norms start at one, which would hide a forgotten weight
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -94,14 +94,14 @@ def test_llama_gives_the_logits_and_gradients_of_a_plain_fp64_reference():
 
 def test_one_key_value_head_for_each_query_head_is_plain_attention():
     config = LlamaConfig(num_key_value_heads=None, hidden_size=32, num_attention_heads=4)
-    model = build(config)
+    model = build_model(config)
     block = model.layers[0].self_attn
     assert block.k_proj.weight.shape == block.q_proj.weight.shape
     assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 256)
 
 
 def test_logits_do_not_depend_on_later_tokens():
-    model = build(CONFIG)
+    model = build_model(CONFIG)
     tokens = torch.randint(0, 61, (1, 12))
     changed = tokens.clone()
     changed[0, 8:] = (changed[0, 8:] + 1) % 61
@@ -109,7 +109,7 @@ def test_logits_do_not_depend_on_later_tokens():
 
 
 def test_parameters_carry_the_names_of_hugging_face():
-    names = {name for name, _ in build(CONFIG).named_parameters()}
+    names = {name for name, _ in build_model(CONFIG).named_parameters()}
     block = {
         "self_attn.q_proj",
         "self_attn.k_proj",
@@ -126,7 +126,7 @@ def test_parameters_carry_the_names_of_hugging_face():
 
 
 def test_rotary_tables_are_in_no_checkpoint_and_are_exact_far_out():
-    model = build(LlamaConfig(max_position_embeddings=131072, num_hidden_layers=1))
+    model = build_model(LlamaConfig(max_position_embeddings=131072, num_hidden_layers=1))
     assert not [name for name in model.state_dict() if "rotary" in name]
     position, size = 131071, 16
     exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
@@ -135,13 +135,13 @@ def test_rotary_tables_are_in_no_checkpoint_and_are_exact_far_out():
 
 
 def test_a_head_split_off_by_tensor_parallelism_runs_the_same_code():
-    model = build(CONFIG)
+    model = build_model(CONFIG)
     attention = model.layers[0].self_attn
     x = torch.randn(1, 5, 48)
     whole = attention(x, model.rotary)
     parts = []
     for rank in range(2):  # two ranks: 3 query heads and 1 key-value head each
-        part = build(CONFIG).layers[0].self_attn
+        part = build_model(CONFIG).layers[0].self_attn
         for name, rows in (("q_proj", 24), ("k_proj", 8), ("v_proj", 8)):
             weight = getattr(attention, name).weight[rank * rows : (rank + 1) * rows]
             getattr(part, name).weight = torch.nn.Parameter(weight.detach())
@@ -154,7 +154,7 @@ def test_a_head_split_off_by_tensor_parallelism_runs_the_same_code():
 def test_fsdp_in_bf16_keeps_the_rotary_tables_in_fp32():
     def rank(world: World) -> torch.dtype:
         mesh = init_device_mesh("cpu", (2,))
-        model = build(CONFIG)
+        model = build_model(CONFIG)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)

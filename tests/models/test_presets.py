@@ -5,7 +5,7 @@ import pytest
 from axonlaunch import config, data
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.model import MODELS
-from axonlaunch.models.build import build, construct
+from axonlaunch.models.build import build_model, construct
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 REQUIRED = {
@@ -60,8 +60,8 @@ def test_models_of_images_take_the_images_as_both_come(model_name, data_name):
     if data_name == "digits":
         pytest.importorskip("sklearn")
     chosen = config.load([f"model={model_name}", f"data={data_name}"])
-    inputs = data.build(chosen.data).samples([0, 1], split="train").inputs
-    assert build(chosen.model)(inputs).shape == (2, 10)
+    inputs = data.build_dataset(chosen.data).samples([0, 1], split="train").inputs
+    assert build_model(chosen.model)(inputs).shape == (2, 10)
 
 
 LARGE = ["llama3_8b", "llama3_70b", "llama3_405b"]

@@ -10,7 +10,7 @@ from torch import nn
 from axonlaunch.config.errors import ConfigError
 from axonlaunch.config.model import CustomConfig, FreeModelConfig
 from axonlaunch.models import MODELS, register_model
-from axonlaunch.models.build import build, spec_for
+from axonlaunch.models.build import build_model, spec_for
 from axonlaunch.registry import EntryPointError, UnknownNameError
 
 
@@ -35,7 +35,7 @@ def test_a_class_with_a_dataclass_joins():
     assert MODELS.configs()["wide"] is WideConfig
     assert MODELS.summaries()["wide"] == "A wide model."
     config = WideConfig(width=5)
-    spec, model = spec_for(config), build(config)
+    spec, model = spec_for(config), build_model(config)
     assert isinstance(model, Wide)
     assert list(spec.blocks(model)) == ["blocks.0", "blocks.1"]
     assert spec.inputs == "images"
@@ -47,7 +47,7 @@ def test_a_function_without_a_dataclass_takes_the_arguments():
         return nn.Linear(width, 1)
 
     assert MODELS.configs()["narrow"] is FreeModelConfig
-    model = build(FreeModelConfig(name="narrow", arguments={"width": 7}))
+    model = build_model(FreeModelConfig(name="narrow", arguments={"width": 7}))
     assert model.in_features == 7
 
 
@@ -56,11 +56,11 @@ def test_a_model_that_starts_itself_starts_alike_everywhere_and_leaves_the_gener
     config = FreeModelConfig(name="narrow")
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = build(config, seed=5).weight
+    first = build_model(config, seed=5).weight
     assert torch.equal(state, torch.get_rng_state())
     torch.rand(7)
-    assert torch.equal(first, build(config, seed=5).weight)
-    assert not torch.equal(first, build(config, seed=6).weight)
+    assert torch.equal(first, build_model(config, seed=5).weight)
+    assert not torch.equal(first, build_model(config, seed=6).weight)
 
 
 def test_a_taken_name_is_refused():
@@ -112,7 +112,7 @@ def test_an_entry_point_is_listed_without_import_and_registers_when_wanted(tmp_p
     assert "offered_models" not in sys.modules
     try:
         config = FreeModelConfig(name="offered", arguments={"in_features": 2, "out_features": 3})
-        assert build(config).out_features == 3
+        assert build_model(config).out_features == 3
         assert spec_for(config).inputs == "images"
         assert MODELS.configs()["offered"] is FreeModelConfig
         assert MODELS.summaries()["offered"] == "An offered model."
@@ -142,7 +142,7 @@ def test_custom_builds_what_the_target_names():
     config = CustomConfig(
         target="torch.nn:Linear", arguments={"in_features": 2, "out_features": 3}, layers="blocks"
     )
-    assert build(config).weight.shape == (3, 2)
+    assert build_model(config).weight.shape == (3, 2)
     assert spec_for(config).layers == "blocks"
 
 
@@ -169,7 +169,7 @@ def test_custom_builds_what_the_target_names():
 )
 def test_a_target_that_builds_no_module_is_told(target, message):
     with pytest.raises(ConfigError) as error:
-        build(CustomConfig(target=target))
+        build_model(CustomConfig(target=target))
     assert str(error.value) == message
 
 

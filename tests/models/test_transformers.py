@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from axonlaunch.config.errors import ConfigError
 from axonlaunch.config.model import GPTConfig, LlamaConfig, MLPConfig, ViTConfig
-from axonlaunch.models.build import build, construct, spec_for
+from axonlaunch.models.build import build_model, construct, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import IGNORE_INDEX
 
@@ -29,7 +29,7 @@ def batch(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_every_parameter_gets_a_gradient(config):
-    model = build(config)
+    model = build_model(config)
     inputs, targets = batch(config)
     outputs = model(inputs)
     assert outputs.shape == (*targets.shape, 50 if targets.ndim == 2 else 10)
@@ -41,7 +41,7 @@ def test_every_parameter_gets_a_gradient(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_a_few_steps_of_training_lower_the_loss(config):
-    model = build(config)
+    model = build_model(config)
     inputs, targets = batch(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -64,7 +64,7 @@ def test_models_trace_without_values(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_stages_without_some_parts_give_the_whole_models_outputs(config):
-    whole = build(config)
+    whole = build_model(config)
     inputs, _ = batch(config)
     early, late = copy.deepcopy(whole), copy.deepcopy(whole)
     for number in (2, 3):
@@ -88,7 +88,7 @@ def test_stages_without_some_parts_give_the_whole_models_outputs(config):
 def test_all_blocks_compile_into_one_graph_once(config):
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model, plain = build(config), build(config)
+    model, plain = build_model(config), build_model(config)
     inputs, _ = batch(config)
     for block in model.layers:
         block.compile(fullgraph=True, backend=counter)
@@ -98,15 +98,15 @@ def test_all_blocks_compile_into_one_graph_once(config):
 
 
 def test_gpt_shares_one_matrix_between_embedding_and_head():
-    model = build(GPT)
+    model = build_model(GPT)
     assert model.lm_head.weight is model.embed_tokens.weight
     assert "lm_head.weight" not in dict(model.named_parameters())
-    untied = build(GPTConfig(tie_word_embeddings=False))
+    untied = build_model(GPTConfig(tie_word_embeddings=False))
     assert untied.lm_head.weight is not untied.embed_tokens.weight
 
 
 def test_a_vits_patches_all_see_each_other():
-    model = build(VIT)
+    model = build_model(VIT)
     image = torch.randn(1, 3, 16, 16, requires_grad=True)
     model(image)[0, 0].backward()
     assert (image.grad.abs().sum((0, 1)) > 0).all()
@@ -146,7 +146,7 @@ def test_a_batch_in_which_nothing_counts_loses_nothing():
 
 def test_figures_that_do_not_fit_are_refused_before_anything_is_built():
     with pytest.raises(ConfigError) as error:
-        build(GPTConfig(hidden_size=100, num_attention_heads=3))
+        build_model(GPTConfig(hidden_size=100, num_attention_heads=3))
     assert str(error.value) == (
         "model.num_attention_heads=3: hidden_size=100 is not divisible by it; "
         "use 1, 2, 4, 5, 10, 20, 50 or 100"

@@ -15,7 +15,7 @@ from torch import Tensor
 from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.data.loader import Loader
-from axonlaunch.engines.build import build
+from axonlaunch.engines.build import build_engine
 
 LAYOUTS = {
     "ddp": (2, ["strategy=ddp"]),
@@ -125,11 +125,11 @@ def test_the_engine_computes_what_float64_by_hand_computes() -> None:
         "train.steps=3",
     ]
     chosen = run_config([*overrides, "scheduler=constant", "scheduler.warmup_steps=0"])
-    loader = Loader(data.build(chosen.data), seed=chosen.seed, global_batch_size=8)
+    loader = Loader(data.build_dataset(chosen.data), seed=chosen.seed, global_batch_size=8)
     lr, (b1, b2) = chosen.optimizer.lr, chosen.optimizer.betas  # type: ignore[union-attr]
 
     def run(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        engine = build(chosen, world)
+        engine = build_engine(chosen, world)
         start = {name: p.double() for name, p in engine.state_dict()["model"].items()}
         for step in range(3):
             engine.train_step(loader.batch(step))

@@ -80,7 +80,7 @@ def really(dtype: torch.dtype) -> int:
 
 def estimated(dtype: torch.dtype) -> int:
     fake_world.join_fake_world(rank=0, world_size=1)
-    fake_inductor.install()
+    fake_inductor.install_fake_inductor()
     with tensors_without_bytes():
         model, tokens = compiled(dtype), torch.zeros(4, 32, dtype=torch.int64)
         step(model, tokens)

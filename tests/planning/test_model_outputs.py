@@ -52,7 +52,9 @@ class Outputs:
 
 
 def told(model: nn.Module, data: object = TOKENS, spec: ModelSpec = SPEC) -> list[str]:
-    return [problem.message for problem in output_problems(model, spec, datasets.build(data))]
+    return [
+        problem.message for problem in output_problems(model, spec, datasets.build_dataset(data))
+    ]
 
 
 def on_meta(**options: object) -> Model:

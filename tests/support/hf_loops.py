@@ -32,10 +32,10 @@ def by_axonlaunch(path: Path, layout: list[str], *more: str) -> list[float]:
     assert chosen.launch.nproc != "auto"
 
     def run(world: World) -> list[float]:
-        from axonlaunch.checkpoint.weights import start
+        from axonlaunch.checkpoint.weights import load_initial_weights
 
         engine, loader = rank_engine(chosen, world)
-        start(engine, chosen.model, world=world)
+        load_initial_weights(engine, chosen.model, world=world)
         return [float(engine.train_step(loader.batch(step)).loss) for step in range(STEPS)]
 
     first, *others = World.mock(chosen.launch.nproc).run(run)
@@ -75,5 +75,5 @@ def batches(chosen: Any) -> list[Any]:
     from axonlaunch.data.loader import rank_loader
 
     shares = layout(chosen, world_size=1)
-    loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=0)
+    loader = rank_loader(chosen, data.build_dataset(chosen.data), shares=shares, rank=0)
     return [loader.batch(step) for step in range(STEPS)]

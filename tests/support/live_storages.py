@@ -21,7 +21,7 @@ from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import Batch, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.build import Source, build
+from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.memory.live_peak import WATCHED, CpuPeakMemory
@@ -147,13 +147,13 @@ def _engine(
 ) -> tuple[Engine, Batch]:
     config = chosen(overrides, ranks=world.world_size)
     shares = layout(config, world_size=world.world_size)
-    loader = rank_loader(config, data.build(config.data), shares=shares, rank=world.rank)
+    loader = rank_loader(config, data.build_dataset(config.data), shares=shares, rank=world.rank)
     # Rows of the loader's batch have a target more than inputs between them: laid out otherwise.
     given = loader.batch(0)
     batch = Batch(given.inputs.contiguous(), given.targets.contiguous())
     # Meshes, which are made before there is any storage, hold a few bytes on the host.
     source = Source(storing=storing)
-    return build(config, world, sample=sample_inputs(loader.dataset), source=source), batch
+    return build_engine(config, world, sample=sample_inputs(loader.dataset), source=source), batch
 
 
 def _held(overrides: tuple[str, ...], world: World) -> Held:

@@ -9,11 +9,11 @@ from axonlaunch.config.layout import layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.build import build
+from axonlaunch.engines.build import build_engine
 
 
 def rank_engine(chosen: RunConfig, world: World) -> tuple[Engine, Loader]:
     """Build both for the rank that a world stands for."""
     shares = layout(chosen, world_size=world.world_size)
-    loader = rank_loader(chosen, data.build(chosen.data), shares=shares, rank=world.rank)
-    return build(chosen, world, sample=sample_inputs(loader.dataset)), loader
+    loader = rank_loader(chosen, data.build_dataset(chosen.data), shares=shares, rank=world.rank)
+    return build_engine(chosen, world, sample=sample_inputs(loader.dataset)), loader

@@ -47,7 +47,7 @@ def changing(world: World, saver: Saver, run_dir: Path) -> Any:
     read = state()
     found = checkpoint.latest(run_dir)
     assert found is not None
-    checkpoint.load(found, read, world=world)
+    checkpoint.load_checkpoint(found, read, world=world)
     return read["model"]["weight"].full_tensor().tolist(), [one.step for one in done]
 
 

@@ -131,7 +131,7 @@ def command(server: Server, *words: str) -> None:
     ours.warm = partial(reached, server)
     train.STARTED = time.time()
     sys.argv = ["axonlaunch", *words]
-    app.run()
+    app.run_command()
 
 
 def script(path: str, *words: str) -> None:

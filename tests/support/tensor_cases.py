@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import axonlaunch as ax
 from axonlaunch.config.model import GPTConfig, LlamaConfig, ViTConfig
 from axonlaunch.engines.tensor.parallelize import has_divided_logits
-from axonlaunch.models.build import build
+from axonlaunch.models.build import build_model
 from axonlaunch.models.initialization import reset_buffers
 from axonlaunch.models.loss import cross_entropy_sum
 
@@ -75,7 +75,7 @@ def assert_same_gradients(divided: nn.Module, one: nn.Module, **tolerance: float
 
 
 def in_float64(config: Any) -> nn.Module:
-    module = build(config, seed=1).double()
+    module = build_model(config, seed=1).double()
     reset_buffers(module)
     return module
 

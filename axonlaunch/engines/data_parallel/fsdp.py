@@ -38,7 +38,7 @@ from axonlaunch.engines.data_parallel.fsdp_memory import (
     estimate_fsdp_memory,
 )
 from axonlaunch.engines.device_mesh import data_mesh
-from axonlaunch.engines.optimizer.offload import HOST, STREAMED, stream
+from axonlaunch.engines.optimizer.offload import HOST, STREAMED, stream_parameters
 from axonlaunch.engines.optimizer.step import clip_gradients
 from axonlaunch.engines.precision import sharded_policy
 
@@ -190,7 +190,9 @@ class FSDP(nn.Module):
         made = make(self.module.parameters(), **options)
         if self.cpu_offload.streams_the_update:
             states_on_host = self.cpu_offload is CPUOffload.OPTIMIZER_STATES
-            stream(made, device=self._device, states_on=HOST if states_on_host else self._device)
+            stream_parameters(
+                made, device=self._device, states_on=HOST if states_on_host else self._device
+            )
         return made
 
     def memory_estimate(self, optimizer: OptimizerConfig | str = "adamw") -> FSDPMemoryEstimate:

@@ -61,7 +61,7 @@ class ShardedAdafactor(Adafactor):
             part.apply()
 
 
-Sum = tuple[Tensor, tuple[int, ...] | None]
+SumOverParts = tuple[Tensor, tuple[int, ...] | None]
 """What this rank has of a sum, and the dims of the parameter that divide it; None: any."""
 
 
@@ -86,7 +86,7 @@ class _Part:
         least = group["eps"][0]
         self._least = torch.finfo(whole.dtype).eps if least is None else least
 
-    def statistics(self) -> list[Sum]:
+    def statistics(self) -> list[SumOverParts]:
         """Return the parameter's squared norm, and those of the rows and columns of a gradient."""
         self._size = self._parameter.square().sum()
         if self.whole.ndim < 2:
@@ -97,7 +97,7 @@ class _Part:
         self._columns = squares.sum(-2, keepdim=True)
         return [(self._size, None), (self._rows, (columns,)), (self._columns, (rows,))]
 
-    def average(self) -> list[Sum]:
+    def average(self) -> list[SumOverParts]:
         """Move the averages of squares; return the sum of a matrix's rows."""
         if self.whole.ndim < 2:
             self._state["variance"].lerp_(self._gradient.square(), self._fresh)
@@ -108,7 +108,7 @@ class _Part:
         self._total = self._state["row_var"].sum(-2, keepdim=True)
         return [(self._total, (self.whole.ndim - 2,))]
 
-    def rescale(self) -> Sum:
+    def rescale(self) -> SumOverParts:
         """Divide the gradient by the root of its estimated squares; return its squared norm."""
         if self.whole.ndim < 2:
             estimate = self._state["variance"].clone()

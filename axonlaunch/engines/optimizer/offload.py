@@ -55,7 +55,7 @@ class StreamedUpdate(Update):
     def _build(self) -> list[Optimizer]:
         made = super()._build()
         for optimizer in made:
-            stream(optimizer, device=self._device, states_on=self._states_on)
+            stream_parameters(optimizer, device=self._device, states_on=self._states_on)
         return made
 
     def _states_device(self, tensor: Tensor) -> torch.device:
@@ -63,7 +63,9 @@ class StreamedUpdate(Update):
         return self._states_on
 
 
-def stream(optimizer: Optimizer, *, device: torch.device, states_on: torch.device) -> None:
+def stream_parameters(
+    optimizer: Optimizer, *, device: torch.device, states_on: torch.device
+) -> None:
     """Let an optimizer's step pass one parameter after another through a device.
 
     Only for optimizers that update each parameter from its own gradient and states alone, as

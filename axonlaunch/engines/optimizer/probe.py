@@ -22,7 +22,7 @@ from axonlaunch.config.optimizer import OPTIMIZERS, CustomOptimizerConfig
 from axonlaunch.config.optimizer_states import OptimizerState, Shape, Sharding
 from axonlaunch.config.parameter_groups import options_of
 from axonlaunch.engines.optimizer.optimizers import optimizer_class
-from axonlaunch.models.fake_tensor_cache import with_values
+from axonlaunch.models.fake_tensor_cache import with_tensor_values
 
 _SIZES = ((6, 4, 8, 10, 12), (10, 8, 4, 6, 14))
 """Of the dims of two parameters; even, for halves, and all of a parameter's different."""
@@ -80,7 +80,7 @@ def _probe(call: _Call, ndim: int) -> Probe:
     config = call.config
     shapes = [sizes[:ndim] for sizes in _SIZES]
     # An estimate may ask first, whose tensors have no values to compare.
-    with with_values(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with with_tensor_values(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
             tried = [_tried(config, _tensors(shape)) for shape in shapes]
             is_elementwise = all(_is_same_by_halves(config, shapes[0], dim) for dim in range(ndim))

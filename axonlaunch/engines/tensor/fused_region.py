@@ -32,7 +32,7 @@ SEQUENCE_DIM = 1
 """The dim of hidden states [B, T, H] that sequence parallelism cuts."""
 
 
-def enter(x: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
+def enter_region(x: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
     """Take a region's input into it: every rank's own, or the ranks' parts of the sequence."""
     return (
         all_gather_from_group(x, group, SEQUENCE_DIM)
@@ -83,7 +83,7 @@ class ColumnParallelGroup:
 
     def enter(self, x: Tensor) -> Tensor:
         """Take the input into the region."""
-        entered = enter(x, self.axis.group, sequence_parallel=self.sequence_parallel)
+        entered = enter_region(x, self.axis.group, sequence_parallel=self.sequence_parallel)
         # The compiler overlaps by itself; without gradients there is nothing to overlap.
         alone = torch.compiler.is_compiling() or not torch.is_grad_enabled()
         if self.axis.overlaps and not alone:

@@ -36,7 +36,7 @@ from axonlaunch.engines.tensor.local_parameters import (
     convert_module,
 )
 from axonlaunch.engines.tensor.plan_checks import (
-    COLUMNS,
+    COLUMN_STYLES,
     STYLES,
     Styled,
     holders,
@@ -159,7 +159,7 @@ def _apply(one: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
     module, style = one.module, one.style
     sizes = linear_sizes(module)
     module.__dict__.update({"cuts": dict(one.cuts)} if one.cuts else {})
-    if style in (*COLUMNS, "column_gathered", "vocabulary") and sizes is not None:
+    if style in (*COLUMN_STYLES, "column_gathered", "vocabulary") and sizes is not None:
         _cut_outputs(one, sizes, axis, sequence_parallel=sequence_parallel)
     elif style in ("row", "row_split") and sizes is not None:
         row = convert_module(_sized(module, sizes), RowParallelLinear)

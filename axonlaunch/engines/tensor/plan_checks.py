@@ -46,7 +46,7 @@ Parameters that are no linear layer's are cut too, where the pattern names the p
 What holds them is ``experts``, whose inputs enter and whose results are summed, or ``local``, which
 lies between a column and a row layer.
 """
-COLUMNS = ("column", "packed_column", "key_value")
+COLUMN_STYLES = ("column", "packed_column", "key_value")
 """Styles of linear layers whose outputs stay divided."""
 _CUTS = ("column", "packed_column", "row", "packed_row")
 
@@ -228,7 +228,7 @@ def _unsuitable(one: Styled, modules: list[Styled]) -> str | None:
     if one.style == "region" and one.nested:
         return f"{named}; it lies in a region already, and an input enters once"
     if one.style == "region" and not any(
-        other.style in (*COLUMNS, "vocabulary")
+        other.style in (*COLUMN_STYLES, "vocabulary")
         and other.name.startswith(f"{one.name}.".lstrip("."))
         for other in modules
     ):
@@ -274,7 +274,7 @@ def _divided(one: Styled) -> tuple[int, str]:
     if isinstance(one.module, nn.Embedding) and one.style == "column_gathered":
         return one.module.embedding_dim, "features"
     if sizes is not None:
-        if one.style in (*COLUMNS, "column_gathered", "vocabulary"):
+        if one.style in (*COLUMN_STYLES, "column_gathered", "vocabulary"):
             return sizes.outputs, "outputs"
         if one.style in ("row", "row_split"):
             return sizes.inputs, "inputs"
@@ -285,7 +285,7 @@ def holders(modules: Sequence[Styled]) -> list[tuple[nn.Module, dict[str, Styled
     """Return the modules that hold column-parallel layers, with those, by their names in it."""
     found: dict[int, tuple[nn.Module, dict[str, Styled]]] = {}
     for one in modules:
-        if one.style in COLUMNS and one.holder is not None:
+        if one.style in COLUMN_STYLES and one.holder is not None:
             of_holder = found.setdefault(id(one.holder), (one.holder, {}))[1]
             of_holder[one.name.rpartition(".")[2]] = one
     return list(found.values())

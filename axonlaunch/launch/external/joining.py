@@ -41,20 +41,20 @@ def message_key(found: ClusterEnvironment, launch: LaunchConfig) -> bytes:
     Raises:
         ConfigError: There is a file that is no secret, or none where one is required.
     """
-    secret = token.read(launch)
+    secret = token.read_token(launch)
     assert found.master_addr is not None
     if secret is None and (
         found.local_world_size == found.world_size or is_loopback(found.master_addr)
     ):
         secret = token.of_this_user()
     if secret is None:
-        warning = token.without(launch, address=f"{found.master_addr}:{found.master_port}")
+        warning = token.missing_token(launch, address=f"{found.master_addr}:{found.master_port}")
         if found.rank == 0:
             print(warning, file=sys.stderr)
     return derive_key(secret or b"")
 
 
-def join(
+def join_ranks(
     found: ClusterEnvironment, key: bytes
 ) -> tuple[Channel, list[dict[str, Any]] | None, list[str]]:
     """Meet the other ranks; rank 0 learns what each said of itself.
@@ -83,7 +83,7 @@ def join(
     job = dist.PrefixStore(f"axonlaunch/{found.run_id}", store)
     try:
         if found.rank == 0:
-            named = run_identity.announce(job, key)
+            named = run_identity.publish_identity(job, key)
         else:
             named = run_identity.learn(job, key, timeout_s=JOIN_S)
     except TimeoutError:

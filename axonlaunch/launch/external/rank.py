@@ -24,9 +24,9 @@ from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.config.layout import frozen_threads
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
-from axonlaunch.launch.external.joining import counted, frozen_by_rank_0, join, message_key
+from axonlaunch.launch.external.joining import counted, frozen_by_rank_0, join_ranks, message_key
 from axonlaunch.launch.external.launcher_process import LauncherProcess
-from axonlaunch.launch.external.watch import Watch
+from axonlaunch.launch.external.watch import JobWatch
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash
 from axonlaunch.launch.local import rank_process as ranks
@@ -40,7 +40,7 @@ from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.system.streams import tolerant
 from axonlaunch.training import worker
 
-LOST_S = 20.0
+RANK_LOST_S = 20.0
 """Seconds of silence after which a rank is lost. Its watching thread shares the interpreter with
 training, so a short silence says nothing; a launcher notices a process that ended at once."""
 
@@ -73,14 +73,14 @@ def main(
             latter.
     """
     assert found.local_rank is not None
-    channel, members, nonces = join(found, message_key(found, launch))
+    channel, members, nonces = join_ranks(found, message_key(found, launch))
     peers = Coordinator(
         channel,
         nonces=nonces,
         member=found.rank,
         members=found.world_size,
         first_ranks=list(range(found.world_size)),
-        lost_s=LOST_S,
+        lost_s=RANK_LOST_S,
         are_nodes=False,
     )
     with ExitStack() as folder:
@@ -89,7 +89,7 @@ def main(
                 given = resolve(counted(found, members))
                 announce = partial(print, file=sys.stderr)
                 config = folder.enter_context(
-                    run_dir.create(given, announce=announce, sharing=_sharing(given))
+                    run_dir.open_run_dir(given, announce=announce, sharing=_sharing(given))
                 )
             except ConfigError:
                 peers.publish("frozen", {"refused": True})
@@ -143,14 +143,14 @@ def _run(
     asked = _Asked()
     peers.watch()
     told_errors = tolerant(os.fdopen(errors, "w", buffering=1)) if not as_json else stream
-    watch = Watch(config, place, peers, launcher, record, console, told_errors)
+    watch = JobWatch(config, place, peers, launcher, record, console, told_errors)
     watch.start()
     try:
         ranks.claim_cores(place)
         monitor = ranks.monitor(
             place, report=record if found.rank == 0 else _unshown, stop=asked.is_set
         )
-        with ranks.join(config, place) as world:
+        with ranks.join_world(config, place) as world:
             finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
     except BaseException as error:
         peers.report(ranks.report_of(error, place))

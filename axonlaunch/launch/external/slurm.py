@@ -144,7 +144,7 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     if shutil.which("sbatch") is None:
         message = "there is no sbatch here; submit from a node of the cluster"
         raise ConfigError([ConfigIssue("launch.name", message, "slurm")])
-    with run_dir.create(config, announce=announce) as config:
+    with run_dir.open_run_dir(config, announce=announce) as config:
         folder = Path(config.run_dir)
         script = _write(config, folder)
     command = ["sbatch", "--parsable", str(script)]
@@ -167,7 +167,7 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
 def _write(config: RunConfig, folder: Path) -> Path:
     if config.launch.token_file is None:
         # The folder is on a file system that the job's nodes share.
-        token.create(folder / TOKEN)
+        token.create_token(folder / TOKEN)
         config = configuration.with_values(
             config, {"launch.token_file": str((folder / TOKEN).absolute())}
         )

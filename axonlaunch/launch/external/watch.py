@@ -16,7 +16,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.outcome import Outcome
-from axonlaunch.launch.failures.report import Crash, Kind, Report, report_of_rank
+from axonlaunch.launch.failures.report import Crash, FailureKind, Report, report_of_rank
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.launch.multinode.coordination import Coordinator
@@ -26,7 +26,7 @@ from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, r
 _TICK_S = 0.1
 
 
-class Watch(threading.Thread):
+class JobWatch(threading.Thread):
     """Follows this rank and the others beside training, and ends the process when one fails."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Watch(threading.Thread):
         where = hang.ask(me, {place.local_rank: place.log})[place.local_rank]
         return where.to_report(self._report("hang"), timeout_s=waited)
 
-    def _report(self, kind: Kind, reason: str = "") -> Report:
+    def _report(self, kind: FailureKind, reason: str = "") -> Report:
         place = self._place
         beat = place.pulse.read(place.local_rank)
         return report_of_rank(

@@ -21,7 +21,7 @@ from axonlaunch.diagnostics import flight_recorder
 from axonlaunch.diagnostics.flight_recorder import Record
 from axonlaunch.diagnostics.frame_origin import frame_owner
 from axonlaunch.diagnostics.wait_detection import is_passed_through, waits
-from axonlaunch.launch.failures.report import Kind, Report
+from axonlaunch.launch.failures.report import FailureKind, Report
 from axonlaunch.system import files
 from axonlaunch.system.process_state import state
 
@@ -69,7 +69,7 @@ class Whereabouts:
 
     def to_report(self, about: Report, *, timeout_s: float) -> Report:
         """Return the report of a rank that made no progress for some seconds."""
-        kind: Kind = "waiting" if self.is_waiting else "hang"
+        kind: FailureKind = "waiting" if self.is_waiting else "hang"
         reason = self.words
         if not self.is_waiting:
             reason = f"no progress for {timeout_s:g} s: it {reason}"

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 
 from axonlaunch.diagnostics.flight_recorder import Record
 
-Kind = Literal["interrupted", "signal", "error", "hang", "lost", "connection", "waiting"]
+FailureKind = Literal["interrupted", "signal", "error", "hang", "lost", "connection", "waiting"]
 
 
 _CAUSES = {
@@ -50,7 +50,7 @@ class Report:
     """
 
     rank: int
-    kind: Kind
+    kind: FailureKind
     reason: str
     traceback: str | None = None
     machine: str = ""
@@ -99,7 +99,7 @@ class Crash:
 
 
 def report_of_rank(
-    rank: int, kind: Kind, reason: str = "", *, log: Path, step: int | None, doing: str
+    rank: int, kind: FailureKind, reason: str = "", *, log: Path, step: int | None, doing: str
 ) -> Report:
     """Return the report of a rank of this node.
 

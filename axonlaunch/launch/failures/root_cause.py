@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from axonlaunch.diagnostics.flight_recorder import OpenCollective, Record
-from axonlaunch.launch.failures.report import Crash, Kind, Report, plain_ranks
+from axonlaunch.launch.failures.report import Crash, FailureKind, Report, plain_ranks
 
-_SUSPICION: dict[Kind, int] = {
+_SUSPICION: dict[FailureKind, int] = {
     "interrupted": 0,
     "signal": 1,
     "error": 2,

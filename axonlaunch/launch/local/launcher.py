@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.layout import frozen_threads, world_size
+from axonlaunch.config.layout import frozen_threads, num_ranks
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import report_of_system
@@ -85,7 +85,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
     with ExitStack() as stack:
         meeting = stack.enter_context(_meeting(config))
-        config = stack.enter_context(run_dir.create(config, announce=console.line))
+        config = stack.enter_context(run_dir.open_run_dir(config, announce=console.line))
         record = RunRecorder(options.started, console)
         record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))
         restarts = 0
@@ -115,7 +115,7 @@ def run_ranks(
     restarted: bool = False,
 ) -> Outcome:
     """Start this node's ranks for one attempt at a run, and follow them to their end."""
-    count = world_size(config)
+    count = num_ranks(config)
     console.wait("starting 1 rank" if count == 1 else f"starting {count} ranks")
     pulse = HeartbeatTable.of(_processes(config), context)
     first = meeting.node_rank * _processes(config)
@@ -157,7 +157,7 @@ def _places(
     return [
         RankSpec(
             rank=rank,
-            world_size=world_size(config),
+            world_size=num_ranks(config),
             local_rank=index,
             local_world_size=processes,
             master_addr=meeting.address,

@@ -32,7 +32,7 @@ from axonlaunch.comm.authenticated_store import AuthenticatedStore
 from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.comm.rendezvous import RankEnvironment
 from axonlaunch.config import ConfigError, RunConfig
-from axonlaunch.config.layout import world_size
+from axonlaunch.config.layout import num_ranks
 from axonlaunch.events import Event, Monitor, merge_finished
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.report import Report, cause_of, plain_error, report_of_rank
@@ -74,7 +74,7 @@ def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
-    forkserver.enter()
+    forkserver.become_independent()
     status = 1
     try:
         redirect(place.log)
@@ -90,10 +90,10 @@ def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
             cpu_peak=CpuPeakMemory,
         )
         if config.launch.backend == "mock":
-            mock = World.mock(world_size(config), timeout_s=config.launch.timeout_s)
+            mock = World.mock(num_ranks(config), timeout_s=config.launch.timeout_s)
             finished = merge_finished(mock.run(train))
         else:
-            with join(config, place) as world:
+            with join_world(config, place) as world:
                 finished = train(world)
         connection.send(Done(place.rank, finished))
         status = 0
@@ -115,7 +115,7 @@ def monitor(
     return Monitor(report=report, beat=partial(place.pulse.beat, place.local_rank), stop=stop)
 
 
-def join(config: RunConfig, place: RankSpec) -> World:
+def join_world(config: RunConfig, place: RankSpec) -> World:
     """Join the world as the rank that this process was started as."""
     environment = RankEnvironment(
         rank=place.rank,

@@ -17,7 +17,13 @@ from typing import Protocol
 from axonlaunch.events import Event, Finished, merge_finished
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.outcome import Outcome
-from axonlaunch.launch.failures.report import Crash, Kind, Report, exit_reason, report_of_rank
+from axonlaunch.launch.failures.report import (
+    Crash,
+    FailureKind,
+    Report,
+    exit_reason,
+    report_of_rank,
+)
 from axonlaunch.launch.failures.root_cause import find_root_cause
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import Done
@@ -237,7 +243,7 @@ class Supervisor:
         ]
         return sorted(reports, key=lambda report: report.step or 0)
 
-    def _report(self, rank: Rank, kind: Kind, reason: str = "") -> Report:
+    def _report(self, rank: Rank, kind: FailureKind, reason: str = "") -> Report:
         beat = self.pulse.read(rank.index)
         return report_of_rank(
             rank.number, kind, reason, log=rank.log, step=beat.step, doing=beat.phase

@@ -20,7 +20,7 @@ from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.rendezvous import is_own, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
-from axonlaunch.config.layout import nodes, world_size
+from axonlaunch.config.layout import nodes, num_ranks
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome, was_interrupted
 from axonlaunch.launch.local.launcher import Rendezvous
@@ -30,7 +30,7 @@ from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
-LOST_S = 5.0
+NODE_LOST_S = 5.0
 """Seconds of silence after which a node is lost: its processes have to be gone in ten."""
 _OWN = ("launch.node_rank", "launch.token_file", "name", "run_dir")
 """What may differ between nodes: each says the first two itself, node 0 decides the others.
@@ -70,10 +70,10 @@ class NodeMembership:
         self._problems = problems
         self._console = console
         self._hosts = _is_first(config)
-        secret = token.read(config.launch)
+        secret = token.read_token(config.launch)
         if secret is None:
             where = f"{config.launch.master_addr}:{_port(config)}"
-            warning = token.without(config.launch, address=where)
+            warning = token.missing_token(config.launch, address=where)
             if self._hosts:
                 console.line(warning)
         # It listens for as long as this is held.
@@ -113,7 +113,7 @@ class NodeMembership:
             ConfigError: Who answers there is not of this run.
         """
         if self._hosts:
-            return run_identity.announce(self._held, key)
+            return run_identity.publish_identity(self._held, key)
         launch = self._given.launch
         try:
             return run_identity.learn(self._held, key, timeout_s=launch.timeout_s)
@@ -156,7 +156,7 @@ class NodeMembership:
             member=now.member,
             members=now.members,
             first_ranks=[node * _count(self._given) for node in range(now.members)],
-            lost_s=LOST_S,
+            lost_s=NODE_LOST_S,
             are_nodes=True,
             newcomers=partial(self._newcomers, now),
         )
@@ -243,7 +243,7 @@ class NodeMembership:
             if self._frozen is None:
                 given = configuration.with_values(self._given, {"launch.node_rank": "auto"})
                 self._frozen = folder.enter_context(
-                    run_dir.create(given, announce=self._console.line)
+                    run_dir.open_run_dir(given, announce=self._console.line)
                 )
         except ConfigError as error:
             peers.publish("frozen", {"problems": [str(one) for one in error.problems]})
@@ -288,7 +288,7 @@ class NodeMembership:
         count, first = _count(config), member * _count(config)
         which = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
         self._console.line(
-            f"node {member} of {nodes(config)[1]}: {which} of {world_size(config)}; "
+            f"node {member} of {nodes(config)[1]}: {which} of {num_ranks(config)}; "
             f"node 0 at {config.launch.master_addr} reports progress"
         )
 

@@ -17,7 +17,7 @@ from axonlaunch.system.authentication import Credentials
 _NAME = "run"
 
 
-def announce(store: dist.Store, key: bytes) -> Credentials:
+def publish_identity(store: dist.Store, key: bytes) -> Credentials:
     """Name the run; the process that listens does.
 
     Args:

@@ -20,7 +20,7 @@ NEW_FILE = "(umask 077; head -c 32 /dev/urandom | base64 > FILE)"
 _LEAST, _MOST = 16, 4096
 
 
-def read(launch: LaunchConfig) -> bytes | None:
+def read_token(launch: LaunchConfig) -> bytes | None:
     """Return the token of ``launch.token_file``; None where there is none.
 
     Raises:
@@ -50,7 +50,7 @@ def of_this_user() -> bytes | None:
         path = cache_folder() / "token"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
-            create(path)
+            create_token(path)
         return _secret(path)
     except (OSError, RuntimeError):  # the latter: there is no home
         return None
@@ -58,7 +58,7 @@ def of_this_user() -> bytes | None:
         raise ConfigError([ConfigIssue(str(path), f"{error}; or delete it")]) from None
 
 
-def create(path: Path) -> None:
+def create_token(path: Path) -> None:
     """Write a random token to a file that only its owner can read; one that exists is kept."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -71,7 +71,7 @@ def create(path: Path) -> None:
         temporary.unlink()
 
 
-def without(launch: LaunchConfig, *, address: str) -> str:
+def missing_token(launch: LaunchConfig, *, address: str) -> str:
     """Say what a neighbour can do to a run without a token.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Any
 
 from axonlaunch import checkpoint
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout, world_size
+from axonlaunch.config.layout import layout, num_ranks
 from axonlaunch.config.url import is_url
 from axonlaunch.events import Event, Started, StepLogged, finite
 from axonlaunch.launch import run_dir
@@ -188,7 +188,7 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
     """Print the failure summary of a run, and write ``crash.json``."""
     from axonlaunch.launch.failures import hints
 
-    ranks = world_size(config)
+    ranks = num_ranks(config)
     coords = coordinates(config, crash.first.rank)
     console = show_crash(crash, coords=coords, world_size=ranks)
     content = {
@@ -209,7 +209,7 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
 
 def coordinates(config: RunConfig, rank: int) -> dict[str, int]:
     """Return a rank's place on the mesh axes that have more than one rank, the last fastest."""
-    shares = layout(config, world_size=world_size(config))
+    shares = layout(config, world_size=num_ranks(config))
     return {axis: n for axis, n in shares.coordinates(rank).items() if shares.axes[axis] > 1}
 
 

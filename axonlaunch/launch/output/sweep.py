@@ -37,7 +37,9 @@ def again(configs: Sequence[RunConfig]) -> str:
     return f" with name={parents.pop()}" if is_numbered and len(parents) == 1 else ""
 
 
-def announce(words: str, *, number: int, of: int, stream: TextIO, is_done: bool = False) -> None:
+def print_run_header(
+    words: str, *, number: int, of: int, stream: TextIO, is_done: bool = False
+) -> None:
     """Print which run begins, or that it was done before.
 
     Args:
@@ -52,7 +54,9 @@ def announce(words: str, *, number: int, of: int, stream: TextIO, is_done: bool 
     _console(stream).print(text, soft_wrap=True)
 
 
-def compare(words: Sequence[str], summaries: Sequence[dict[str, Any]], *, stream: TextIO) -> None:
+def print_sweep_table(
+    words: Sequence[str], summaries: Sequence[dict[str, Any]], *, stream: TextIO
+) -> None:
     """Print how each run ended, or that it was not started; the least loss stands out.
 
     Args:

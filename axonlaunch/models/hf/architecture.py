@@ -232,6 +232,6 @@ def _wrong(config: HuggingFaceConfig, error: Exception) -> ConfigIssue:
     cause = error.__cause__
     reason = str(cause).strip() if cause is not None and str(cause).strip() else " ".join(lines)
     shown = config.config if config.config else ...
-    where = f"{config.path}/{files.CONFIG}: " if config.path else ""
+    where = f"{config.path}/{files.CONFIG_FILE_NAME}: " if config.path else ""
     message = f"{where}{reason or type(error).__name__}"
     return ConfigIssue("model.config" if config.config else "model.path", message[:400], shown)

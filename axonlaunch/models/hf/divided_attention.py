@@ -36,7 +36,7 @@ class _Division:
     chosen: str
 
 
-def divide(model: Any, parts: SequenceParts) -> None:
+def divide_attention(model: Any, parts: SequenceParts) -> None:
     """Let a model, or a stage of one, compute on parts of sequences, in place.
 
     Args:

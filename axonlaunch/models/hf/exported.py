@@ -15,7 +15,7 @@ from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf import files, library
 from axonlaunch.models.hf.structure import structure
 
-_OURS = (files.CONFIG, "*.safetensors.index.json", "*.bin.index.json")
+_OURS = (files.CONFIG_FILE_NAME, "*.safetensors.index.json", "*.bin.index.json")
 """What is written anew, or belongs to the weights that were read."""
 
 

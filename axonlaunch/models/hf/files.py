@@ -15,7 +15,7 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf import library
 
-CONFIG = "config.json"
+CONFIG_FILE_NAME = "config.json"
 BESIDES = ("*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 """What is fetched beside weights: a tokenizer's files, and how text is generated."""
 _WEIGHTS = "*.safetensors"
@@ -47,10 +47,10 @@ def read_config(config: HuggingFaceConfig) -> dict[str, Any]:
         ConfigError: There is none, or it can't be read.
     """
     where = folder(config)
-    return {} if where is None else read_json(where / CONFIG, path=config.path)
+    return {} if where is None else read_folder_json(where / CONFIG_FILE_NAME, path=config.path)
 
 
-def read_json(file: Path, *, path: str | None) -> dict[str, Any]:
+def read_folder_json(file: Path, *, path: str | None) -> dict[str, Any]:
     """Read an object of JSON out of a model's folder.
 
     Args:
@@ -121,7 +121,7 @@ def is_complete(where: Path) -> bool:
     index = where / "model.safetensors.index.json"
     if not index.exists():
         return any(where.glob(_WEIGHTS))
-    names = set(read_json(index, path=str(where)).get("weight_map", {}).values())
+    names = set(read_folder_json(index, path=str(where)).get("weight_map", {}).values())
     return all((where / str(name)).exists() for name in names)
 
 
@@ -135,7 +135,7 @@ def _cached(config: HuggingFaceConfig) -> Path | None:
     import huggingface_hub
 
     found = huggingface_hub.try_to_load_from_cache(
-        str(config.path), CONFIG, revision=config.revision
+        str(config.path), CONFIG_FILE_NAME, revision=config.revision
     )
     return Path(found).parent if isinstance(found, str | os.PathLike) else None
 

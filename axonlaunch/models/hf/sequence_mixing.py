@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.attention import SequenceParts
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
-from axonlaunch.models.hf.divided_attention import divide
+from axonlaunch.models.hf.divided_attention import divide_attention
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.spec import ModelOutputs
 
@@ -64,7 +64,7 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
     if chosen not in ("sdpa", "eager"):
         return f"its attention is {chosen}, which is not divided; use model.attention=sdpa or eager"
     watch = _Watch(_length(model))
-    divide(
+    divide_attention(
         model,
         SequenceParts(
             positions=watch.positions,

@@ -12,7 +12,7 @@ from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf.build import untraceable
-from axonlaunch.models.hf.divided_attention import divide
+from axonlaunch.models.hf.divided_attention import divide_attention
 from axonlaunch.models.hf.structure import structure
 from axonlaunch.models.hf.tensor_plans import tensor_plan
 from axonlaunch.models.initialization import Constant, Initializer
@@ -20,7 +20,7 @@ from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
 
-def build(config: HuggingFaceConfig) -> nn.Module:
+def build_causal_lm(config: HuggingFaceConfig) -> nn.Module:
     """Build a model whose parameters have no storage.
 
     Raises:
@@ -56,9 +56,9 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
 
 
 SPEC = ModelSpec(
-    build=build,
+    build=build_causal_lm,
     loss=cross_entropy_sum,
     adapt=adapt,
-    divide=divide,
+    divide=divide_attention,
     runs_without_values=True,
 )

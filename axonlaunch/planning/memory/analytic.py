@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 from axonlaunch.config import RunConfig, with_values
-from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
+from axonlaunch.config.layout import Layout, layout, num_ranks, of_ranks
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models import fake_tensor_cache
@@ -86,7 +86,7 @@ class Formulas:
             config: The layout's run, with ``launch.nproc`` resolved.
             shares: Its layout; None: to be found.
         """
-        shares = shares or layout(config, world_size=world_size(config))
+        shares = shares or layout(config, world_size=num_ranks(config))
         layers = -(-sum(self.one.layers) // shares.pipeline)
         tensors = peak_bytes(
             config,

@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig, to_tree, typed, with_values
 from axonlaunch.config.errors import plain
-from axonlaunch.config.layout import Layout, layout, world_size
+from axonlaunch.config.layout import Layout, layout, num_ranks
 from axonlaunch.planning.records import Estimate, Remedy
 from axonlaunch.planning.search.candidates import takes_sequences
 from axonlaunch.planning.search.workload import host_memory
@@ -55,7 +55,7 @@ def candidate_changes(config: RunConfig) -> list[Lever]:
     Args:
         config: With ``launch.nproc`` resolved.
     """
-    shares = layout(config, world_size=world_size(config))
+    shares = layout(config, world_size=num_ranks(config))
     return [
         _micro_batches(shares),
         _recomputing(config),
@@ -256,7 +256,7 @@ def _pipeline(config: RunConfig, shares: Layout) -> Lever:
     for degree in _doubled(shares.pipeline, shares):
         settings = {"strategy.pipeline.degree": degree, **_same_micro_batch(config, shares)}
         try:
-            new = layout(changed(config, settings), world_size=world_size(config))
+            new = layout(changed(config, settings), world_size=num_ranks(config))
         except ConfigError:
             continue
         idle = (degree - 1) / (new.stages_per_rank * new.round_microbatches + degree - 1)

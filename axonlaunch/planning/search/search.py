@@ -16,7 +16,7 @@ from typing import Any
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, flatten
 from axonlaunch.config.errors import plain
 from axonlaunch.config.hardware import GIB, HardwareConfig
-from axonlaunch.config.layout import world_size
+from axonlaunch.config.layout import num_ranks
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
@@ -195,7 +195,7 @@ def _fastest(
 def _timed(config: RunConfig, hardware: HardwareConfig) -> Throughput | ConfigError:
     """Return a layout's speed, or why it can't be traced, as with too small a micro-batch."""
     try:
-        return timed(config, hardware, step_work(config, world_size=world_size(config)))
+        return timed(config, hardware, step_work(config, world_size=num_ranks(config)))
     except ConfigError as error:
         return error
 

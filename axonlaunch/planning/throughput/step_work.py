@@ -15,7 +15,7 @@ from torch import nn
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.layout import layout, of_ranks, world_size
+from axonlaunch.config.layout import layout, num_ranks, of_ranks
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.optimizer.step import local_part
 from axonlaunch.models import fake_tensor_cache
@@ -232,7 +232,7 @@ def _by_micro_batches(at: dict[int, Share]) -> tuple[Share, Share]:
 def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
     """Trace a step of one rank of several runs, in a process of its own."""
     _norm_in_one_kernel()
-    ranks = world_size(configs[0])
+    ranks = num_ranks(configs[0])
     world = fake_world.join_fake_world(rank=stage * ranks // 2, world_size=ranks)
     with refusing_untraceable(configs[0]):
         return [_trace_one(config, world) for config in configs]

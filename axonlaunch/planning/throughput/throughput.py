@@ -10,7 +10,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import layout, world_size
+from axonlaunch.config.layout import layout, num_ranks
 from axonlaunch.planning.throughput.roofline import figure
 from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
@@ -45,12 +45,12 @@ def throughput(config: RunConfig, hardware: HardwareConfig) -> Throughput:
     Raises:
         ConfigError: The run can't be traced, or the hardware lacks a figure.
     """
-    return timed(config, hardware, step_work(config, world_size=world_size(config)))
+    return timed(config, hardware, step_work(config, world_size=num_ranks(config)))
 
 
 def timed(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throughput:
     """Estimate the speed of a run whose work is known."""
-    ranks = world_size(config)
+    ranks = num_ranks(config)
     shares = layout(config, world_size=ranks)
     parts = StepTime(config, shares, hardware).parts(work)
     seconds = parts.total

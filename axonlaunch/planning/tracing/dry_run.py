@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from axonlaunch.comm import World
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.build import Divide, Source, build
+from axonlaunch.engines.build import Divide, Source, build_engine
 from axonlaunch.engines.pipeline.split import Part, block_names
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.models.build import spec_for
@@ -53,15 +53,17 @@ class FakeRank:
         self._mode = fake_tensor_cache.tensors_without_bytes()
         source = Source(
             construct=self._construct,
-            start=self._start,
+            initialize_weights=self._start,
             storing=self.storing,
             boundaries=self._boundaries,
         )
         if blueprint.config.train.compile:
             from axonlaunch.planning.tracing import fake_inductor
 
-            fake_inductor.install()
-        self.engine: Engine = build(blueprint.config, world, sample=blueprint.sample, source=source)
+            fake_inductor.install_fake_inductor()
+        self.engine: Engine = build_engine(
+            blueprint.config, world, sample=blueprint.sample, source=source
+        )
 
     def storing(self) -> AbstractContextManager[Any]:
         """Return the context in which tensors have no bytes and are followed."""

@@ -18,7 +18,7 @@ from torch._higher_order_ops import wrap
 from torch._inductor import async_compile, cpu_vec_isa
 
 
-def install() -> None:
+def install_fake_inductor() -> None:
     """Let what is compiled in this process, in its fake world, be so on tensors without bytes."""
     _generate_alone()
     _allocate_visibly()

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
-from axonlaunch.models.fake_tensor_cache import with_values
+from axonlaunch.models.fake_tensor_cache import with_tensor_values
 from axonlaunch.planning.tracing.dispatch_mode import UncompiledDispatchMode
 
 
@@ -141,7 +141,7 @@ def hide_sharding_propagation() -> None:
     plan = propagator._propagate_tensor_meta_non_cached
 
     def plan_unseen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with with_values():
+        with with_tensor_values():
             return plan(self, *args, **kwargs)
 
     propagator._propagate_tensor_meta_non_cached = plan_unseen

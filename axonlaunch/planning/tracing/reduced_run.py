@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
+from axonlaunch.config.layout import Layout, layout, num_ranks, of_ranks
 from axonlaunch.config.parameter_groups import states_of, with_options
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.data.dataset import sample_inputs
@@ -63,9 +63,9 @@ class ReducedRun:
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         """Build the model of a checked configuration and read what a sample is."""
-        ranks = world_size(config)
+        ranks = num_ranks(config)
         shares = layout(config, world_size=ranks)
-        dataset = data.build(config.data)
+        dataset = data.build_dataset(config.data)
         model, sample = on_meta(config.model, seed=config.seed), sample_inputs(dataset)
         if shares.pipeline > 1:
             split = _split(config, shares, model, sample)

@@ -12,7 +12,7 @@ from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.layout import layout, world_size
+from axonlaunch.config.layout import layout, num_ranks
 from axonlaunch.diagnostics.frame_origin import frame_owner
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors
@@ -67,7 +67,7 @@ def _failing(config: RunConfig, error: BaseException, line: str | None) -> Confi
     if line is None:
         message = f"the model, divided so, fails{where} with {reason}"
         return ConfigIssue("strategy.tensor.plan", message)
-    samples = layout(config, world_size=world_size(config)).micro_batch_size
+    samples = layout(config, world_size=num_ranks(config)).micro_batch_size
     message = f"a micro-batch of {samples} fails{where} with {reason} ({line})"
     return ConfigIssue("model.name", message, config.model.name)
 

@@ -9,7 +9,7 @@ import torch
 from hf_families import FAMILIES, theirs
 
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.build import build, construct
+from axonlaunch.models.build import build_model, construct
 from axonlaunch.models.hf.structure import structure
 
 
@@ -20,7 +20,7 @@ def config(kind: str, **changes: Any) -> HuggingFaceConfig:
 @pytest.mark.parametrize("kind", FAMILIES)
 @torch.no_grad()
 def test_weights_are_of_the_distribution_that_transformers_draws(kind: str) -> None:
-    ours, expected = build(config(kind)), dict(theirs(kind).named_parameters())
+    ours, expected = build_model(config(kind)), dict(theirs(kind).named_parameters())
     assert dict(ours.named_parameters()).keys() == expected.keys()
     for name, parameter in ours.named_parameters():
         wanted = expected[name]
@@ -40,7 +40,7 @@ def test_weights_are_of_the_distribution_that_transformers_draws(kind: str) -> N
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_buffers_have_the_values_that_the_constructors_compute(kind: str) -> None:
     expected = dict(theirs(kind).named_buffers())
-    ours = dict(build(config(kind)).named_buffers())
+    ours = dict(build_model(config(kind)).named_buffers())
     assert ours.keys() == expected.keys()
     for name, buffer in ours.items():
         assert buffer.dtype == expected[name].dtype
@@ -54,18 +54,18 @@ def test_parameters_have_no_storage_until_they_are_divided() -> None:
 
 
 def test_weights_depend_on_the_seed_and_the_name_alone() -> None:
-    deep = build(config("qwen3", num_hidden_layers=4), seed=3)
+    deep = build_model(config("qwen3", num_hidden_layers=4), seed=3)
     torch.manual_seed(11)
     torch.rand(5)
-    shallow = build(config("qwen3"), seed=3)
+    shallow = build_model(config("qwen3"), seed=3)
     for name, parameter in shallow.named_parameters():
         assert torch.equal(parameter, deep.get_parameter(name))
-    other = build(config("qwen3"), seed=4)
+    other = build_model(config("qwen3"), seed=4)
     assert not torch.equal(other.get_parameter("lm_head.weight"), shallow.lm_head.weight)
 
 
 def test_an_embedding_of_padding_starts_at_zero() -> None:
-    table = build(config("phi3")).get_parameter("model.embed_tokens.weight")
+    table = build_model(config("phi3")).get_parameter("model.embed_tokens.weight")
     assert (table[0] == 0).all()
     assert (table[1:] != 0).any(1).all()
 
@@ -84,12 +84,12 @@ def test_weights_that_can_only_be_drawn_as_a_whole_are() -> None:
         },
         init="random",
     )
-    first, second = build(chosen, seed=1), build(chosen, seed=1)
+    first, second = build_model(chosen, seed=1), build_model(chosen, seed=1)
     for name, parameter in first.named_parameters():
         assert torch.isfinite(parameter).all()
         assert torch.equal(parameter, second.get_parameter(name))
     steps = first.get_parameter("backbone.layers.0.mixer.dt_bias")
-    others = build(chosen, seed=2).get_parameter("backbone.layers.0.mixer.dt_bias")
+    others = build_model(chosen, seed=2).get_parameter("backbone.layers.0.mixer.dt_bias")
     assert not torch.equal(steps, others)
     assert not torch.equal(steps, first.get_parameter("backbone.layers.1.mixer.dt_bias"))
 
@@ -97,5 +97,5 @@ def test_weights_that_can_only_be_drawn_as_a_whole_are() -> None:
 def test_building_leaves_the_generator_alone() -> None:
     state = torch.get_rng_state()
     structure(config("gpt2", num_hidden_layers=1))
-    build(config("gpt2", num_hidden_layers=1))
+    build_model(config("gpt2", num_hidden_layers=1))
     assert torch.equal(state, torch.get_rng_state())

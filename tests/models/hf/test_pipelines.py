@@ -138,10 +138,10 @@ def test_no_gradient_is_lost_where_values_pass_under_no_grad(tmp_path: Path) -> 
         tokens = torch.arange(2 * 32).view(2, 32)
 
         def run(world: World) -> torch.Tensor:
-            from axonlaunch.checkpoint.weights import start
+            from axonlaunch.checkpoint.weights import load_initial_weights
 
             engine, _ = rank_engine(chosen, world)
-            start(engine, chosen.model, world=world)
+            load_initial_weights(engine, chosen.model, world=world)
             return engine.predict(tokens)
 
         assert isinstance(chosen.launch.nproc, int)
