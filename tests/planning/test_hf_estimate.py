@@ -13,6 +13,17 @@ from live_storages import small
 
 from axonlaunch.planning.memory.estimate import estimate
 
+LONG = {
+    **FAMILIES["phi3"],
+    "original_max_position_embeddings": 16,  # the runs have 32: the long table is taken
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    },
+}
+DESCRIBED = {**FAMILIES, "phi3, longrope": LONG}
 CASES = {
     "llama": "strategy=fsdp",
     "gemma2": "strategy=fsdp train.activation_checkpointing=full train.precision=bf16",
@@ -24,6 +35,7 @@ SLOW_CASES = {
     "phi3": "strategy=fsdp strategy.fsdp.cpu_offload=full",
     "qwen3_moe": "strategy=ddp",
     "opt": "strategy=zero2",
+    "phi3, longrope": "strategy=fsdp",
 }
 
 
@@ -43,8 +55,8 @@ def test_a_rank_holds_what_was_estimated_whatever_the_family(
     cases = []
     for kind, layout in layouts.items():
         (tmp_path / kind).mkdir()
-        (tmp_path / kind / "config.json").write_text(json.dumps(FAMILIES[kind]))
-        path = f"model.path={tmp_path / kind}"
+        (tmp_path / kind / "config.json").write_text(json.dumps(DESCRIBED[kind]))
+        path = f"model.path='{tmp_path / kind}'"
         cases.append(("model=hf", path, "model.init=random", *layout.split()))
     held = live_storages.measured(cases, ranks=2)
     estimated = {}

@@ -17,6 +17,7 @@ from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.hf import files
 from axonlaunch.models.hf.build import recorded, untraceable
 from axonlaunch.models.initialization import Initializer, materialize
 
@@ -92,11 +93,12 @@ def structure(config: HuggingFaceConfig) -> Structure:
     """
     keys = asdict(config)
     del keys["init"], keys["weights"]
-    return _of(json.dumps(keys, sort_keys=True, default=str))
+    return _of(json.dumps(keys, sort_keys=True, default=str), str(files.read_config(config)))
 
 
 @functools.lru_cache(maxsize=8)
-def _of(keys: str) -> Structure:
+def _of(keys: str, content: str) -> Structure:
+    del content  # of config.json, which may be another one than before
     config = HuggingFaceConfig(**json.loads(keys), init="random")
     model, initializers = recorded(config)
     layers, why_not = _layers(model)
