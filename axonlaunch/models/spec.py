@@ -66,6 +66,8 @@ class ModelSpec:
         max_positions: Longest sequence; None: as the configuration says, if it does.
         runs_without_values: Whether a forward that fails on tensors without values fails on others
             too, unless it asks for a value; a model of anybody's may not.
+        index_names: Attributes of modules in a block that hold its number, by which it does nothing
+            else than the others.
         untraceable: Why it can't be run on tensors without values; empty if it can.
         refused_axes: ``{axis: why}`` of what divides no such model: tensor, pipeline or context.
         positions: Attributes that know of positions, an ``nn.Embedding`` of them or a
@@ -91,6 +93,7 @@ class ModelSpec:
     mixes_samples: bool = False
     max_positions: int | None = None
     runs_without_values: bool = False
+    index_names: tuple[str, ...] = ()
     untraceable: str = ""
     refused_axes: Mapping[str, str] = field(default_factory=dict)
 
@@ -129,7 +132,7 @@ class ModelSpec:
         blocks = self.blocks(module).values()
         if not blocks or not isinstance(module.get_submodule(self.layers or ""), nn.ModuleList):
             return False
-        return len({_looks(block) for block in blocks}) == 1
+        return len({_looks(block, self.index_names) for block in blocks}) == 1
 
 
 def not_a_tensor(outputs: object) -> ConfigIssue:
@@ -141,13 +144,13 @@ def not_a_tensor(outputs: object) -> ConfigIssue:
     return ConfigIssue("model", message)
 
 
-def _looks(block: nn.Module) -> tuple[Any, ...]:
+def _looks(block: nn.Module, index_names: tuple[str, ...]) -> tuple[Any, ...]:
     tensors = [*block.named_parameters(), *block.named_buffers()]
     settings = [
         (name, key, value)
         for name, module in block.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | str)
+        if isinstance(value, bool | int | float | str) and key not in index_names
     ]
     shapes = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
     return repr(block), tuple(shapes), tuple(settings)

@@ -12,7 +12,19 @@ from hf_families import FAMILIES
 from live_storages import small
 
 from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.planning.tracing.reduced_run import ReducedRun
 
+LONG = {
+    **FAMILIES["phi3"],
+    "original_max_position_embeddings": 16,  # the runs have 32: the long table is taken
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    },
+}
+DESCRIBED = {**FAMILIES, "phi3, longrope": LONG}
 CASES = {
     "llama": "strategy=fsdp",
     "gemma2": "strategy=fsdp train.activation_checkpointing=full train.precision=bf16",
@@ -24,6 +36,7 @@ SLOW_CASES = {
     "phi3": "strategy=fsdp strategy.fsdp.cpu_offload=full",
     "qwen3_moe": "strategy=ddp",
     "opt": "strategy=zero2",
+    "phi3, longrope": "strategy=fsdp",
 }
 
 
@@ -43,8 +56,8 @@ def test_a_rank_holds_what_was_estimated_whatever_the_family(
     cases = []
     for kind, layout in layouts.items():
         (tmp_path / kind).mkdir()
-        (tmp_path / kind / "config.json").write_text(json.dumps(FAMILIES[kind]))
-        path = f"model.path={tmp_path / kind}"
+        (tmp_path / kind / "config.json").write_text(json.dumps(DESCRIBED[kind]))
+        path = f"model.path='{tmp_path / kind}'"
         cases.append(("model=hf", path, "model.init=random", *layout.split()))
     held = live_storages.measured(cases, ranks=2)
     estimated = {}
@@ -52,3 +65,21 @@ def test_a_rank_holds_what_was_estimated_whatever_the_family(
         overrides = [*small(case), "launch.nproc=2", "hardware=cpu", *case]
         estimated[kind] = estimate(estimate_config(overrides)).peak_bytes
     assert {k: [e, e] for k, e in estimated.items()} == dict(zip(layouts, held, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mixtral"])
+def test_a_few_blocks_stand_for_many_that_are_alike(kind: str, tmp_path: Path) -> None:
+    content = {**FAMILIES[kind], "num_hidden_layers": 9}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    case = ["model=hf", f"model.path={tmp_path}", "model.init=random", "strategy=fsdp"]
+    chosen = estimate_config([*small(case), *case, "launch.nproc=4", "hardware=cpu"])
+    assert ReducedRun.of(chosen).repeats
+    assert estimate(chosen).peak_bytes == estimate(chosen, exact=True).peak_bytes
+
+
+def test_blocks_of_several_kinds_are_all_traced(tmp_path: Path) -> None:
+    content = {**FAMILIES["gemma2"], "num_hidden_layers": 9}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    case = ["model=hf", f"model.path={tmp_path}", "model.init=random", "strategy=fsdp"]
+    chosen = estimate_config([*small(case), *case, "launch.nproc=4", "hardware=cpu"])
+    assert not ReducedRun.of(chosen).repeats

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import forkserver, get_context
@@ -42,8 +42,14 @@ def serve() -> Iterator[Server]:
 
 
 @contextmanager
-def reached(server: Server) -> Iterator[ForkServerContext]:
-    """Stand in for ``warm``: use the server that is there, and leave it running."""
+def reached(server: Server, *, preload: Sequence[str] = ()) -> Iterator[ForkServerContext]:
+    """Stand in for ``warm``: use the server that is there, and leave it running.
+
+    Args:
+        server: How it is reached.
+        preload: Not imported there: what asks for it imports it later.
+    """
+    del preload
     vars(SERVER).update(server)
     SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # others keep it alive
     SERVER.ensure_running = lambda: None

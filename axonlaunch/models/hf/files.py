@@ -95,8 +95,13 @@ def fetch(config: HuggingFaceConfig, *, weights: bool) -> Path | None:
     if (cached := _cached(config)) is not None and (not weights or is_complete(cached)):
         return cached
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
+    huggingface_hub.utils.enable_progress_bars()  # which were disabled with those of transformers
     patterns = [*BESIDES, *([_WEIGHTS] if weights else []), *_code(config)]
     try:
         return Path(
@@ -104,10 +109,11 @@ def fetch(config: HuggingFaceConfig, *, weights: bool) -> Path | None:
                 config.path, revision=config.revision, allow_patterns=patterns
             )
         )
-    except OfflineModeIsEnabled:
-        raise ConfigError([_not_there(config, "it is not in the cache, and offline")]) from None
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError):
+        why = "it is not in the cache, and the Hub can't be reached"
+        raise ConfigError([_not_there(config, why)]) from None
     except HfHubHTTPError as error:
-        status = error.response.status_code
+        status = getattr(error.response, "status_code", "no answer")
         why = "there is no such folder, and no such model on the Hub" if status == 404 else ""
         message = why or f"the Hub refuses it ({status}); log in with hf auth login"
         raise ConfigError([_not_there(config, message)]) from None

@@ -18,7 +18,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from torch._subclasses.fake_tensor import is_fake
+import torch
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 
@@ -74,6 +75,7 @@ def transformers() -> Any:
     found.utils.logging.set_verbosity_error()
     found.utils.logging.disable_progress_bar()
     _let_masks_be_those_of_a_run()
+    _let_rotary_tables_be_those_of_a_run()
     return found
 
 
@@ -92,6 +94,31 @@ def _let_masks_be_those_of_a_run() -> None:
         return look(position_ids)
 
     masking.find_packed_sequence_indices = find_packed_sequence_indices
+
+
+def _let_rotary_tables_be_those_of_a_run() -> None:
+    """Give tables that depend on the longest position its value, on tensors without values too.
+
+    Modules take the decorator when they are imported, which is later; of one that somebody imported
+    before, a table of that kind can't be traced.
+    """
+    rotary: Any = importlib.import_module("transformers.modeling_rope_utils")
+    decorate: Any = rotary.dynamic_rope_update
+
+    def dynamic_rope_update(forward: Any) -> Any:
+        updated = decorate(forward)
+
+        @functools.wraps(updated)
+        def of_known_positions(self: Any, x: Any, position_ids: Any, *args: Any, **kw: Any) -> Any:
+            if is_fake(position_ids):
+                with unset_fake_temporarily():  # they count up from 0
+                    counted = torch.arange(position_ids.shape[-1])
+                    position_ids = counted.expand(tuple(position_ids.shape))
+            return updated(self, x, position_ids, *args, **kw)
+
+        return of_known_positions
+
+    rotary.dynamic_rope_update = dynamic_rope_update
 
 
 @functools.cache

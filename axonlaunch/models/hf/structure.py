@@ -16,6 +16,7 @@ from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.block_flow import BlockFlow, block_flow
+from axonlaunch.models.hf import files
 from axonlaunch.models.hf.build import recorded, untraceable
 from axonlaunch.models.hf.sequence_mixing import why_undivided
 from axonlaunch.models.initialization import Initializer
@@ -81,11 +82,12 @@ def structure(config: HuggingFaceConfig) -> Structure:
     """
     keys = asdict(config)
     del keys["init"], keys["weights"]
-    return _of(json.dumps(keys, sort_keys=True, default=str))
+    return _of(json.dumps(keys, sort_keys=True, default=str), str(files.read_config(config)))
 
 
 @functools.lru_cache(maxsize=8)
-def _of(keys: str) -> Structure:
+def _of(keys: str, content: str) -> Structure:
+    del content  # of config.json, which may be another one than before
     config = HuggingFaceConfig(**json.loads(keys), init="random")
     model, initializers = recorded(config)
     layers, why_not = _layers(model)

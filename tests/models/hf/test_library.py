@@ -34,6 +34,15 @@ def test_positions_that_count_up_need_no_mask_with_values_or_without() -> None:
         assert masking_utils.find_packed_sequence_indices(torch.empty_like(positions)) is None
 
 
+@pytest.mark.parametrize("longest", [2, 64])
+def test_tables_that_depend_on_the_longest_position_are_made_without_values(longest: int) -> None:
+    rotary = {"rope_type": "longrope", "rope_theta": 10000.0}
+    rotary |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    long = {"rope_parameters": rotary, "original_max_position_embeddings": longest}
+    config = HuggingFaceConfig(config={**FAMILIES["phi3"], **long}, init="random")
+    assert structure(config).ends.problem == ""
+
+
 def test_the_mask_of_a_run_is_built_by_the_function_that_was_replaced() -> None:
     library.transformers()
     from transformers import masking_utils

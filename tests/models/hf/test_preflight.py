@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from configured import estimate_config, run_config
 from hf_families import FAMILIES, save
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from axonlaunch.config import ConfigError
 from axonlaunch.config.errors import plain
@@ -142,15 +142,18 @@ def test_weights_that_are_not_in_the_cache_are_fetched_once(
     assert not any(pattern.endswith(".py") for pattern in how["allow_patterns"])
 
 
-def test_offline_it_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OfflineModeIsEnabled, LocalEntryNotFoundError])
+def test_offline_it_says_so_at_once(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cached(tmp_path, monkeypatch)
 
     def download(path: str, **how: Any) -> str:
-        raise OfflineModeIsEnabled("offline")
+        raise error("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     found = refusal("model=hf", "model.path=someone/other")
-    assert found.startswith("model.path=someone/other: it is not in the cache, and offline; ")
+    assert found.startswith("model.path=someone/other: it is not in the cache, and the Hub can't")
     assert "hf download someone/other" in found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +76,14 @@ def test_a_large_model_takes_no_memory_and_each_copy_is_ones_own() -> None:
     assert all(parameter.is_meta for parameter in found.model.parameters())
     assert found.copy() is not found.copy()
     assert of("mixtral") is of("mixtral")
+
+
+def test_a_description_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    for layers in (1, 2):
+        content = {**FAMILIES["llama"], "num_hidden_layers": layers}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        found = structure(HuggingFaceConfig(path=str(tmp_path), init="random"))
+        assert len(found.kinds) == layers
 
 
 def test_inspection_says_which_layouts_are_legal_and_why_others_are_not() -> None:
