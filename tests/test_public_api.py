@@ -44,7 +44,9 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 
 def test_the_parent_of_a_run_imports_no_torch() -> None:
-    modules = "axonlaunch.launch.runs, axonlaunch.launch.local.launcher, axonlaunch.launch.slurm"
+    modules = (
+        "axonlaunch.launch.runs, axonlaunch.launch.local.launcher, axonlaunch.launch.external.slurm"
+    )
     _run("-c", f"import sys, {modules}; assert 'torch' not in sys.modules")
 
 

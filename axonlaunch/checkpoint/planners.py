@@ -41,13 +41,10 @@ class WritesBoxes(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank writes."""
-        state = self.state_dict
-        packed = _packed(state)
-        self.state_dict = {key: value for key, value in state.items() if key not in packed}
-        plan = super().create_local_plan()
-        self.state_dict = state
-        items = [one for key, tensor in packed.items() for one in _writes(key, tensor)]
-        self.plan = dataclasses.replace(plan, items=[*plan.items, *items])
+        plan, packed = super().create_local_plan(), _packed(self.state_dict)
+        items = [one for one in plan.items if one.index.fqn not in packed]
+        items += [one for key, tensor in packed.items() for one in _writes(key, tensor)]
+        self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -62,20 +59,13 @@ class ReadsBoxes(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank reads."""
         assert self.metadata is not None
-        state = self.state_dict
-        packed = _packed(state)
-        self.state_dict = {key: value for key, value in state.items() if key not in packed}
-        plan = super().create_local_plan()
-        self.state_dict = state
-        items: list[ReadItem] = []
+        plan, packed = super().create_local_plan(), _packed(self.state_dict)
+        items = [one for one in plan.items if one.dest_index.fqn not in packed]
         for key, tensor in packed.items():
             saved: Any = self.metadata.state_dict_metadata[key]
-            if saved.size != tensor.shape:
-                message = f"{key} was saved as {tuple(saved.size)}, it is {tuple(tensor.shape)}"
-                raise ValueError(message)
             chunks = [_chunk(box) for box in local_boxes(tensor)]
             items += create_read_items_for_chunk_list(key, saved, chunks)
-        return LoadPlan([*plan.items, *items])
+        return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return what an item of the plan fills."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, preloads, print_json
 from axonlaunch.cli.plotting import check_plot, save
 from axonlaunch.launch.output.spinner import spinner
 
@@ -72,7 +72,7 @@ def command(
         )
     if plot is not None:
         check_plot(plot)
-    with forkserver.warm() as context:
+    with forkserver.warm(preload=preloads(overrides)) as context:
         from rich.console import Console
 
         from axonlaunch.planning.estimate import forecast, load_for_estimate

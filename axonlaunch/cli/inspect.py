@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, print_json
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, preloads, print_json
 from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
@@ -44,12 +44,13 @@ def command(
     from axonlaunch import config as configuration
     from axonlaunch.system import forked_call, forkserver
 
-    with forkserver.warm() as context:
+    chosen = overrides(arguments or [])
+    with forkserver.warm(preload=preloads(chosen)) as context:
         from rich.console import Console
 
         with spinner("building"):
             config = configuration.load(
-                overrides(arguments or []),
+                chosen,
                 config_name=config_name,
                 config_dirs=config_dir or [],
             )

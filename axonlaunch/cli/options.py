@@ -38,6 +38,12 @@ Trust = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+def preloads(overrides: Sequence[str] | None) -> list[str]:
+    """Return modules that the fork server is to import, as far as overrides say."""
+    of_hf = ("model=hf", "+model=hf", "model.name=hf")
+    return ["axonlaunch.models.hf.preload"] if {*of_hf} & {*(overrides or ())} else []
+
+
 def print_json(content: dict[str, Any]) -> None:
     """Print one object on standard output."""
     sys.stdout.write(json.dumps(content, indent=1) + "\n")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, preloads, print_json
 from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def command(
 
     count = _checked(devices, write)
     began = time.monotonic()
-    with forkserver.warm() as context:
+    with forkserver.warm(preload=preloads(overrides)) as context:
         from rich.console import Console
 
         with spinner("searching layouts"):

@@ -25,6 +25,7 @@ from axonlaunch.cli.options import (
     ConfigName,
     Json,
     Overrides,
+    preloads,
     print_json,
     problems_as_objects,
 )
@@ -78,7 +79,7 @@ def command(
     limits.allow_open_files()
     # A run outlives its console.
     sys.stdout, sys.stderr = streams.tolerant(sys.stdout), streams.tolerant(sys.stderr)
-    with forkserver.on_demand() as server:
+    with forkserver.on_demand(preload=preloads(overrides)) as server:
         if not may_be_rank(os.environ):
             server()
         # Imported only now, while the server imports torch on another core.
@@ -138,7 +139,7 @@ def _dry_run(
     """
     from axonlaunch.system import forkserver
 
-    with forkserver.warm() as context:
+    with forkserver.warm(preload=preloads(overrides)) as context:
         from rich.console import Console
 
         from axonlaunch.launch.dry_run import dry_runs

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, preloads, print_json
 from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def command(
     """Check numerical parity with a single process."""
     from axonlaunch.system import forkserver
 
-    with forkserver.warm() as context:
+    with forkserver.warm(preload=preloads(overrides)) as context:
         from rich.console import Console
 
         from axonlaunch.events import finite

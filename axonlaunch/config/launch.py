@@ -123,8 +123,8 @@ LAUNCHERS: Registry[Any, Launcher] = Registry(
             "a SLURM job",
             LaunchConfig,
             Launcher(
-                check="axonlaunch.launch.slurm:check",
-                launch="axonlaunch.launch.slurm:launch",
+                check="axonlaunch.launch.external.slurm:check",
+                launch="axonlaunch.launch.external.slurm:launch",
                 renders=True,
             ),
         ),

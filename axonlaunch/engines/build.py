@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import World
@@ -49,7 +48,7 @@ from axonlaunch.engines.pipeline.split import (
     ends_of,
     holds,
     parts,
-    stage_counts,
+    stage_blocks,
 )
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
 from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded_policy
@@ -191,31 +190,6 @@ def build(
         seed=config.seed,
         rate=partial(learning_rate, config.scheduler, steps=train.steps),
         peak_rate=config.optimizer.lr,
-    )
-
-
-def stage_blocks(
-    config: RunConfig, shares: Layout, whole: nn.Module, *, sample: Tensor
-) -> list[int]:
-    """Return the blocks of each pipeline stage: as given, or balanced.
-
-    Args:
-        config: The run's.
-        shares: Its layout.
-        whole: The model, undivided.
-        sample: One sample's inputs [...]; values don't matter.
-    """
-    split = config.strategy.pipeline.split
-    if split != "auto":
-        return split
-    device = next(whole.parameters()).device
-    batch = torch.zeros((shares.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device)
-    return stage_counts(
-        spec_for(config.model),
-        whole,
-        num_stages=shares.num_stages,
-        sample=batch,
-        in_flight=shares.pipeline,
     )
 
 

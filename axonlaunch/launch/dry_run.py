@@ -13,7 +13,7 @@ from multiprocessing.context import ForkServerContext
 
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
-from axonlaunch.launch import slurm
+from axonlaunch.launch.external import slurm
 from axonlaunch.launch.runs import Request, load_all
 from axonlaunch.planning import auto_strategy
 from axonlaunch.planning.estimate import forecast, prepared

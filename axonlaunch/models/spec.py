@@ -64,6 +64,8 @@ class ModelSpec:
         mixes_samples: Whether a sample's loss depends on what else is in its micro-batch, beside
             batch normalisation.
         max_positions: Longest sequence; None: as the configuration says, if it does.
+        runs_without_values: Whether a forward that fails on tensors without values fails on others
+            too, unless it asks for a value; a model of anybody's may not.
         untraceable: Why it can't be run on tensors without values; empty if it can.
         refused_axes: ``{axis: why}`` of what divides no such model: tensor, pipeline or context.
         positions: Attributes that know of positions, an ``nn.Embedding`` of them or a
@@ -88,6 +90,7 @@ class ModelSpec:
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: bool = False
     max_positions: int | None = None
+    runs_without_values: bool = False
     untraceable: str = ""
     refused_axes: Mapping[str, str] = field(default_factory=dict)
 

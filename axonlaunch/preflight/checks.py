@@ -15,6 +15,7 @@ from torch import nn
 from axonlaunch import data
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.data import DATASETS
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, layout, resolved, world_size
 from axonlaunch.config.loggers import CustomLoggerConfig
@@ -220,6 +221,15 @@ def _model(
 
 
 def _samples(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
+    facts = DATASETS.facts(config.data.name)
+    if facts is not None and facts.sample is not None:
+        said = facts.sample(config.data)
+        if (said.kind, tuple(said.shape)) != (dataset.kind, tuple(dataset.sample_shape)):
+            message = (
+                f"it is registered with samples of {said.kind} {said.shape}, by which it is "
+                f"estimated, and gives {dataset.kind} {tuple(dataset.sample_shape)}; mend sample="
+            )
+            yield ConfigIssue("data.name", message, config.data.name)
     if dataset.num_samples < config.train.global_batch_size:
         message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 
 from axonlaunch.config import ConfigIssue
 from axonlaunch.data.dataset import Dataset, sample_inputs
@@ -24,6 +25,12 @@ from axonlaunch.models.initialization import materialize
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelOutputs, ModelSpec, not_a_tensor
 
+_NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+"""What says nothing of a model but that it can't be run so."""
 _SAMPLES = 2
 """Of the micro-batch: batch normalisation refuses one."""
 
@@ -49,8 +56,14 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
         spec: Its loss decides what the outputs have to be.
         dataset: Its samples' shape and the number of its classes are used, no sample.
     """
-    forward = None if spec.untraceable else _forward(model, sample_inputs(dataset))
-    if forward is None:
+    if spec.untraceable:
+        return
+    forward = _forward(model, sample_inputs(dataset))
+    if isinstance(forward, Exception):
+        if spec.runs_without_values and not isinstance(forward, _NEEDS_VALUES):
+            reason = " ".join(str(forward).split())[:400]
+            message = f"its forward fails with {type(forward).__name__}: {reason}"
+            yield ConfigIssue("model", message)
         return
     returned = forward.returned
     outputs = returned.logits if isinstance(returned, ModelOutputs) else returned
@@ -66,8 +79,8 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
         yield ConfigIssue("model", message)
 
 
-def _forward(model: nn.Module, sample: Tensor) -> _Forward | None:
-    """Run a copy of the model on as good as nothing; None where it does not run so."""
+def _forward(model: nn.Module, sample: Tensor) -> _Forward | Exception:
+    """Run a copy of the model on as good as nothing; return what it fails with if it does."""
     embeddings: dict[str, int] = {}
     silence_fake_tensors()
     try:
@@ -80,8 +93,8 @@ def _forward(model: nn.Module, sample: Tensor) -> _Forward | None:
                 if isinstance(module, nn.Embedding):
                     module.register_forward_pre_hook(_looked_up(name, storage, embeddings))
             return _Forward(model(inputs), embeddings)
-    except Exception:  # a model of others may fail in any way without values, and train with them
-        return None
+    except Exception as error:  # a model of others may fail in any way without values
+        return error
 
 
 def _looked_up(name: str, storage: torch.UntypedStorage, embeddings: dict[str, int]) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import data_parallel_facts, stages_per_rank
+from axonlaunch.config.model import OWN_MODEL_CONFIGS
 from axonlaunch.engines.context.context import CHUNKS
 from axonlaunch.engines.pipeline.split import (
     block_names,
@@ -24,6 +25,7 @@ from axonlaunch.engines.pipeline.split import (
 )
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.engines.tensor.plan_checks import plan_issues, styled
+from axonlaunch.engines.tensor.trial import disagreement
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
@@ -128,8 +130,14 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
             yield ConfigIssue(f"strategy.tensor.plan.{pattern}", message, plan[pattern])
         else:
             yield ConfigIssue("strategy.tensor.degree", message, tensor.degree)
-    if not found and spec.loss is not cross_entropy_sum:
+    if found:
+        return
+    if spec.loss is not cross_entropy_sum:
         yield from _own_loss(config, plan, model)
+    if type(config.model) in OWN_MODEL_CONFIGS or tensor.sequence_parallel:
+        return
+    if wrong := disagreement(model, plan, degree=tensor.degree, blocks=spec.blocks(model)):
+        yield ConfigIssue("strategy.tensor.degree", wrong, tensor.degree)
 
 
 def _own_loss(config: RunConfig, plan: dict[str, str], model: nn.Module) -> Iterator[ConfigIssue]:

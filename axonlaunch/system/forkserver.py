@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -44,10 +44,14 @@ class ForkServerError(RuntimeError):
 
 
 @contextmanager
-def warm() -> Iterator[ForkServerContext]:
-    """Start the server in the background, and end it on leaving."""
+def warm(*, preload: Sequence[str] = ()) -> Iterator[ForkServerContext]:
+    """Start the server in the background, and end it on leaving.
+
+    Args:
+        preload: Modules to import beside the usual ones.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, *preload])
     with private_files():
         _run_server()
         try:
@@ -57,13 +61,17 @@ def warm() -> Iterator[ForkServerContext]:
 
 
 @contextmanager
-def on_demand() -> Iterator[Callable[[], ForkServerContext]]:
-    """Return what starts the server when it is first called, and end it on leaving."""
+def on_demand(*, preload: Sequence[str] = ()) -> Iterator[Callable[[], ForkServerContext]]:
+    """Return what starts the server when it is first called, and end it on leaving.
+
+    Args:
+        preload: Modules to import beside the usual ones.
+    """
     with ExitStack() as stack:
 
         @functools.cache
         def server() -> ForkServerContext:
-            return stack.enter_context(warm())
+            return stack.enter_context(warm(preload=preload))
 
         yield server
 

@@ -1,12 +1,13 @@
 """Which causal language models of transformers each layout trains as one process does.
 
-Every class is built at a tiny configuration and proved as ``verify`` does, each layout in
-a process of its own with a time limit; a class that can't be built so is reported with the reason.
+Every class is built at a tiny configuration and proved as ``axonlaunch verify`` does, each layout
+in a process of its own with a time limit; what can't be built so is reported with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -62,6 +63,8 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
     "sliding_window": 16,
+    "rotary_dim": 8,
+    "is_decoder": True,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -115,16 +118,30 @@ def tiny(kind: str) -> dict[str, Any]:
 
     cls = library.config_types()[kind]
     known = architecture.known_keys(cls) | library.keys_read_by_code(cls)
-    figures = {key: value for key, value in SIZES.items() if key in known}
+    settable = {key for key in known if not isinstance(_found(cls, key), property)}
+    figures = {key: value for key, value in SIZES.items() if key in settable}
+    if "qk_rope_head_dim" in figures:
+        figures.pop("head_dim", None)  # it follows, and every head has keys and values
+        figures["num_key_value_heads"] = figures["num_attention_heads"]
     with library.quiet():
         defaults = cls()
-    for key in known:
-        value = getattr(defaults, key, None)
-        if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+    depth = getattr(defaults, "num_hidden_layers", None)
+    for key in settable - figures.keys():
+        value = _found(defaults, key)
+        if isinstance(value, float) and ("drop" in key):
             figures[key] = 0.0
-        elif isinstance(value, list) and len(value) == defaults.num_hidden_layers:
+        elif isinstance(value, list) and len(value) == depth:
             figures[key] = _spread(value)
     return {"model_type": kind, **figures, **OWN.get(kind, {})}
+
+
+def _found(owner: Any, key: str) -> Any:
+    """Return an attribute under any name that it has; None where it has no one value."""
+    attribute = getattr(owner, "attribute_map", {}).get(key, key)
+    try:
+        return getattr(owner, attribute, None)
+    except Exception:  # a configuration may hold a value for each layer
+        return None
 
 
 def _spread(value: list[Any]) -> list[Any]:
@@ -168,6 +185,7 @@ def rows(kinds: list[str], layouts: list[str], *, seconds: float) -> Iterator[Ro
     from axonlaunch.models.hf import library
 
     library.transformers()  # before the fork, once for all
+    importlib.import_module("axonlaunch.verification.compare")
     context = multiprocessing.get_context("fork")
     for kind in kinds:
         for layout in layouts:

@@ -13,7 +13,7 @@ from served import Server
 
 from axonlaunch.cli.doctor import _figures
 
-COMMANDS = ["train", "sample", "config", "schedule", "verify", "ls", "doctor", "help"]
+COMMANDS = ["train", "sample", "config", "schedule", "verify", "inspect", "ls", "doctor", "help"]
 
 
 def run(folder: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:

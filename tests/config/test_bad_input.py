@@ -477,7 +477,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "model=gpt2",
         [
-            "model=gpt2: there is no such option; did you mean gpt? known: custom, gpt, llama, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
+            "model=gpt2: there is no such option; did you mean gpt? known: custom, gpt, hf, llama, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
         ],
     ),
     (
@@ -585,7 +585,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "model.name=gtp",
         [
-            "model.name=gtp: there is no model 'gtp'; did you mean gpt? known: custom, gpt, llama, mlp, vit",
+            "model.name=gtp: there is no model 'gtp'; did you mean gpt? known: custom, gpt, hf, llama, mlp, vit",
         ],
     ),
     (
@@ -603,7 +603,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "model=5",
         [
-            "model=5: there is no such option; known: custom, gpt, llama, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
+            "model=5: there is no such option; known: custom, gpt, hf, llama, llama3_405b, llama3_70b, llama3_8b, llama_debug, mlp, vit; plugins=[module] registers your own",
         ],
     ),
     (

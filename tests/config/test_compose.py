@@ -20,6 +20,7 @@ OPTIONS = [(path.parent.name, path.stem) for path in sorted(packaged_configs().g
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=["=".join(o) for o in OPTIONS])
 def test_every_shipped_yaml_composes_and_has_a_summary(group: str, option: str) -> None:
     needed = [f"{group}.target=package.module:build"] if option == "custom" else []
+    needed += ["model.path=folder"] if option == "hf" else []
     needed += NEEDS.get(option, []) if group in ("data", "model", "experiment") else []
     needed = [] if group == "model" and option == "llama3_8b" else needed
     config.load([f"{group}={option}", *needed])

@@ -80,6 +80,20 @@ def test_an_estimate_makes_one_that_does_not_say_its_shape(tmp_path: Path) -> No
         estimate_config([*SMALL, "data=counts", "data.file=/nowhere"])
 
 
+def test_one_that_gives_other_samples_than_it_says_is_refused(tmp_path: Path) -> None:
+    def wrong(config: CountsConfig) -> SampleShape:
+        return SampleShape(kind="tokens", shape=(config.sequence_length + 1,))
+
+    register_dataset("counts", config=CountsConfig, sample=wrong)(Counts)
+    (tmp_path / "first").write_text("3")
+    message = (
+        r"data\.name=counts: it is registered with samples of tokens \(9,\), by which it is "
+        r"estimated, and gives tokens \(8,\); mend sample="
+    )
+    with pytest.raises(ConfigError, match=message):
+        run_config([*SMALL, "data=counts", f"data.file={tmp_path}/first"])
+
+
 def test_no_estimate_is_kept_of_one_that_is_not_included(tmp_path: Path) -> None:
     register_dataset("counts", config=CountsConfig)(Counts)
     (tmp_path / "first").write_text("3")

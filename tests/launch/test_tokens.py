@@ -16,7 +16,7 @@ from launchers import SUPPORT, By, Machines, ended, logged, machines, torchrun
 from axonlaunch import config as configuration
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.launch import LaunchConfig
-from axonlaunch.launch import slurm
+from axonlaunch.launch.external import slurm
 from axonlaunch.launch.multinode import token
 
 SECRET = "a secret of sixteen bytes or more"

@@ -11,6 +11,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 REQUIRED = {
     "model/custom": ["model.target=torch.nn:Linear"],
     "data/custom": ["data.target=mine:Data"],
+    "model/hf": ["model.path=folder"],
     "data/text": ["data.files=[notes.txt]"],
     "data/tokens": ["data.path=tokens.bin"],
 }
@@ -22,7 +23,7 @@ def options(group):
 
 def test_the_promised_models_and_datasets_are_there():
     assert set(options("model")) == {
-        *("mlp", "gpt", "vit", "custom"),
+        *("mlp", "gpt", "vit", "hf", "custom"),
         *("llama_debug", "llama3_8b", "llama3_70b", "llama3_405b"),
     }
     assert set(options("data")) == {*DATASETS.configs(), "auto"}

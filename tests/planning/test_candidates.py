@@ -98,3 +98,10 @@ def test_what_the_user_has_set_stays() -> None:
 
 def test_a_batch_that_nothing_divides_leaves_none() -> None:
     assert listed("train.global_batch_size=1", "model.num_attention_heads=1", devices=7) == []
+
+
+def test_an_optimizer_that_exchanges_parts_is_offered_no_offload() -> None:
+    chosen = config.load([*TINY, "optimizer=muon"])
+    found = [*candidates(chosen, devices=2, in_node=2, kept={}, offloads=True)]
+    assert {one.offload for one in found} == {"none"}
+    assert "fsdp" in {one.shares.data_parallel for one in found}

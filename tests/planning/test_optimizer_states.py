@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from configured import estimate_config, run_config
+from rank_engine import rank_engine
 
 from axonlaunch import config
+from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import resolved
+from axonlaunch.engines.optimizer.step import local_part
 from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory import states_only
 from axonlaunch.preflight import checks
@@ -24,6 +28,38 @@ def test_sgd_without_momentum_has_no_state_bytes_in_an_estimate(strategy: str) -
     run = chosen(*words, "data.sequence_length=8", f"strategy={strategy}", *NO_MOMENTUM)
     for estimate in (memory_estimate.estimate(run), states_only.estimate_states(run)):
         assert [rank.breakdown["optimizer"] for rank in estimate.ranks] == [0] * len(estimate.ranks)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "strategy", "ranks"),
+    [
+        ("nadam", "strategy=zero1", 2),
+        ("lion", "strategy=pipeline", 2),
+        ("adafactor", "strategy=fsdp strategy.tensor.degree=2", 4),
+        ("adafactor", "strategy=pipeline", 2),
+        ("muon", "strategy=zero1", 2),
+        ("muon", "strategy=pipeline", 2),
+        ("muon", "strategy=fsdp optimizer.groups={*.bias:{algorithm:adamw},layers.1.*:{lr:0}}", 2),
+        ("sgd", "strategy=fsdp optimizer.groups={layers.1.*:{momentum:0}}", 2),
+    ],
+)
+def test_an_estimate_has_the_bytes_that_a_run_holds(
+    optimizer: str, strategy: str, ranks: int
+) -> None:
+    words = [
+        *("model.hidden_size=16", "model.num_hidden_layers=6", "model.num_attention_heads=2"),
+        *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"),
+        *(f"optimizer={optimizer}", *strategy.split(), f"launch.nproc={ranks}"),
+    ]
+    run = run_config(words)
+
+    def held(world: World) -> int:
+        engine, _ = rank_engine(run, world)
+        return sum(local_part(state).nbytes for state in engine.optimizer_states())
+
+    by_rank = World.mock(ranks).run(held)
+    for rank in memory_estimate.estimate(estimate_config(words)).ranks:
+        assert rank.breakdown["optimizer"] == by_rank[rank.rank]
 
 
 @pytest.mark.parametrize(

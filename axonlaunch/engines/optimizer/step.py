@@ -61,7 +61,6 @@ class Update:
         self.tensors = dict(tensors)
         self._configs = chosen_options(config, parameters or facts_of(tensors))
         self._held = {name: self._given(name, tensor) for name, tensor in tensors.items()}
-        self._parts = {name: _part(tensor) for name, tensor in tensors.items()}
         self._made: dict[str, dict[str, Any]] = {}
         self._divided: dict[str, tuple[Tensor, Tensor]] = {}
         # A pipeline stage may hold nothing that is trained.
@@ -104,9 +103,7 @@ class Update:
             tensor = self.tensors[name]
             if held is tensor:
                 continue
-            part = _part(tensor)
-            if part is not self._parts[name]:  # fully_shard lays shards out in its first forward
-                held.data, self._parts[name] = part, part
+            held.data = _part(tensor)  # fully_shard may have laid its shards out anew
             held.grad = None if tensor.grad is None else local_part(tensor.grad)
 
     def _step(self) -> None:
@@ -277,8 +274,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _part(tensor: Tensor) -> Tensor:
-    """Return the very tensor that a DTensor holds, not a view of it; of another, itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return what a DTensor holds, on the same storage."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
 
 
 def _division(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import Layout
 from axonlaunch.engines.pipeline import stand_ins
+from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.spec import ModelSpec
@@ -164,6 +167,31 @@ def balanced(costs: Sequence[float], *, num_stages: int, first: float, last: flo
                     found[stop] = option
         best = found
     return best[len(costs)][2]
+
+
+def stage_blocks(
+    config: RunConfig, shares: Layout, whole: nn.Module, *, sample: Tensor
+) -> list[int]:
+    """Return the blocks of each pipeline stage: as given, or balanced.
+
+    Args:
+        config: The run's.
+        shares: Its layout.
+        whole: The model, undivided.
+        sample: One sample's inputs [...]; values don't matter.
+    """
+    split = config.strategy.pipeline.split
+    if split != "auto":
+        return split
+    device = next(whole.parameters()).device
+    batch = torch.zeros((shares.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device)
+    return stage_counts(
+        spec_for(config.model),
+        whole,
+        num_stages=shares.num_stages,
+        sample=batch,
+        in_flight=shares.pipeline,
+    )
 
 
 def stage_counts(

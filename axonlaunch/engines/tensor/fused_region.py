@@ -51,7 +51,13 @@ def leave(x: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
 
 
 class Column(Protocol):
-    """A column-parallel layer."""
+    """A column-parallel layer.
+
+    Attributes:
+        in_features: Size of an input.
+    """
+
+    in_features: int
 
     def of_rank(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [outputs, inputs] and bias, through autograd."""
@@ -95,8 +101,10 @@ class ColumnParallelGroup:
             return F.linear(x, *column.of_rank())
         if not self._outputs:
             assert self._source is not None
-            outputs = linears(self._source, x, self._columns, region=self)
-            self._outputs = dict(zip(self._columns, outputs, strict=True))
+            # Latent attention has layers that read something narrower.
+            columns = [one for one in self._columns if one.in_features == x.shape[-1]]
+            outputs = linears(self._source, x, columns, region=self)
+            self._outputs = dict(zip(columns, outputs, strict=True))
         return self._outputs[column]
 
 

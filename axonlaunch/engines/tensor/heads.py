@@ -65,6 +65,7 @@ def indivisible_heads(
         counts |= {name: heads for name, heads in _counts(holder, _KEY_VALUE_HEADS) if heads > 1}
     if not counts:
         found = {name: key_value_heads(holder, layer) for name, layer in columns.items()}
+        found = {n: heads for n, heads in found.items() if shared is None or heads != shared}
         counts = {f"heads of {name}": heads for name, heads in found.items() if heads}
     for name, heads in counts.items():
         legal = [n for n in divisors(heads) if shared is None or _fits(shared, n)]

@@ -79,7 +79,17 @@ def parallelize(
     """
     if mesh.ndim != 1:
         raise ValueError(f"the mesh {mesh} has {mesh.ndim} dims; pass the tensor axis alone")
-    axis = TensorAxis(mesh, overlaps=overlap)
+    divide(module, plan, TensorAxis(mesh, overlaps=overlap), sequence_parallel=sequence_parallel)
+
+
+def divide(
+    module: nn.Module, plan: Mapping[str, str], axis: TensorAxis, *, sequence_parallel: bool = False
+) -> None:
+    """Divide a module among the ranks of an axis, as ``parallelize`` does.
+
+    Raises:
+        ValueError: A style does not exist or does not suit, or a size is not divisible.
+    """
     modules = styled(module, plan)
     wrong = unknown_styles(plan)
     wrong += misfits(modules, degree=axis.group.size, sequence_parallel=sequence_parallel)

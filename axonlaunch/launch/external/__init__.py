@@ -1,1 +1,1 @@
-"""Ranks that another launcher started: torchrun, mpirun, srun."""
+"""What another launcher starts: ranks of torchrun, mpirun and srun, and jobs of SLURM."""

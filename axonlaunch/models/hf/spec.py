@@ -60,4 +60,5 @@ SPEC = ModelSpec(
     loss=cross_entropy_sum,
     adapt=adapt,
     divide=divide,
+    runs_without_values=True,
 )

@@ -124,6 +124,21 @@ OURS: dict[str, Any] = {
     "persimmon": _persimmon,
 }
 """Plans of ours, by ``model_type``: of a block's layers, or what gives them for a configuration."""
+_PACKED_EXPERTS = {"mlp.experts.gate_up_proj": "packed_colwise"}
+_CORRECTIONS: dict[str, dict[str, str]] = {
+    # Its slopes are learned, and each rank sees them act on its features alone.
+    "apertus": {"mlp.act_fn": "replicated_with_grad_allreduce"},
+    # Gate and up projections lie one behind the other; the plan cuts them as one.
+    "inkling_text": _PACKED_EXPERTS,
+    "inkling2_text": _PACKED_EXPERTS,
+    # What it makes of all values is a mask for all heads.
+    "doge": {
+        **dict.fromkeys(_ATTENTION, "colwise_gather_output"),
+        "self_attn.dt_proj": "rowwise_split_input",
+        "self_attn.o_proj": "rowwise_split_input",
+    },
+}
+"""Where transformers' plan lacks something or is wrong, by ``model_type``."""
 
 
 def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
@@ -157,7 +172,8 @@ def _theirs(model: Any, layers: str | None) -> dict[str, str]:
     """Return styles of transformers by names in which numbers are stars."""
     given = OURS.get(model.config.model_type)
     if given is None or layers is None:
-        return dict(getattr(model, "tp_plan", None) or {})
+        corrected = _below(f"{layers}.*", _CORRECTIONS.get(model.config.model_type, {}))
+        return dict(getattr(model, "tp_plan", None) or {}) | corrected
     return _below(f"{layers}.*", given(model.config) if callable(given) else given)
 
 

@@ -20,8 +20,8 @@ from axonlaunch.config.layout import Layout, layout, of_ranks, world_size
 from axonlaunch.config.parameter_groups import states_of, with_options
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.data.dataset import sample_inputs
-from axonlaunch.engines.build import stage_blocks
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
+from axonlaunch.engines.pipeline.split import stage_blocks
 from axonlaunch.engines.tensor.plan_checks import styled
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.parameter_facts import parameter_facts

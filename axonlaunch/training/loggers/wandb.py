@@ -34,7 +34,7 @@ class WandbLogger(Logger):
             group=self._config.group,
             tags=self._config.tags,
             mode=self._config.mode,
-            settings=wandb.Settings(console="off", disable_code=True, disable_git=True),
+            settings=wandb.Settings(console="off", disable_code=True, disable_git=True, quiet=True),
         )
 
     def log(self, metrics: Mapping[str, Number], *, step: int) -> None:

@@ -34,11 +34,13 @@ def refusal(*overrides: str) -> str:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["strategy=tensor", "launch.nproc=2"], "strategy.tensor.degree=2: model=hf does not"),
-        (["strategy=pipeline", "launch.nproc=2"], "strategy.pipeline.degree=2: model=hf does not"),
         (
-            ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2"],
-            "strategy.context.degree=2: model=hf does not",
+            ["strategy=tensor", "strategy.tensor.degree=3", "launch.nproc=3"],
+            "strategy.tensor.degree=3: ",
+        ),
+        (
+            ["strategy=pipeline", "strategy.pipeline.degree=4", "launch.nproc=4"],
+            "strategy.pipeline.degree=4: ",
         ),
         (["data.sequence_length=129"], "data.sequence_length=129: longer than model.config.max_"),
         (["data.vocab_size=300"], "model.config: its embedding model.embed_tokens has 256"),
@@ -48,6 +50,11 @@ def refusal(*overrides: str) -> str:
 )
 def test_what_can_not_be_done_is_refused(overrides: list[str], told: str) -> None:
     assert refusal(*words("llama"), *overrides).startswith(told)
+
+
+def test_figures_that_only_a_forward_refuses_are_refused() -> None:
+    found = refusal(*words("qwen3", num_key_value_heads=3))
+    assert found.startswith("model.config: its forward fails with RuntimeError: ")
 
 
 def test_an_attention_that_a_family_lacks_is_refused() -> None:

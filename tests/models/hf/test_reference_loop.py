@@ -31,6 +31,37 @@ def test_a_family_learns_under_fsdp_as_in_a_plain_loop(kind: str, tmp_path: Path
     assert max(expected) - min(expected) > 1e-2  # the weights have moved
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_learns_under_tensor_parallelism_as_in_a_plain_loop(
+    kind: str, tmp_path: Path
+) -> None:
+    save(kind, tmp_path)
+    expected = by_transformers(tmp_path)
+    assert by_axonlaunch(tmp_path, tensor(2)) == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "qwen3_moe"])
+def test_ranks_share_key_value_heads_that_are_fewer_than_they(kind: str, tmp_path: Path) -> None:
+    save(kind, tmp_path)
+    expected = by_transformers(tmp_path)
+    assert by_axonlaunch(tmp_path, tensor(4)) == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("data_parallel", ["fsdp", "zero1"])
+def test_tensor_and_data_parallelism_learn_together_as_a_plain_loop(
+    kind: str, data_parallel: str, tmp_path: Path
+) -> None:
+    save(kind, tmp_path)
+    expected = by_transformers(tmp_path)
+    both = [f"strategy={data_parallel}", "strategy.tensor.degree=2", "launch.nproc=4"]
+    assert by_axonlaunch(tmp_path, both) == pytest.approx(expected, rel=2e-5)
+
+
+def tensor(degree: int) -> list[str]:
+    return ["strategy=tensor", f"strategy.tensor.degree={degree}", f"launch.nproc={degree}"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_layout_learns_as_a_plain_loop(layout: list[str], tmp_path: Path) -> None:
     save("gemma2", tmp_path)
@@ -45,5 +76,6 @@ def test_a_routers_auxiliary_loss_counts_as_transformers_counts_it(
     save(kind, tmp_path, output_router_logits=True, router_aux_loss_coef=0.5)
     expected = by_transformers(tmp_path)
     assert by_axonlaunch(tmp_path, LAYOUTS["single"]) == pytest.approx(expected, rel=2e-5)
+    assert by_axonlaunch(tmp_path, tensor(2)) == pytest.approx(expected, rel=2e-5)
     without = by_axonlaunch(tmp_path, LAYOUTS["single"], "model.config.output_router_logits=false")
     assert without[0] < expected[0] - 0.1

@@ -41,9 +41,9 @@ def test_blocks_ends_and_ties_are_found(kind: str) -> None:
     found = of(kind)
     layers, before, after = ENDS.get(kind, ("model.layers", ["model.embed_tokens"], ["model.norm"]))
     assert found.layers == layers
-    assert found.ends.problem == ""
-    assert list(found.ends.before) == before
-    assert list(found.ends.after) == [*after, "lm_head"]
+    assert found.flow.problem == ""
+    assert list(found.flow.before) == before
+    assert list(found.flow.after) == [*after, "lm_head"]
     assert len(found.kinds) == 2
     assert dict(found.ties) == ({"lm_head.weight": f"{before[0]}.weight"} if kind in TIED else {})
 
@@ -65,7 +65,7 @@ def test_a_model_without_one_list_of_blocks_says_so() -> None:
     found = of("hrm_text", hidden_size=64, num_attention_heads=4, intermediate_size=64)
     assert found.layers is None
     assert "model.L_module.layers, model.H_module.layers" in found.no_layers
-    assert found.ends.problem == found.no_layers
+    assert found.flow.problem == found.no_layers
 
 
 def test_a_large_model_takes_no_memory_and_each_copy_is_ones_own() -> None:
@@ -86,10 +86,10 @@ def test_inspection_says_which_layouts_are_legal_and_why_others_are_not() -> Non
     }
     assert found.cut_points == ["model.layers.1"]
     assert found.ties == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert found.tensor_plan["model.layers.*.mlp.down_proj"] == "rowwise"
+    assert found.tensor_plan["model.layers.*.mlp.down_proj"] == "row"
     legal = {one.layout: one.legal for one in found.layouts}
     assert legal["strategy=fsdp"]
-    assert not legal["strategy.pipeline.degree=2"]
+    assert legal["strategy.pipeline.degree=2"]
     assert all(one.reason for one in found.layouts if not one.legal)
 
 

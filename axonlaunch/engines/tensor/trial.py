@@ -1,0 +1,159 @@
+"""A batch without values through a model, whole and as one rank has it: do its modules agree?
+
+A plan may leave a number of heads, a bias for each head or a reshape as the whole model has them.
+The batch has one sample of a prime number of tokens, so that no reshape can take a part of the
+heads for a part of the positions. What does not run whole is not judged; no rank is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.engines.tensor.local_parameters import Cut, TensorAxis
+from axonlaunch.engines.tensor.parallelize import divide
+from axonlaunch.engines.tensor.plan_checks import Styled, holders, styled
+from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
+from axonlaunch.models.initialization import materialize
+
+_LENGTHS = (13, 17)
+"""Tokens of the sample: the first that is no multiple of the degree."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def disagreement(
+    model: nn.Module, plan: Mapping[str, str], *, degree: int, blocks: Iterable[str] = ()
+) -> str | None:
+    """Return which module of a rank's does not do what the whole model's does; None if all do.
+
+    Args:
+        model: Whole, on ``meta``; it takes tokens, and is not changed.
+        plan: Pattern of names to style; it has no problems of other kinds.
+        degree: Ranks on the tensor axis.
+        blocks: Names of its repeated blocks: of those that are alike the first is run.
+    """
+    length = next(one for one in _LENGTHS if one % degree)
+    whole_model, part = copy.deepcopy(model), copy.deepcopy(model)
+    repeats = _repeats(model, blocks)
+    expected, failure = _run(whole_model, length, repeats)
+    if failure is not None:
+        return None
+    divide(part, plan, _FirstRank(degree))
+    seen, failure = _run(part, length, repeats)
+    if failure is not None:
+        return f"{failure} once it is divided among {degree} ranks, and not before"
+    modules = styled(model, plan)
+    around = [holder for holder, _ in holders(modules)]
+    around += [one.module for one in modules if one.style == "experts"]
+    inside = {id(part) for holder in around for part in holder.modules()}
+    inside -= {id(holder) for holder in around}
+    for one in modules:
+        whole, found = expected.get(one.name), seen.get(one.name)
+        wanted = None
+        if whole is not None:
+            wanted = _wanted(one, whole, degree, inside=id(one.module) in inside)
+        if wanted is not None and found != wanted:
+            shown = "nothing" if found is None else list(found)
+            return f"{one.name} returns {shown} on a rank, not {list(wanted)}"
+    return None
+
+
+class _FirstRank(TensorAxis):
+    """The first of some ranks that are not there: parameters are its parts, as plain tensors."""
+
+    def __init__(self, degree: int) -> None:
+        group: Any = _Nobody(range(degree), None)
+        super().__init__(None, group=group, overlaps=False)  # type: ignore[arg-type]
+
+    def _placed(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+        part = parameter.detach() if cut is None else self.part_of(parameter.detach(), cut)
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+class _Nobody(ProcessGroup):
+    """A group whose operations are given tensors without values, and so need nobody."""
+
+    def __init__(self, ranks: range, torch_group: None) -> None:
+        super().__init__(ranks, torch_group)
+        self.rank = 0
+
+    @property
+    def torch_group(self) -> Any:
+        return SimpleNamespace(group_name="nobody")
+
+
+def _repeats(model: nn.Module, blocks: Iterable[str]) -> dict[str, str]:
+    """Return ``{name: first like it}`` of blocks that are made alike, but for the first of each."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name in blocks:
+        block = model.get_submodule(name)
+        made = repr(block), tuple((key, one.shape) for key, one in block.named_parameters())
+        if first.setdefault(made, name) != name:
+            found[name] = first[made]
+    return found
+
+
+def _run(model: nn.Module, length: int, repeats: Mapping[str, str]) -> tuple[Shapes, str | None]:
+    """Return the shapes of what modules return, and where it failed and how, if it did."""
+    shapes: Shapes = {}
+    running: list[str] = []
+    returned: dict[str, Any] = {}
+    for name in set(repeats.values()):
+        model.get_submodule(name).register_forward_hook(_keeping(name, returned))
+    for name, like in repeats.items():
+        model.get_submodule(name).forward = lambda *_, like=like, **__: returned[like]
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+        module.register_forward_hook(_noting(name, shapes, running))
+    silence_fake_tensors()
+    try:
+        with torch.no_grad(), tensors_without_bytes():
+            materialize(model, device="cpu")
+            model(torch.zeros((1, length), dtype=torch.int64))
+    except Exception as error:  # code of others may fail in any way
+        reason = " ".join(str(error).split())[:200]
+        where = running[-1] if running else "the model"
+        return shapes, f"{where or 'the model'} fails with {type(error).__name__} ({reason})"
+    return shapes, None
+
+
+def _noting(name: str, shapes: Shapes, running: list[str]) -> Any:
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        running.pop()
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        if isinstance(first, Tensor):
+            shapes[name] = tuple(first.shape)
+
+    return note
+
+
+def _keeping(name: str, returned: dict[str, Any]) -> Any:
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        returned[name] = output
+
+    return keep
+
+
+def _wanted(
+    one: Styled, whole: tuple[int, ...], degree: int, *, inside: bool
+) -> tuple[int, ...] | None:
+    """Return the shape that a rank's module is to return; None where it may be either.
+
+    Inside of a module that holds column layers ranks have some heads or features.
+    """
+    if one.style in ("row", "row_split", "column_gathered", "experts", "region"):
+        return whole
+    is_head = one.style == "vocabulary" and not isinstance(one.module, nn.Embedding)
+    if one.style in ("column", "packed_column") or is_head:
+        return (*whole[:-1], whole[-1] // degree)
+    return None if inside or not one.name else whole

@@ -1,0 +1,23 @@
+"""What the fork server imports depends on the overrides."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from axonlaunch.cli.options import preloads
+
+
+@pytest.mark.parametrize("word", ["model=hf", "+model=hf", "model.name=hf"])
+def test_a_model_of_transformers_is_imported_for_all_ranks_at_once(word: str) -> None:
+    [module] = preloads(["strategy=fsdp", word])
+    code = f"import sys, {module}; print('transformers.modeling_utils' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "True\n"
+
+
+@pytest.mark.parametrize("words", [None, [], ["model=gpt", "data=text"]])
+def test_other_models_import_no_more_than_before(words: list[str] | None) -> None:
+    assert preloads(words) == []

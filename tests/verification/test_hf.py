@@ -1,0 +1,50 @@
+"""verify passes transformers' models as their configurations come: with dropout, routers, bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from configured import run_config
+from hf_families import FAMILIES
+
+from axonlaunch.config.errors import plain
+from axonlaunch.verification import compare
+from axonlaunch.verification.result import ParityResult
+
+
+def verify(kind: str, *overrides: str, **changes: Any) -> ParityResult:
+    content = plain({**FAMILIES[kind], **changes}).replace(":", ": ")
+    words = ["model=hf", f"model.config={content}", "model.init=random", "data=synthetic_tokens"]
+    batch = ["data.sequence_length=16", "train.global_batch_size=8", "scheduler.warmup_steps=0"]
+    return compare.on_mock(run_config([*words, *batch, "launch.nproc=2", *overrides]), 2)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer. returned a view")
+@pytest.mark.parametrize(
+    ("kind", "overrides", "changes"),
+    [
+        ("gpt2", ["strategy=ddp"], {"resid_pdrop": 0.1, "attn_pdrop": 0.1}),
+        ("opt", ["strategy=fsdp"], {"dropout": 0.1, "attention_dropout": 0.1}),
+        ("mixtral", ["strategy=fsdp", "train.micro_batch_size=2"], {"output_router_logits": True}),
+        ("qwen3", ["strategy=fsdp", "train.precision=bf16"], {}),
+        ("gemma3_text", ["strategy=zero1", "train.precision=fp16"], {}),
+        ("phi3", ["strategy=ddp", "model.attention=eager"], {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_it_passes(kind: str, overrides: list[str], changes: dict[str, Any]) -> None:
+    verdict = verify(kind, *overrides, **changes)
+    assert verdict.failure is None
+    assert verdict.passed, verdict.differences
+
+
+def test_a_routers_loss_that_counts_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches as large as a rank's share: one process would take the whole batch at once."""
+    from dataclasses import replace
+
+    from axonlaunch.models.hf.spec import SPEC
+
+    monkeypatch.setattr(compare, "spec_for", lambda config: replace(SPEC, mixes_samples=False))
+    verdict = verify("mixtral", "strategy=ddp", output_router_logits=True, router_aux_loss_coef=1.0)
+    assert not verdict.passed
