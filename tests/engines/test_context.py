@@ -53,6 +53,22 @@ def test_it_attends_as_one_process_does(ranks: int, key_value_heads: int) -> Non
     World.mock(ranks).run(run)
 
 
+def test_autocast_lowers_what_it_attends_to_as_it_does_in_one_process() -> None:
+    q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+    v = v.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def run(world: World) -> None:
+        at = ContextAxis(world.default_group).positions(8)
+        with torch.autocast("cpu", torch.bfloat16):
+            mine = (x[:, :, at] for x in (q, k, v))
+            out = ring_attention(*mine, group=world.default_group)
+        torch.testing.assert_close(out, expected[:, :, at], rtol=2e-2, atol=2e-2)
+
+    World.mock(2).run(run)
+
+
 def test_every_rank_has_a_piece_near_the_start_and_one_near_the_end() -> None:
     found = World.mock(4).run(lambda w: ContextAxis(w.default_group).positions(16).tolist())
     assert found == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]

@@ -83,3 +83,25 @@ def test_blocks_of_several_kinds_are_all_traced(tmp_path: Path) -> None:
     case = ["model=hf", f"model.path={tmp_path}", "model.init=random", "strategy=fsdp"]
     chosen = estimate_config([*small(case), *case, "launch.nproc=4", "hardware=cpu"])
     assert not ReducedRun.of(chosen).repeats
+
+
+@pytest.mark.timeout(300)
+def test_each_stage_and_each_part_of_sequences_holds_what_was_estimated(tmp_path: Path) -> None:
+    pipeline = "strategy=pipeline strategy.pipeline.degree=2 train.micro_batch_size=2"
+    layouts = {
+        "llama": pipeline,
+        "gpt2": f"{pipeline} strategy.pipeline.schedule=zbv_zero_bubble",
+        "mistral": "strategy=ddp strategy.context.degree=2 train.micro_batch_size=2",
+    }
+    cases = []
+    for kind, layout in layouts.items():
+        (tmp_path / kind).mkdir()
+        content = {**FAMILIES[kind], "num_hidden_layers": 4}
+        (tmp_path / kind / "config.json").write_text(json.dumps(content))
+        path = f"model.path={tmp_path / kind}"
+        cases.append(("model=hf", path, "model.init=random", *layout.split()))
+    held = live_storages.measured(cases, ranks=2)
+    for case, of_ranks in zip(cases, held, strict=True):
+        overrides = [*small(case), "launch.nproc=2", "hardware=cpu", *case]
+        estimated = [rank.peak_bytes for rank in estimate(estimate_config(overrides)).ranks]
+        assert of_ranks == (estimated * 2)[:2]  # ranks of one stage are estimated once

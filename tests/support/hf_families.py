@@ -55,6 +55,47 @@ FAMILIES: dict[str, dict[str, Any]] = {
 del FAMILIES["bloom"]["max_position_embeddings"]
 
 
+SPECIAL: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "intermediate_size": 128,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "v_head_dim": 12,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "intermediate_size": 32,
+        "max_position_embeddings": 128,
+        **_HEADS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+"""Blocks that differ and values narrower than keys; attention sinks, windows and full attention."""
+
+
 def without_folder(kind: str, *more: str, **changes: Any) -> list[str]:
     """Return overrides of a model that is described by ``model.config`` alone."""
     from axonlaunch.config.errors import plain
@@ -68,7 +109,7 @@ def theirs(kind: str, **changes: Any) -> Any:
     """Return a model of a family with random weights, as transformers makes it."""
     import transformers
 
-    content = {**FAMILIES[kind], **changes}
+    content = {**({**FAMILIES, **SPECIAL}[kind]), **changes}
     config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

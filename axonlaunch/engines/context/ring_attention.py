@@ -35,6 +35,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: ProcessGroup) -> T
     Returns:
         [B, heads, T / ranks, head_dim].
     """
+    if torch.is_autocast_enabled(q.device.type):
+        # As torch's attention does, which autocast knows by its name: rotary tables may be fp32.
+        lower = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(lower) for x in (q, k, v))
     if k.shape[1] != q.shape[1]:
         repeats = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))

@@ -90,10 +90,9 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
     except _MixingError as reason:
         return str(reason)
     except Exception as error:  # code of others may need values, or fail in any way
-        if not watch.attended:
-            return _ATTENDS_BY_ITSELF
-        said = " ".join(str(error).split())[:200]
-        return f"running it on a part of one fails with {type(error).__name__}: {said}"
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        before = "" if watch.attended else ", before it calls transformers' attention functions"
+        return f"running it on a part of one fails{before} ({said})"
     if isinstance(outputs, ModelOutputs):
         return (
             "its auxiliary loss is of all tokens together; use "

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from configured import run_config
-from hf_families import FAMILIES, save, without_folder
+from hf_families import FAMILIES, SPECIAL, save, without_folder
 from hf_loops import by_axonlaunch, by_transformers
 from torch import Tensor, nn
 
@@ -62,10 +62,16 @@ def test_other_axes_divide_what_a_context_axis_leaves(layout: list[str], tmp_pat
     assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_heads_of_two_sizes_and_sinks_attend_as_they_do_whole(kind: str, tmp_path: Path) -> None:
+    save(kind, tmp_path)
+    assert by_axonlaunch(tmp_path, CONTEXT) == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+
+
 REFUSED = {
     "bloom": "it counts positions by itself",
     "mamba2": "backbone.layers.0 lets tokens see others by convolution",
-    "falcon": "",
+    "falcon": "attention functions",
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from configured import run_config
-from hf_families import FAMILIES, save, without_folder
+from hf_families import FAMILIES, SPECIAL, save, without_folder
 from hf_loops import SETTINGS, by_axonlaunch, by_transformers
 from torch import nn
 
@@ -55,6 +55,12 @@ def test_sharded_stages_learn_as_a_plain_loop(kind: str, tmp_path: Path) -> None
     layout += ["strategy.pipeline.degree=2", "strategy.tensor.degree=1"]
     found = by_axonlaunch(tmp_path, layout)
     assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_blocks_of_several_kinds_are_cut_as_those_of_one(kind: str, tmp_path: Path) -> None:
+    save(kind, tmp_path)
+    assert by_axonlaunch(tmp_path, PIPELINE) == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
 def test_a_loss_of_all_blocks_routers_is_refused_in_stages() -> None:
