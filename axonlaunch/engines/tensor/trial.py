@@ -109,7 +109,7 @@ def _run(model: nn.Module, length: int, repeats: Mapping[str, str]) -> tuple[Sha
     for name in set(repeats.values()):
         model.get_submodule(name).register_forward_hook(_keeping(name, returned))
     for name, like in repeats.items():
-        model.get_submodule(name).forward = lambda *_, like=like, **__: returned[like]  # type: ignore[method-assign]
+        model.get_submodule(name).forward = lambda *_, like=like, **__: returned[like]
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
         module.register_forward_hook(_noting(name, shapes, running))
