@@ -28,6 +28,8 @@ _STYLES = {
     "packed_colwise": "packed_column",
     "packed_rowwise": "packed_row",
     "moe_tp_experts": "experts",
+    "moe_identity_expert": "averaged",
+    "all_reduce": "experts",
     "local_params": "local",
     "replicated_with_grad_allreduce": "replicated_summed",
     "embedding_rowwise": "vocabulary",
