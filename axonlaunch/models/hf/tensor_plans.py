@@ -133,6 +133,12 @@ _CORRECTIONS: dict[str, dict[str, str]] = {
     # Gate and up projections lie one behind the other; the plan cuts them as one.
     "inkling_text": _PACKED_EXPERTS,
     "inkling2_text": _PACKED_EXPERTS,
+    # It keeps the features that are largest among all.
+    "gemma3n_text": {
+        "mlp.gate_proj": "colwise_gather_output",
+        "mlp.up_proj": "colwise_gather_output",
+        "mlp.down_proj": "rowwise_split_input",
+    },
     # What it makes of all values is a mask for all heads.
     "doge": {
         **dict.fromkeys(_ATTENTION, "colwise_gather_output"),
