@@ -214,7 +214,9 @@ def _ends(
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     found = {}
     if inputs is not None and (name := names.get(id(inputs))):
-        found[name] = "replicated" if styles.get(name) == "replicated" else "vocabulary"
+        # What does more than look up, as one with a norm in it, every rank does alike.
+        whole = styles.get(name) == "replicated" or any(True for _ in inputs.children())
+        found[name] = "replicated" if whole else "vocabulary"
     if outputs is not None and (name := names.get(id(outputs))):
         tied = inputs is not None and outputs.weight is inputs.weight
         whole = tied and "replicated" in found.values()
