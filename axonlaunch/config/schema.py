@@ -76,7 +76,7 @@ class TensorConfig:
     sequence_parallel: bool = False
     """keep norms and dropout on a part of the sequence: less activation memory, as much traffic"""
     plan: dict[str, str] = field(default_factory=dict)
-    """pattern of a module's or a parameter's name to column, row, vocabulary, sequence or region;
+    """pattern of a module's or a parameter's name to a style: column, row, vocabulary, region, ...;
     empty: the model's own plan
     """
 

@@ -13,9 +13,11 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
+from axonlaunch.config.errors import one_of
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.engines.pipeline.split import ends_of
 from axonlaunch.engines.pipeline.tied_weights import tied_names
+from axonlaunch.engines.tensor.plan_checks import plan_issues
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.preflight.checks import fetch_model
@@ -28,6 +30,8 @@ from axonlaunch.preflight.parallelism import (
 
 _DEGREE = 2
 """Of an axis when it is asked whether the model can be divided over it."""
+_TENSOR_DEGREES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 32, 64)
+"""Of the tensor axis: heads and widths may allow some of them."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ def inspect(config: RunConfig) -> Inspection:
 
 
 def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[LayoutAnswer]:
+    tensor = _tensor_degrees(config, spec, model) or [_DEGREE]
     ways: dict[str, tuple[dict[str, Any], Callable[[RunConfig], Iterable[ConfigIssue]]]] = {
         "strategy=ddp": ({"strategy.data_parallel": "ddp"}, lambda _: ()),
         "strategy=zero1": ({"strategy.data_parallel": "zero1"}, lambda _: ()),
@@ -119,8 +124,8 @@ def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[L
             {"strategy.data_parallel": "fsdp"},
             lambda changed: sharding_problems(changed, spec, model),
         ),
-        f"strategy.tensor.degree={_DEGREE}": (
-            {"strategy.tensor.degree": _DEGREE},
+        f"strategy.tensor.degree={one_of(tensor)}": (
+            {"strategy.tensor.degree": tensor[0]},
             lambda changed: tensor_problems(changed, spec, model),
         ),
         f"strategy.pipeline.degree={_DEGREE}": (
@@ -135,3 +140,13 @@ def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[L
     for layout, (settings, problems) in ways.items():
         reasons = [one.message for one in problems(with_values(config, settings))]
         yield LayoutAnswer(layout, not reasons, "; ".join(reasons))
+
+
+def _tensor_degrees(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[int]:
+    """Return the degrees that the sizes of what the plan divides allow."""
+    plan = config.strategy.tensor.plan or spec.plan(model)
+    return [
+        degree
+        for degree in _TENSOR_DEGREES
+        if plan and not plan_issues(model, plan, degree=degree, sequence_parallel=False)
+    ]

@@ -113,7 +113,7 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
     if not plan:
         message = (
             f"model={config.model.name} brings no tensor plan; give one as strategy.tensor.plan, "
-            "patterns of names to column, row, vocabulary, sequence or region"
+            "patterns of names to styles such as column, row and vocabulary"
         )
         yield ConfigIssue("strategy.tensor.degree", message, tensor.degree)
         return

@@ -63,6 +63,19 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
     "sliding_window": 16,
+    "num_kv_shared_layers": 0,
+    "n_shared_experts": 1,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 256,
+    "laurel_rank": 16,
+    "num_experts_per_token": 2,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 128,
+    "mamba_chunk_size": 16,
     "rotary_dim": 8,
     "is_decoder": True,
     "pad_token_id": 0,
@@ -73,6 +86,13 @@ SIZES: dict[str, Any] = {
 
 OWN: dict[str, dict[str, Any]] = {
     "opt": {"word_embed_proj_dim": 64},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"] * (BLOCKS // 2),
+        "num_dense_layers": 1,
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], BLOCKS // 2]], "window_size": 16},
 }
 """Besides, for the configurations where these make no model."""
@@ -128,7 +148,7 @@ def tiny(kind: str) -> dict[str, Any]:
     depth = getattr(defaults, "num_hidden_layers", None)
     for key in settable - figures.keys():
         value = _found(defaults, key)
-        if isinstance(value, float) and ("drop" in key):
+        if isinstance(value, float) and ("drop" in key or "jitter" in key):
             figures[key] = 0.0
         elif isinstance(value, list) and len(value) == depth:
             figures[key] = _spread(value)

@@ -147,6 +147,13 @@ class _Experts(ReadsLocally):
         return all_reduce_from_group(result, group)
 
 
+class _Averaged(ReadsLocally):
+    """Gives its share of a result that all ranks have, and that is summed with the others'."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs) / self._axis.group.size
+
+
 def _entered(value: Any, group: ProcessGroup) -> Any:
     """Take what gradients go back to, hidden states and routers' weights, into the region."""
     if isinstance(value, Tensor) and value.is_floating_point():
@@ -173,7 +180,7 @@ def _apply(one: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
         convert_module(
             module, ColumnParallelEmbedding, beneath=_has_own_forward(module)
         ).axis = axis
-    elif _computes(module):
+    elif _computes(module) or style == "averaged":
         _read_locally(one, axis, sequence_parallel=sequence_parallel)
 
 
@@ -221,8 +228,8 @@ def _read_locally(one: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> 
     if one.style == "region":
         kind = _EntersRegion
         module.__dict__["_input"] = next(iter(inspect.signature(module.forward).parameters))
-    elif one.style == "experts":
-        kind = _Experts
+    elif one.style in ("experts", "averaged"):
+        kind = _Experts if one.style == "experts" else _Averaged
     summed = summed or one.style == "replicated_summed"
     module.__dict__.update(_axis=axis, _sums_gradients=summed)
     convert_module(module, kind)

@@ -23,7 +23,7 @@ from axonlaunch.registry import unknown
 STYLES = (
     *("column", "row", "vocabulary", "sequence", "region", "replicated"),
     *("column_gathered", "row_split", "packed_column", "packed_row", "key_value"),
-    *("experts", "local", "replicated_summed"),
+    *("experts", "averaged", "local", "replicated_summed"),
 )
 """The styles of a plan.
 
@@ -44,7 +44,8 @@ region, but fed what is divided: gradients are summed, as they are in a region.
 Parameters that are no linear layer's are cut too, where the pattern names the parameter: by
 ``column`` and ``packed_column`` in the last dim but one, by ``row`` and ``packed_row`` in the last.
 What holds them is ``experts``, whose inputs enter and whose results are summed, or ``local``, which
-lies between a column and a row layer.
+lies between a column and a row layer. ``averaged``: in experts, what all ranks compute alike, of
+which each gives its share to the sum.
 """
 COLUMN_STYLES = ("column", "packed_column", "key_value")
 """Styles of linear layers whose outputs stay divided."""
@@ -93,14 +94,14 @@ def styled(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
     found: dict[str, Styled] = {}
     for name, submodule in module.named_modules():
         matching = (p for p in plan if _matches(p, name, submodule, style=plan[p]))
-        pattern = next(matching, "")
-        style, pieces = split_style(plan[pattern]) if pattern else (None, 1)
+        pattern = next(matching, None)
+        style, pieces = (None, 1) if pattern is None else split_style(plan[pattern])
         parent = found.get(name.rpartition(".")[0]) if name else None
         nested = parent is not None and parent.in_region
         found[name] = Styled(
             name,
             submodule,
-            pattern,
+            pattern or "",
             style,
             in_region=style == "region" or nested,
             nested=nested,

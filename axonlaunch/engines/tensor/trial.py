@@ -54,11 +54,13 @@ def disagreement(
     around += [one.module for one in modules if one.style == "experts"]
     inside = {id(part) for holder in around for part in holder.modules()}
     inside -= {id(holder) for holder in around}
+    logits = [expected[one.name][-1:] for one in modules if _is_head(one) and one.name in expected]
     for one in modules:
         whole, found = expected.get(one.name), seen.get(one.name)
         wanted = None
         if whole is not None:
-            wanted = _wanted(one, whole, degree, inside=id(one.module) in inside)
+            free = id(one.module) in inside or whole[-1:] in logits
+            wanted = _wanted(one, whole, degree, free=free)
         if wanted is not None and found != wanted:
             shown = "nothing" if found is None else list(found)
             return f"{one.name} returns {shown} on a rank, not {list(wanted)}"
@@ -145,15 +147,19 @@ def _keeping(name: str, returned: dict[str, Any]) -> Any:
 
 
 def _wanted(
-    one: Styled, whole: tuple[int, ...], degree: int, *, inside: bool
+    one: Styled, whole: tuple[int, ...], degree: int, *, free: bool
 ) -> tuple[int, ...] | None:
     """Return the shape that a rank's module is to return; None where it may be either.
 
-    Inside of a module that holds column layers ranks have some heads or features.
+    Inside of a module that holds column layers ranks have some heads or features, and what comes
+    after the head some logits.
     """
     if one.style in ("row", "row_split", "column_gathered", "experts", "region"):
         return whole
-    is_head = one.style == "vocabulary" and not isinstance(one.module, nn.Embedding)
-    if one.style in ("column", "packed_column") or is_head:
+    if one.style in ("column", "packed_column") or _is_head(one):
         return (*whole[:-1], whole[-1] // degree)
-    return None if inside or not one.name else whole
+    return None if free or not one.name else whole
+
+
+def _is_head(one: Styled) -> bool:
+    return one.style == "vocabulary" and not isinstance(one.module, nn.Embedding)

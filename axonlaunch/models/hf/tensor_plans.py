@@ -28,6 +28,8 @@ _STYLES = {
     "packed_colwise": "packed_column",
     "packed_rowwise": "packed_row",
     "moe_tp_experts": "experts",
+    "moe_identity_expert": "averaged",
+    "all_reduce": "experts",
     "local_params": "local",
     "replicated_with_grad_allreduce": "replicated_summed",
     "embedding_rowwise": "vocabulary",
@@ -131,6 +133,12 @@ _CORRECTIONS: dict[str, dict[str, str]] = {
     # Gate and up projections lie one behind the other; the plan cuts them as one.
     "inkling_text": _PACKED_EXPERTS,
     "inkling2_text": _PACKED_EXPERTS,
+    # It keeps the features that are largest among all.
+    "gemma3n_text": {
+        "mlp.gate_proj": "colwise_gather_output",
+        "mlp.up_proj": "colwise_gather_output",
+        "mlp.down_proj": "rowwise_split_input",
+    },
     # What it makes of all values is a mask for all heads.
     "doge": {
         **dict.fromkeys(_ATTENTION, "colwise_gather_output"),
@@ -206,7 +214,9 @@ def _ends(
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     found = {}
     if inputs is not None and (name := names.get(id(inputs))):
-        found[name] = "replicated" if styles.get(name) == "replicated" else "vocabulary"
+        # What does more than look up, as one with a norm in it, every rank does alike.
+        whole = styles.get(name) == "replicated" or any(True for _ in inputs.children())
+        found[name] = "replicated" if whole else "vocabulary"
     if outputs is not None and (name := names.get(id(outputs))):
         tied = inputs is not None and outputs.weight is inputs.weight
         whole = tied and "replicated" in found.values()

@@ -1,0 +1,212 @@
+"""Models of transformers under tensor parallelism: saved, resumed, exported, estimated, refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configured import estimate_config, run_config
+from hf_families import FAMILIES, save
+from rank_engine import rank_engine
+
+import axonlaunch.engines.tensor.parallelize as dividing
+from axonlaunch import checkpoint
+from axonlaunch.checkpoint import Retention, weights
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError
+from axonlaunch.config.errors import plain
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.engines.tensor.kinds import is_embedding, linear_sizes
+from axonlaunch.engines.tensor.trial import disagreement
+from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.hf.structure import structure
+from axonlaunch.models.hf.tensor_plans import tensor_plan
+
+SETTINGS = [
+    *("model=hf", "model.init=random", "data=synthetic_tokens", "data.sequence_length=16"),
+    *("train.global_batch_size=4", "train.steps=10", "scheduler=constant", "optimizer.eps=1e-6"),
+]
+TENSOR = ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"]
+FSDP = ["strategy=fsdp", "launch.nproc=2"]
+
+
+def family(kind: str, **changes: Any) -> str:
+    return f"model.config={plain({**FAMILIES[kind], **changes})}"
+
+
+def problems(kind: str, *words: str, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        run_config([*SETTINGS, family(kind, **changes), *words])
+    return str(refused.value)
+
+
+def on_ranks(words: list[str], work: Any) -> list[Any]:
+    chosen = run_config([*SETTINGS, *words])
+    assert chosen.launch.nproc != "auto"
+    return World.mock(chosen.launch.nproc).run(
+        lambda world: work(*rank_engine(chosen, world), world)
+    )
+
+
+def saved_by(words: list[str], folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Train two steps, save, train on; return what was saved and the later losses."""
+
+    def write(engine: Any, loader: Any, world: World) -> Any:
+        for step in range(2):
+            engine.train_step(loader.batch(step))
+        state = engine.state_dict()
+        Saver(folder, world=world, retention=Retention(newest=1)).save(state, step=2, samples=8)
+        held = {name: whole(tensor).clone() for name, tensor in state["model"].items()}
+        return held, [float(engine.train_step(loader.batch(step)).loss) for step in (2, 3)]
+
+    return on_ranks(words, write)[0]
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(TENSOR, FSDP), (FSDP, TENSOR)])
+def test_a_run_resumes_between_tensor_and_sharded_layouts(
+    writer: list[str], reader: list[str], tmp_path: Path
+) -> None:
+    kind = family("qwen3_moe")
+    states, losses = saved_by([kind, *writer], tmp_path)
+
+    def resume(engine: Any, loader: Any, world: World) -> Any:
+        found = checkpoint.latest(tmp_path)
+        assert found is not None
+        engine.load_state_dict(checkpoint.load(found, engine.state_dict(), world=world))
+        held = {name: whole(one).clone() for name, one in engine.state_dict()["model"].items()}
+        return held, [float(engine.train_step(loader.batch(step)).loss) for step in (2, 3)]
+
+    found, resumed = on_ranks([kind, *reader], resume)[0]
+    assert found.keys() == states.keys()
+    for name, tensor in states.items():
+        assert torch.equal(found[name], tensor), name
+    assert resumed == pytest.approx(losses, rel=1e-5)
+
+
+def test_transformers_loads_what_a_tensor_run_exports(tmp_path: Path) -> None:
+    import transformers
+
+    words = [family("mixtral"), *TENSOR]
+    states, _ = saved_by(words, tmp_path / "run")
+    found = checkpoint.latest(tmp_path / "run")
+    assert found is not None
+    chosen = run_config([*SETTINGS, *words])
+    weights.export(found, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = dict(theirs.named_parameters())
+    assert loaded.keys() == states.keys()
+    for name, tensor in states.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_a_layout_that_divides_layers_is_estimated_with_less_memory() -> None:
+    from axonlaunch.planning.memory.estimate import estimate
+
+    def peak(*words: str) -> int:
+        common = [*SETTINGS, family("llama"), "hardware=h100_80gb", "train.micro_batch_size=1"]
+        return int(estimate(estimate_config([*common, *words])).peak_bytes)
+
+    assert peak(*TENSOR) < 0.7 * peak("strategy=ddp", "launch.nproc=2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "degree", "expected"),
+    [
+        ("gpt2", {}, 3, "num_heads=4 can't be dealt out to so many ranks; use 1, 2 or 4"),
+        ("llama", {}, 8, "heads of q_proj=4 can't be dealt out to so many ranks; use 1, 2 or 4"),
+        (
+            "qwen2",
+            {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8},
+            2,
+            "heads of q_proj=12 can't be dealt out to so many ranks; use 1, 3, 6 or 12",
+        ),
+        ("opt", {"vocab_size": 255}, 2, "has 255 tokens, which 2 does not divide; use a degree of"),
+        ("qwen3_moe", {"moe_intermediate_size": 33}, 2, "gate_up_proj has 66 there, which 2 does"),
+    ],
+)
+def test_a_degree_that_sizes_do_not_allow_is_refused_with_those_that_do(
+    kind: str, changes: dict[str, Any], degree: int, expected: str
+) -> None:
+    layout = [
+        "strategy=tensor",
+        f"strategy.tensor.degree={degree}",
+        f"launch.nproc={degree}",
+    ]
+    found = problems(kind, *layout, **changes)
+    assert f"strategy.tensor.degree={degree}: " in found
+    assert expected in found
+
+
+def test_no_plan_of_transformers_keeps_a_part_of_the_sequence() -> None:
+    found = problems("llama", *TENSOR, "strategy.tensor.sequence_parallel=true")
+    assert "model=hf has no sequence-parallel form; use false" in found
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_head_counts_that_do_not_follow_the_cut_are_seen_before_the_start(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = structure(HuggingFaceConfig(config=FAMILIES[kind], init="random"))
+    plan = tensor_plan(found.copy(), found.layers)
+    assert disagreement(found.copy(), plan, degree=2) is None
+    monkeypatch.setattr(dividing, "follow_the_cut", lambda *_, **__: None)
+    wrong = disagreement(found.copy(), plan, degree=2)
+    assert wrong is not None
+    assert wrong.partition(" fails with ")[0].endswith(("h.0.attn", "layers.0.self_attn"))
+
+
+def test_subclasses_count_as_what_they_compute() -> None:
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+    from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
+    from transformers.pytorch_utils import Conv1D
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    conv, linear = linear_sizes(Conv1D(nf=6, nx=4)), linear_sizes(FalconLinear(4, 6))
+    assert conv is not None
+    assert linear is not None
+    assert (conv.inputs, conv.outputs, conv.transposed) == (4, 6, True)
+    assert (linear.inputs, linear.outputs, linear.transposed) == (4, 6, False)
+    assert linear_sizes(Doubled(4, 6)) is None
+    assert is_embedding(Gemma3TextScaledWordEmbedding(5, 4, padding_idx=0, embed_scale=3.0))
+    assert not is_embedding(OPTLearnedPositionalEmbedding(5, 4))
+
+
+def test_a_plan_cuts_experts_and_shares_key_value_heads() -> None:
+    found = structure(HuggingFaceConfig(config=FAMILIES["qwen3_moe"], init="random"))
+    plan = tensor_plan(found.copy(), found.layers)
+    assert plan == {
+        "model.layers.*.self_attn.q_proj": "column",
+        "model.layers.*.self_attn.k_proj": "key_value",
+        "model.layers.*.self_attn.v_proj": "key_value",
+        "model.layers.*.self_attn.q_norm": "replicated_summed",
+        "model.layers.*.self_attn.k_norm": "replicated_summed",
+        "model.layers.*.self_attn.o_proj": "row",
+        "model.layers.*.self_attn": "region",
+        "model.layers.*.mlp.experts.gate_up_proj": "packed_column",
+        "model.layers.*.mlp.experts.down_proj": "row",
+        "model.layers.*.mlp.experts": "experts",
+        "model.embed_tokens": "vocabulary",
+        "lm_head": "vocabulary",
+    }
+
+
+def test_weights_that_were_saved_are_read_into_parts_of_experts(tmp_path: Path) -> None:
+    theirs = dict(save("mixtral", tmp_path).named_parameters())
+
+    def start(engine: Any, loader: Any, world: World) -> Any:
+        del loader
+        weights.start(engine, chosen.model, world=world)
+        return {name: whole(one).clone() for name, one in engine.state_dict()["model"].items()}
+
+    words = [*SETTINGS[:1], *SETTINGS[2:], f"model.path={tmp_path}", *TENSOR]
+    chosen = run_config(words)
+    read = World.mock(2).run(lambda world: start(*rank_engine(chosen, world), world))[0]
+    for name, tensor in theirs.items():
+        assert torch.equal(read[name], tensor), name
