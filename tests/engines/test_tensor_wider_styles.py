@@ -11,7 +11,7 @@ from tensor_cases import assert_same_gradients, axis, on_ranks
 from torch import Tensor, nn
 
 import axonlaunch as ax
-from axonlaunch.engines.tensor.parallelize import parallelize, problems
+from axonlaunch.engines.tensor.parallelize import parallelize
 
 WIDTH, HEADS, EXPERTS = 24, 4, 3
 
@@ -181,12 +181,12 @@ def test_what_a_wider_style_cannot_do_is_said(
 ) -> None:
     build, plan = CASES[case]
     changed = {name: style for name, style in {**plan, **changes}.items() if style}
-    found = problems(build(), changed, degree=2, sequence_parallel=False)
+    found = plan_issues(build(), changed, degree=2, sequence_parallel=False)
     assert message in "; ".join(text for _, text in found)
 
 
 def test_ranks_that_share_a_head_are_a_multiple_of_the_heads() -> None:
     build, plan = CASES["heads in a region"]
-    assert not problems(build(), plan, degree=4, sequence_parallel=False)
-    found = problems(build(), plan, degree=3, sequence_parallel=False)
+    assert not plan_issues(build(), plan, degree=4, sequence_parallel=False)
+    found = plan_issues(build(), plan, degree=3, sequence_parallel=False)
     assert ("", "num_heads=4 can't be dealt out to so many ranks; use 1, 2 or 4") in found

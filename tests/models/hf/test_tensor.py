@@ -75,7 +75,7 @@ def test_a_run_resumes_between_tensor_and_sharded_layouts(
     def resume(engine: Any, loader: Any, world: World) -> Any:
         found = checkpoint.latest(tmp_path)
         assert found is not None
-        engine.load_state_dict(checkpoint.load(found, engine.state_dict(), world=world))
+        engine.load_state_dict(checkpoint.load_checkpoint(found, engine.state_dict(), world=world))
         held = {name: whole(one).clone() for name, one in engine.state_dict()["model"].items()}
         return held, [float(engine.train_step(loader.batch(step)).loss) for step in (2, 3)]
 
@@ -94,7 +94,7 @@ def test_transformers_loads_what_a_tensor_run_exports(tmp_path: Path) -> None:
     found = checkpoint.latest(tmp_path / "run")
     assert found is not None
     chosen = run_config([*SETTINGS, *words])
-    weights.export(found, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
+    weights.export_weights(found, chosen, tmp_path / "out", dtype=None, file_bytes=10**9)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     loaded = dict(theirs.named_parameters())
     assert loaded.keys() == states.keys()
@@ -202,7 +202,7 @@ def test_weights_that_were_saved_are_read_into_parts_of_experts(tmp_path: Path) 
 
     def start(engine: Any, loader: Any, world: World) -> Any:
         del loader
-        weights.start(engine, chosen.model, world=world)
+        weights.load_initial_weights(engine, chosen.model, world=world)
         return {name: whole(one).clone() for name, one in engine.state_dict()["model"].items()}
 
     words = [*SETTINGS[:1], *SETTINGS[2:], f"model.path={tmp_path}", *TENSOR]
