@@ -375,8 +375,8 @@ def test_each_dataset_says_what_a_model_must_fit(token_file):
 
 def test_making_a_dataset_imports_no_torch():
     script = (
-        "import sys; from axonlaunch.data import build, DATASETS;"
+        "import sys; from axonlaunch.data import DATASETS, build_dataset;"
         "from axonlaunch.config.data import PythonSourceConfig as P;"
-        "build(P()).unigram_entropy; DATASETS.summaries(); assert 'torch' not in sys.modules"
+        "build_dataset(P()).unigram_entropy; DATASETS.summaries(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

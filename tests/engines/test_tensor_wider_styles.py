@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import axonlaunch as ax
 from axonlaunch.engines.tensor.parallelize import parallelize
+from axonlaunch.engines.tensor.plan_checks import plan_issues
 
 WIDTH, HEADS, EXPERTS = 24, 4, 3
 
