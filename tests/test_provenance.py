@@ -1,4 +1,4 @@
-"""Whose code a frame runs, told by its file."""
+"""Whose code a frame runs, known by its file."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ STDLIB = sysconfig.get_path("stdlib")
         ("/home/me/axonlaunch/train.py", "user"),
     ],
 )
-def test_a_frame_is_told_by_its_file(file: str, whose: Owner) -> None:
+def test_a_frame_is_reported_by_its_file(file: str, whose: Owner) -> None:
     assert frame_owner(str(Path(file))) == whose

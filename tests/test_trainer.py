@@ -38,7 +38,7 @@ def configured(folder: Path, *words: str, ranks: int = 2) -> RunConfig:
 
 
 def train(folder: Path, *words: str, ranks: int = 2, stop_at: int | None = None) -> list[Event]:
-    """Train on the mock world and return what the main rank told."""
+    """Train on the mock world and return what the main rank reported."""
     chosen = configured(folder, *words, ranks=ranks)
     folder.mkdir(exist_ok=True)
     events: list[Event] = []
@@ -101,7 +101,7 @@ def test_a_run_that_saves_nothing_stops_without_a_checkpoint(tmp_path: Path) -> 
     assert not of(Saved, events)
 
 
-def test_a_resumed_run_goes_on_where_it_was_and_logs_no_step_twice(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_where_it_was_and_logs_no_step_twice(tmp_path: Path) -> None:
     words = ["train.log_every=1", "checkpoint.every=2", "train.eval_batches=0"]
     train(tmp_path, *words, "train.steps=4", "scheduler=constant")
     lines = (tmp_path / "metrics.jsonl").read_text()

@@ -47,7 +47,7 @@ def every_layout(words: list[str], *, ranks: int) -> list[Layout]:
 
 
 def planned(words: list[str], *, ranks: int) -> tuple[Layout, dict[str, Any]]:
-    """Return the first choice, with all its settings, and what the command told."""
+    """Return the first choice, with all its settings, and what the command printed."""
     command = [COMMAND, "plan", "--json", "--devices", str(ranks), *words, "hardware=cpu"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(ran.stdout)
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="overrides of the run")
     args = parser.parse_args()
     for ranks in args.ranks:
-        first, told = planned(args.words, ranks=ranks)
+        first, reported = planned(args.words, ranks=ranks)
         once = {
             layout: step_seconds(args.words, layout, ranks=ranks, steps=8)
             for layout in every_layout(args.words, ranks=ranks)
@@ -87,11 +87,11 @@ def main() -> None:
                 seconds = step_seconds(args.words, layout, ranks=ranks, steps=args.steps)
                 times[layout].append(seconds)
         medians = {layout: statistics.median(found) for layout, found in times.items()}
-        print(f"\n{ranks} ranks, {len(once)} layouts run, planned in {told['seconds']} s")
+        print(f"\n{ranks} ranks, {len(once)} layouts run, planned in {reported['seconds']} s")
         for layout in sorted(medians, key=lambda layout: medians[layout]):
             mark = "planned" if layout == first else ""
             print(f"{medians[layout] * 1e3:8.1f} ms  {mark:<8} {short(layout)}")
-        estimated = told["candidates"][0]["step_s"]
+        estimated = reported["candidates"][0]["step_s"]
         print(
             f"planned over best {medians[first] / min(medians.values()):.2f}, "
             f"its step estimated {estimated / medians[first]:.2f} of the measured"

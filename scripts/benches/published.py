@@ -58,11 +58,11 @@ def measured(row: Row) -> dict[Kind, int]:
 
 
 def device_bytes(row: Row) -> int | None:
-    """Return the memory of the row's GPU where it is told, in bytes."""
-    told = re.search(r"([\d.]+) GiB", row.get("gpu", "")) or re.search(
+    """Return the memory of the row's GPU where it is given, in bytes."""
+    reported = re.search(r"([\d.]+) GiB", row.get("gpu", "")) or re.search(
         r"(\d+) ?GB\b", row.get("gpu", "")
     )
-    return None if told is None else round(float(told[1]) * GIB)
+    return None if reported is None else round(float(reported[1]) * GIB)
 
 
 def reasons(row: Row) -> list[str]:
@@ -108,12 +108,12 @@ def _reasons(row: Row) -> Iterator[str]:
     if row["quality"] == "C":
         yield "quality C"
     if not measured(row):
-        yield "what was measured is not told"
+        yield "what was measured is not given"
     sizes = ("layers", "hidden", "heads", "ffn", "vocab", "seq_len", "num_gpus")
     if missing := [name for name in sizes if not row.get(name)]:
-        yield f"not told: {', '.join(missing)}"
+        yield f"not given: {', '.join(missing)}"
     if _micro_batch(row) is None or _batch(row) is None:
-        yield "not told: batch"
+        yield "not given: batch"
     yield from _of_model(row)
     yield from _of_arithmetic(row)
     yield from _of_run(row)
@@ -128,8 +128,10 @@ def _of_model(row: Row) -> Iterator[str]:
         yield f"fine-tuning by {str(row['finetune']).split()[0]}"
     if not row.get("num_experts") and _shape(row) is None:
         norm, act, pos = row.get("norm"), row.get("activation"), row.get("pos_emb")
-        told = norm and act and pos
-        yield f"{norm} with {act} and {pos} positions" if told else "not told: norm or positions"
+        reported = norm and act and pos
+        yield (
+            f"{norm} with {act} and {pos} positions" if reported else "not given: norm or positions"
+        )
     for name in ("hidden_dropout", "attention_dropout"):
         if row.get(name):
             yield "dropout"
@@ -149,7 +151,7 @@ def _of_arithmetic(row: Row) -> Iterator[str]:
     elif masters == "none" or "pure" in kept or "true" in kept:
         yield _NO_MASTERS
     else:
-        yield "how parameters are kept is not told"
+        yield "how parameters are kept is not given"
     optimizer = str(row.get("optimizer", "AdamW")).lower()
     if "adam" not in optimizer or re.search(r"\d-bit", optimizer):
         yield f"optimizer {row['optimizer']}"
@@ -187,10 +189,10 @@ def _model(row: Row) -> list[str]:
 
 
 def _shape(row: Row) -> str | None:
-    told = row.get("norm"), row.get("activation"), row.get("pos_emb"), row.get("linear_bias")
-    if told == ("rmsnorm", "swiglu", "rope", False):
+    reported = row.get("norm"), row.get("activation"), row.get("pos_emb"), row.get("linear_bias")
+    if reported == ("rmsnorm", "swiglu", "rope", False):
         return "llama"
-    return "gpt" if told == ("layernorm", "gelu", "learned", True) else None
+    return "gpt" if reported == ("layernorm", "gelu", "learned", True) else None
 
 
 def _recomputed(row: Row) -> str | None:

@@ -138,7 +138,7 @@ def _model(row: dict[str, Any]) -> list[str]:
             raise NotExpressedError("not a model of ours (experts, encoders, latent attention)")
     for key in ("layers", "hidden", "heads", "ffn", "seq_len"):
         if not row.get(key):
-            raise NotExpressedError(f"{key} not told")
+            raise NotExpressedError(f"{key} not given")
     gated = row.get("activation") == "swiglu"
     heads, tensor = row["heads"], row.get("tp") or 1
     vocabulary = -(-(row.get("vocab") or GPT2_VOCABULARY) // (tensor * 128)) * tensor * 128
@@ -195,22 +195,22 @@ def _data_parallel(row: dict[str, Any], ranks: int) -> list[str]:
 
 def _reduces_in_16_bit(row: dict[str, Any]) -> bool:
     """Say whether gradients are summed in the type of half-precision parameters."""
-    told = str(row.get("reduce_dtype") or row.get("grad_dtype") or "")
-    if told:
-        return "fp32" not in told
+    reported = str(row.get("reduce_dtype") or row.get("grad_dtype") or "")
+    if reported:
+        return "fp32" not in reported
     pure = str(row.get("param_dtype")) in ("bf16", "fp16")
     return pure or "PURE" in str(row.get("mixed_precision"))
 
 
 def _schedule(row: dict[str, Any]) -> list[str]:
-    told = str(row.get("pp_schedule") or "1F1B")
+    reported = str(row.get("pp_schedule") or "1F1B")
     stages = row.get("virtual_stages") or 1
-    if told.startswith("Interleaved"):
+    if reported.startswith("Interleaved"):
         name = "interleaved_1f1b"
-    elif told.startswith("1F1B"):
+    elif reported.startswith("1F1B"):
         name, stages = "1f1b", 1
     else:
-        raise NotExpressedError(f"schedule {told}")
+        raise NotExpressedError(f"schedule {reported}")
     if row["layers"] < stages * row["pp"]:
         raise NotExpressedError("a stage without a layer")
     return [f"strategy.pipeline.schedule={name}", f"strategy.pipeline.stages_per_rank={stages}"]
@@ -220,9 +220,9 @@ def _training(row: dict[str, Any]) -> list[str]:
     precision = _precision(row)
     size = row.get("micro_batch_size") or row.get("local_batch_size")
     if not size:
-        raise NotExpressedError("micro-batch not told")
+        raise NotExpressedError("micro-batch not given")
     if row.get("finetune") or row.get("packed") is False:
-        raise NotExpressedError("lengths of samples not told")
+        raise NotExpressedError("lengths of samples not given")
     if re.search(r"bit|bnb", str(row.get("optimizer"))) or row.get("optimizer_in_bwd"):
         raise NotExpressedError("another optimizer")
     ranks = row["num_gpus"] // ((row.get("tp") or 1) * (row.get("pp") or 1) * (row.get("cp") or 1))
@@ -243,16 +243,16 @@ def _training(row: dict[str, Any]) -> list[str]:
 
 def _precision(row: dict[str, Any]) -> str:
     for key in ("linear_precision", "float8_linear", "fp8"):
-        told = str(row.get(key, "")).lower()
-        if told == "true" or re.search(r"fp8|float8|fp4", told):
+        reported = str(row.get(key, "")).lower()
+        if reported == "true" or re.search(r"fp8|float8|fp4", reported):
             raise NotExpressedError("8-bit products")
     text = f"{row.get('param_dtype')} {row.get('mixed_precision')}".lower()
     return "fp16" if "fp16" in text and "bf16" not in text else "bf16"
 
 
 def _checkpointing(row: dict[str, Any]) -> str:
-    told = str(row.get("ac_mode", ""))
+    reported = str(row.get("ac_mode", ""))
     for start, mode in (("none", "none"), ("full", "full"), ("selective per-op", "selective")):
-        if told.startswith(start):
+        if reported.startswith(start):
             return mode
-    raise NotExpressedError(f"recomputation {told or 'not told'}")
+    raise NotExpressedError(f"recomputation {reported or 'not given'}")

@@ -1,6 +1,6 @@
 """Predicted beside published tokens a second and device: errors, and ranks within groups.
 
-Of each group it is also told what the run that is predicted fastest has measured, over the best.
+Each group also shows what the run that is predicted fastest has measured, over the best.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def main() -> None:
     for raw in (row for path in files for row in published_speed.read(path)):
         try:
             row = published_speed.express(raw)
-            told = throughput(row.config, row.hardware)
+            reported = throughput(row.config, row.hardware)
         except published_speed.NotExpressedError as reason:
             left_out[str(reason)] += 1
             continue
         except ConfigError as error:
             left_out[error.problems[0].key] += 1
             continue
-        predicted, measured = told.tokens_per_s_per_device, row.tokens_per_s
+        predicted, measured = reported.tokens_per_s_per_device, row.tokens_per_s
         errors.append(abs(predicted / measured - 1))
         groups[row.group].append((predicted, measured))
         change = predicted / measured - 1

@@ -88,12 +88,14 @@ def test_what_someone_reads_is_not_deleted(three: Path) -> None:
     assert steps(three) == [3]
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(
+def test_a_disk_without_room_is_reported_before_anything_is_written(
     three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_folders, "free_bytes", lambda folder: (folder, 1000))
-    told = r"step_4 could not be written: rank 0: .*No space left on device: it takes 0 MiB, and"
-    with pytest.raises(RankFailedError, match=told):
+    reported = (
+        r"step_4 could not be written: rank 0: .*No space left on device: it takes 0 MiB, and"
+    )
+    with pytest.raises(RankFailedError, match=reported):
         save(three, 4)
     assert steps(three) == [1, 2, 3]
     assert sorted(path.name for path in (three / "checkpoints").iterdir())[-1] == "step_3"
@@ -118,7 +120,7 @@ def test_saving_a_step_again_replaces_it(three: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "reported"),
     [
         (lambda folder: (folder / "manifest.json").unlink(), "lacks manifest.json"),
         (
@@ -140,18 +142,18 @@ def test_saving_a_step_again_replaces_it(three: Path) -> None:
     ids=["no manifest", "half a manifest", "a file gone", "a file cut", "newer"],
 )
 def test_a_checkpoint_that_is_not_whole_is_none_and_says_why(
-    three: Path, damage: Callable[[Path], object], told: str
+    three: Path, damage: Callable[[Path], object], reported: str
 ) -> None:
     folder = three / "checkpoints" / "step_3"
     damage(folder)
     assert steps(three) == [1, 2]
     [(path, reason)] = checkpoint.corrupt_checkpoints(three).items()
     assert path == folder
-    assert reason.startswith(told)
+    assert reason.startswith(reported)
     assert checkpoint.corrupt_checkpoints(three, after=checkpoint.latest(three)) == {path: reason}
 
 
-def test_older_damage_does_not_matter_to_who_goes_on_from_a_newer_one(three: Path) -> None:
+def test_older_damage_does_not_matter_to_who_continues_from_a_newer_one(three: Path) -> None:
     (three / "checkpoints" / "step_1" / "index.json").unlink()
     assert checkpoint.corrupt_checkpoints(three, after=checkpoint.latest(three)) == {}
 

@@ -222,12 +222,12 @@ INDEX_EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_an_index_that_says_what_can_not_be_is_refused(name: str, tmp_path: Path) -> None:
     """By whoever wrote it, so that every checksum is right."""
     found = saved(tmp_path)
-    change, told = INDEX_EDITS[name]
+    change, reported = INDEX_EDITS[name]
     (tmp_path / "checkpoints" / "secret").write_bytes((found.path / DATA).read_bytes())
     edit(found.path / "index.json", change)
     resum(found.path)
     with pytest.raises(
-        CorruptCheckpointError, match=told or r"has an index\.json that can't be understood"
+        CorruptCheckpointError, match=reported or r"has an index\.json that can't be understood"
     ):
         reader.contents(found)
     assert not is_loaded(found.path)

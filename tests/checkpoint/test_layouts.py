@@ -212,7 +212,7 @@ def test_what_two_axes_save_one_process_reads_as_plain_torch_has_it(
 
 
 @pytest.mark.parametrize("reader", of_two_axes())
-def test_two_axes_go_on_from_what_one_process_saved_as_plain_torch_does(
+def test_two_axes_continue_from_what_one_process_saved_as_plain_torch_does(
     reader: str, tmp_path: Path
 ) -> None:
     """The step after it matters: each rank's states must be those of its own rows."""
@@ -273,6 +273,6 @@ def test_another_models_names_and_shapes_are_listed(tmp_path: Path) -> None:
     assert found is not None
     with torch.device("meta"):
         other = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(7, 32)})
-    told = checkpoint.model_differences(found, other)
-    assert any("is unexpected" in line for line in told)
-    assert any("has shape" in line or "is missing" in line for line in told)
+    reported = checkpoint.model_differences(found, other)
+    assert any("is unexpected" in line for line in reported)
+    assert any("has shape" in line or "is missing" in line for line in reported)

@@ -103,7 +103,7 @@ def test_a_changed_file_is_named(bucket: Path, cut: bool) -> None:
             values(bucket)
 
 
-def test_a_failed_save_is_told_and_the_one_before_stays(
+def test_a_failed_save_is_reported_and_the_one_before_stays(
     bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(bucket, 1)
@@ -119,14 +119,14 @@ def test_a_failed_save_is_told_and_the_one_before_stays(
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "reported"),
     [
         ("nowhere://x/y", "nowhere://x/y: can't be reached: ValueError: "),
         ("gs://x/y", r"gs://x/y: .*gcsfs.*; pip install 'axonlaunch\[remote\]', and what fsspec"),
     ],
 )
-def test_what_reaches_no_place_is_told(url: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_reaches_no_place_is_reported(url: str, reported: str) -> None:
+    with pytest.raises(ConfigError, match=reported):
         storage.storage_path(url)
 
 

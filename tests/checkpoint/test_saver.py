@@ -32,8 +32,8 @@ def test_one_save_is_in_flight_at_most(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_one_before(tmp_path: Path) -> None:
-    for told, steps in on_ranks(tmp_path, "failing"):
-        assert "step_2 could not be written: rank 1: OSError: " in told
+    for reported, steps in on_ranks(tmp_path, "failing"):
+        assert "step_2 could not be written: rank 1: OSError: " in reported
         assert steps == [1]
 
 

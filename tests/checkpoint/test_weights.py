@@ -239,25 +239,25 @@ def test_running_statistics_are_exported_and_taken_in(tmp_path: Path) -> None:
         assert torch.equal(state[name], tensor), name
 
 
-def test_each_name_and_shape_of_another_model_is_told(tmp_path: Path) -> None:
+def test_each_name_and_shape_of_another_model_is_reported(tmp_path: Path) -> None:
     chosen, _, found = saved(tmp_path / "run", "llama")
     export(found, chosen, tmp_path / "out")
     other = config.load([*MODELS["llama"], "model.num_hidden_layers=3", "strategy=single"])
     with torch.device("meta"):
         module = build_model(other.model, seed=0)
-    told = weights.differences(tmp_path / "out", other.model, module)
-    assert len(told) == 9
-    assert told[0] == "layers.2.input_layernorm.weight is missing"
+    reported = weights.differences(tmp_path / "out", other.model, module)
+    assert len(reported) == 9
+    assert reported[0] == "layers.2.input_layernorm.weight is missing"
     wider = config.load([*MODELS["llama"], "model.vocab_size=128", "strategy=single"])
-    told = weights.differences(tmp_path / "out", wider.model, build_model(wider.model, seed=0))
-    assert told == [
+    reported = weights.differences(tmp_path / "out", wider.model, build_model(wider.model, seed=0))
+    assert reported == [
         "embed_tokens.weight has shape [64, 32], not [128, 32]",
         "lm_head.weight has shape [64, 32], not [128, 32]",
     ]
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         (
             {"model_type": "bert"},
@@ -281,10 +281,10 @@ def test_each_name_and_shape_of_another_model_is_told(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_ours_computes_otherwise_is_refused(content: dict[str, Any], told: str) -> None:
+def test_what_ours_computes_otherwise_is_refused(content: dict[str, Any], reported: str) -> None:
     with pytest.raises(ConfigError) as caught:
         hugging_face.typed_model(content, where="there/config.json")
-    assert str(caught.value) == f"there/config.json: {told}"
+    assert str(caught.value) == f"there/config.json: {reported}"
 
 
 def test_every_parameter_has_one_place() -> None:

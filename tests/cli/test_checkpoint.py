@@ -18,7 +18,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
     return command
 
 
-def test_ls_tells_step_size_age_layout_and_losses(trained: Served) -> None:
+def test_ls_reports_step_size_age_layout_and_losses(trained: Served) -> None:
     text = trained("checkpoint", "ls", "runs/a").stdout
     heading, first, second = text.splitlines()
     assert heading.split() == ["step", "size", "saved", "layout", "ranks", "loss", "evaluation"]
@@ -26,12 +26,12 @@ def test_ls_tells_step_size_age_layout_and_losses(trained: Served) -> None:
     assert "fsdp 2" in second
     assert "MiB" in second
     assert " ago" in second
-    told = json.loads(trained("checkpoint", "ls", "runs/a", "--json").stdout)
-    assert [one["step"] for one in told["checkpoints"]] == [3, 6]
-    assert told["checkpoints"][1]["loss"] == trained.losses("a")[-1]
-    assert told["checkpoints"][1]["eval_loss"] == trained.summary("a")["eval_loss"]
-    assert told["checkpoints"][1]["bytes"] > 10_000
-    assert told["corrupt"] == {}
+    reported = json.loads(trained("checkpoint", "ls", "runs/a", "--json").stdout)
+    assert [one["step"] for one in reported["checkpoints"]] == [3, 6]
+    assert reported["checkpoints"][1]["loss"] == trained.losses("a")[-1]
+    assert reported["checkpoints"][1]["eval_loss"] == trained.summary("a")["eval_loss"]
+    assert reported["checkpoints"][1]["bytes"] > 10_000
+    assert reported["corrupt"] == {}
     one = trained("checkpoint", "ls", "runs/a/checkpoints/step_3", "--json").stdout
     assert [c["step"] for c in json.loads(one)["checkpoints"]] == [3]
 
@@ -52,9 +52,9 @@ def test_check_reads_all_again(trained: Served) -> None:
             "  __1_0.distcp is not what was written (its CRC-32 differs)",
         ]
         file.write_bytes(content[:-1])
-        told = json.loads(trained("checkpoint", "check", "runs/b", "--json", status=1).stdout)
-        assert not told["passed"]
-        [reason] = told["checkpoints"]["runs/b/checkpoints/step_6"]
+        reported = json.loads(trained("checkpoint", "check", "runs/b", "--json", status=1).stdout)
+        assert not reported["passed"]
+        [reason] = reported["checkpoints"]["runs/b/checkpoints/step_6"]
         assert reason == f"has {len(content) - 1} bytes of __1_0.distcp instead of {len(content)}"
     finally:
         file.write_bytes(content)
@@ -62,14 +62,16 @@ def test_check_reads_all_again(trained: Served) -> None:
 
 def test_diff_names_the_parameters_that_are_farthest_apart(trained: Served) -> None:
     assert trained("checkpoint", "diff", "runs/a", "runs/a").stdout == "bitwise equal\n"
-    told = json.loads(trained("checkpoint", "diff", "runs/a", "runs/b", "--json", status=1).stdout)
-    assert not told["equal"]
-    first, second, *_ = told["differences"]
+    reported = json.loads(
+        trained("checkpoint", "diff", "runs/a", "runs/b", "--json", status=1).stdout
+    )
+    assert not reported["equal"]
+    first, second, *_ = reported["differences"]
     assert first["name"].startswith("model.")
     assert first["largest"] >= second["largest"] > 0
     text = trained("checkpoint", "diff", "runs/a", "runs/b", status=1).stdout
     verdict, head, most = text.splitlines()[:3]
-    assert verdict == f"{len(told['differences'])} tensors differ"
+    assert verdict == f"{len(reported['differences'])} tensors differ"
     assert head.split() == ["tensor", "largest", "relative"]
     assert most.split()[0] == first["name"]
     assert text.splitlines()[-1].endswith(" more; --json has all")
@@ -84,11 +86,13 @@ def test_diff_exits_0_only_where_two_checkpoints_are_equal(trained: Served) -> N
 
 @pytest.mark.slow
 def test_what_is_exported_is_imported_and_trains(trained: Served) -> None:
-    told = json.loads(trained("checkpoint", "export", "runs/a", "out", "--json").stdout)
-    assert told["files"] == ["model.safetensors", "config.json"]
+    reported = json.loads(trained("checkpoint", "export", "runs/a", "out", "--json").stdout)
+    assert reported["files"] == ["model.safetensors", "config.json"]
     trained("checkpoint", "import", "out", "runs/c")
-    told = json.loads(trained("checkpoint", "diff", "runs/a", "runs/c", "--json", status=1).stdout)
-    assert not [d for d in told["differences"] if d["name"].startswith("model.")]
+    reported = json.loads(
+        trained("checkpoint", "diff", "runs/a", "runs/c", "--json", status=1).stdout
+    )
+    assert not [d for d in reported["differences"] if d["name"].startswith("model.")]
     losses = {}
     for name, path in (("out", "out"), ("run", "runs/a"), ("imported", "runs/c")):
         trained.train("strategy=fsdp", f"name=from-{name}", f"model.weights={path}")

@@ -136,8 +136,8 @@ def test_config_explains_where_each_value_comes_from(tmp_path: Path) -> None:
 def test_config_describes_what_each_key_means_and_may_be(tmp_path: Path) -> None:
     text = run(tmp_path, "config", "train.grad_clip=2", "--describe").stdout
     assert "\ntrain.grad_clip=2.0\n    number, above 0 | null\n    largest norm of the" in text
-    told = json.loads(run(tmp_path, "config", "--describe", "--json").stdout)["train.steps"]
-    assert told == {
+    reported = json.loads(run(tmp_path, "config", "--describe", "--json").stdout)["train.steps"]
+    assert reported == {
         "value": 450,
         "allowed": "whole number, at least 1",
         "meaning": "optimizer steps",

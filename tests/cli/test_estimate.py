@@ -118,19 +118,19 @@ def shown(found: Forecast, *, width: int, **options: Any) -> str:
 
 
 @pytest.mark.timeout(240)
-def test_512_ranks_are_told_on_one_machine_and_kept(axonlaunch: Command) -> None:
+def test_512_ranks_are_reported_on_one_machine_and_kept(axonlaunch: Command) -> None:
     words = [
         *("estimate", *TINY, "strategy=hybrid", "model.num_attention_heads=4", "--json"),
         *("launch.nproc=512", "train.global_batch_size=1024", "hardware=h100_80gb"),
     ]
     first = axonlaunch(*words)
-    told = json.loads(first.stdout)
-    assert (told["world_size"], told["fits"], told["changes"]) == (512, True, [])
-    assert told["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 2}
-    assert [one["rank"] for one in told["ranks"]] == [0, 256]
-    for one in told["ranks"]:
+    reported = json.loads(first.stdout)
+    assert (reported["world_size"], reported["fits"], reported["changes"]) == (512, True, [])
+    assert reported["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 2}
+    assert [one["rank"] for one in reported["ranks"]] == [0, 256]
+    for one in reported["ranks"]:
         assert set(one["breakdown"]) == set(CATEGORIES)
-        assert sum(one["breakdown"].values()) == one["peak_bytes"] <= told["peak_bytes"]
+        assert sum(one["breakdown"].values()) == one["peak_bytes"] <= reported["peak_bytes"]
     assert len(list((axonlaunch.folder / "cache" / "axonlaunch" / "estimates").iterdir())) == 1
     assert axonlaunch(*words).stdout == first.stdout
     assert [path.name for path in axonlaunch.folder.iterdir()] == ["cache"]
@@ -167,9 +167,9 @@ def test_a_dry_run_of_what_this_machine_can_not_hold_prints_its_estimate_first(
     assert "use a smaller model, more ranks with strategy=fsdp" in said
     assert "add hardware=h100_80gb" in said
     assert rest.splitlines()[-1] == f"  axonlaunch estimate {' '.join(words)}"
-    told = json.loads(axonlaunch("train", "--dry-run", *words, "--json").stdout)
-    assert [one["key"] for one in told["obstacles"]] == ["data.path", "model"]
-    assert told["fits"] is told["verdict"] is None
+    reported = json.loads(axonlaunch("train", "--dry-run", *words, "--json").stdout)
+    assert [one["key"] for one in reported["obstacles"]] == ["data.path", "model"]
+    assert reported["fits"] is reported["verdict"] is None
 
 
 def test_a_dry_run_names_data_that_is_missing_beside_the_estimate(axonlaunch: Command) -> None:
@@ -191,7 +191,7 @@ def test_data_that_is_not_there_is_no_obstacle(axonlaunch: Command) -> None:
     assert "highest peak" in ran.stdout
 
 
-def test_a_model_that_can_not_be_traced_is_told_by_operation_and_module(
+def test_a_model_that_can_not_be_traced_is_reported_by_operation_and_module(
     axonlaunch: Command,
 ) -> None:
     (axonlaunch.folder / "choosing.py").write_text(CHOOSING)
@@ -201,9 +201,9 @@ def test_a_model_that_can_not_be_traced_is_told_by_operation_and_module(
     assert error.startswith("error: model.name=choosing: ")
     assert "in Choosing depends on values" in error
     assert "axonlaunch estimate --analytic" in error
-    told = axonlaunch("estimate", *words, "--analytic", "hardware=h100_80gb").stdout
-    assert "note by closed formulas: parameters, their gradients and optimizer states" in told
-    assert "may fit " in told
+    reported = axonlaunch("estimate", *words, "--analytic", "hardware=h100_80gb").stdout
+    assert "note by closed formulas: parameters, their gradients and optimizer states" in reported
+    assert "may fit " in reported
 
 
 def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
@@ -214,8 +214,8 @@ def test_a_pipeline_of_a_model_that_can_not_be_traced_says_what_to_write(
     [error] = axonlaunch("estimate", *words, status=2).stderr.splitlines()
     assert error.startswith("error: strategy.pipeline.split=auto: where to cut Staged can't")
     words += ["strategy.pipeline.split=[2,1]", "--analytic", "--json"]
-    told = json.loads(axonlaunch("estimate", *words).stdout)
-    states = [sum(one["breakdown"][name] for name in STATES) for one in told["ranks"]]
+    reported = json.loads(axonlaunch("estimate", *words).stdout)
+    states = [sum(one["breakdown"][name] for name in STATES) for one in reported["ranks"]]
     first, last = 8 * 256 + 2 * 8 * 9, 8 * 9 + 9 * 256
     assert states == [4 * 4 * first, 4 * 4 * last]  # fp32, as AdamW has it
 
@@ -280,11 +280,11 @@ def test_sizes_have_three_figures() -> None:
 
 
 def test_json_has_what_would_make_it_fit() -> None:
-    told = estimate_to_json(forecast(memory=40 * GIB), [REMEDY], Searched(2, 30.0))
-    assert (told["fits"], told["verdict"], told["margin"]) == (False, "too_large", 0.1)
-    assert told["workload"]["sequence_length"] == 8192
-    assert told["untried"] == 2
-    assert told["changes"] == [
+    reported = estimate_to_json(forecast(memory=40 * GIB), [REMEDY], Searched(2, 30.0))
+    assert (reported["fits"], reported["verdict"], reported["margin"]) == (False, "too_large", 0.1)
+    assert reported["workload"]["sequence_length"] == 8192
+    assert reported["untried"] == 2
+    assert reported["changes"] == [
         {
             "overrides": ["train.micro_batch_size=1"],
             "costs": ["smaller matrix products"],

@@ -92,14 +92,14 @@ def freeze(foreign: Served, **changed: Any) -> Path:
 def test_a_foreign_configuration_s_code_does_not_run(
     words: str, named: str, foreign: Served
 ) -> None:
-    changed, told = NAMED[named]
+    changed, reported = NAMED[named]
     text = freeze(foreign, **changed).read_text()
     ran = foreign(*WORDS[words], status=2)
     [error] = ran.stderr.splitlines()
-    key = told.partition("=")[0].rpartition(".")[2]
+    key = reported.partition("=")[0].rpartition(".")[2]
     [line] = [n for n, one in enumerate(text.splitlines(), 1) if one.strip().startswith(f"{key}:")]
     assert error == (
-        f"error: foreign/config.yaml:{line}: {told}; add --trust if you trust who wrote it"
+        f"error: foreign/config.yaml:{line}: {reported}; add --trust if you trust who wrote it"
     )
     assert not (foreign.folder / "victim").exists()
     assert not (foreign.folder / "out").exists()
@@ -187,12 +187,12 @@ BOMBS = {
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_for_a_configuration_is_one_line(bomb: str, foreign: Served) -> None:
-    content, told = BOMBS[bomb]
+    content, reported = BOMBS[bomb]
     file = freeze(foreign)
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     ran = foreign("checkpoint", "check", "foreign", status=2)
     [error] = ran.stderr.splitlines()
-    assert error.startswith(f"error: foreign/config.yaml: {told}")
+    assert error.startswith(f"error: foreign/config.yaml: {reported}")
     foreign("checkpoint", "ls", "foreign")
 
 
@@ -215,7 +215,7 @@ def test_a_configuration_that_is_no_file_is_refused(kind: str, foreign: Served) 
     assert ran.stderr == "error: foreign/config.yaml: can't be read: is not a regular file\n"
 
 
-def test_the_layout_that_a_manifest_tells_can_not_write_to_the_terminal(foreign: Served) -> None:
+def test_the_layout_that_a_manifest_reports_can_not_write_to_the_terminal(foreign: Served) -> None:
     from axonlaunch.checkpoint import manifest
 
     folder = foreign.folder / "foreign/checkpoints/step_1"

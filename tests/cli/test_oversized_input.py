@@ -23,7 +23,7 @@ def served(tmp_path: Path, server: Server) -> Served:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["sample.prompt=" + "ab " * 20_000], "sample.prompt=ab ab ab ab ab "),
         (["name=" + "x" * 60_000], "name=xxxxxxxxxxxxxxxxxxxx"),
@@ -39,11 +39,11 @@ def served(tmp_path: Path, server: Server) -> Served:
     ],
     ids=["long", "long name", "a name of 300", "a long path", "15000", "500", "lists", "layers"],
 )
-def test_an_override_is_refused_in_a_line(words: list[str], told: str) -> None:
+def test_an_override_is_refused_in_a_line(words: list[str], reported: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load(words)
     [line] = str(caught.value).splitlines()
-    assert line.startswith(told)
+    assert line.startswith(reported)
     assert len(line) < 500
 
 
@@ -53,7 +53,7 @@ def test_brackets_in_quotes_are_not_nested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("figures", "told"),
+    ("figures", "reported"),
     [
         ({"n_layer": 1_000_000_000}, "num_hidden_layers=1000000000: must be at most 10000"),
         ({"n_layer": "2"}, "num_hidden_layers=2: expected a whole number"),
@@ -65,14 +65,14 @@ def test_brackets_in_quotes_are_not_nested() -> None:
     ],
 )
 def test_figures_of_a_foreign_model_are_held_against_ours(
-    figures: dict[str, object], told: str
+    figures: dict[str, object], reported: str
 ) -> None:
     content = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 8}
     with pytest.raises(ConfigError) as caught:
         hugging_face.typed_model({**content, **figures}, where="hub/config.json")
     [line] = str(caught.value).splitlines()
     assert line.startswith("hub/config.json: ")
-    assert told in line
+    assert reported in line
 
 
 @pytest.mark.parametrize("text", ["3", "null", "[" * 15_000, "{", '{"model_type": ["gpt2"]}', "\0"])

@@ -51,16 +51,16 @@ def test_it_finds_layouts_that_train_and_estimate_take(tmp_path: Path, server: S
     axonlaunch = Served(tmp_path, server)
     words = [*MODEL, "strategy.tensor.degree=2", "train.global_batch_size=1"]
     ran = axonlaunch("plan", *words, "--devices", "2", "--json", "--write", "experiment/best.yaml")
-    told = json.loads(ran.stdout)
-    assert told["searched"] > 1
-    assert told["seconds"] > 0
-    best = told["candidates"][0]
+    reported = json.loads(ran.stdout)
+    assert reported["searched"] > 1
+    assert reported["seconds"] > 0
+    best = reported["candidates"][0]
     assert set(best) >= {
         *("overrides", "mesh", "peak_bytes", "fits", "tokens_per_s_per_device", "step_s", "mfu")
     }
     assert best["fits"]
-    assert all(one["mesh"]["tp"] == 2 for one in told["candidates"])
-    steps = [one["step_s"] for one in told["candidates"] if one["fits"]]
+    assert all(one["mesh"]["tp"] == 2 for one in reported["candidates"])
+    steps = [one["step_s"] for one in reported["candidates"] if one["fits"]]
     assert steps == sorted(steps)
     estimated = json.loads(axonlaunch("estimate", *words, *best["overrides"], "--json").stdout)
     assert estimated["peak_bytes"] == best["peak_bytes"]
@@ -112,11 +112,15 @@ def test_a_mistake_is_one_line_and_status_2(
     assert ran.stdout == ""
 
 
-def test_all_figures_that_hardware_lacks_are_told_at_once(tmp_path: Path, server: Server) -> None:
+def test_all_figures_that_hardware_lacks_are_reported_at_once(
+    tmp_path: Path, server: Server
+) -> None:
     words = [*MODEL[:-1], "--devices", "8", "hardware=rtx4090"]
-    told = Served(tmp_path, server)("plan", *words, status=2).stderr.splitlines()
+    reported = Served(tmp_path, server)("plan", *words, status=2).stderr.splitlines()
     lacking = ["devices_per_node", "matrix_efficiency", "attention_efficiency", "link_efficiency"]
-    assert [line.partition("=")[0] for line in told] == [f"error: hardware.{n}" for n in lacking]
+    assert [line.partition("=")[0] for line in reported] == [
+        f"error: hardware.{n}" for n in lacking
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -136,7 +140,7 @@ def test_the_table_keeps_to_the_terminal_and_says_why_the_second_lost(width: int
     assert all(len(line) <= width for line in text.splitlines() if line not in pasted)
 
 
-def test_what_does_not_fit_is_told_so() -> None:
+def test_what_does_not_fit_is_reported_so() -> None:
     assert (
         why_slower(planned(step_s=1.0), planned(step_s=0.5, verdict="tight"))
         == "does not fit: tight"

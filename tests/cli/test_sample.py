@@ -45,14 +45,14 @@ def test_weights_of_elsewhere_with_a_vocabulary_of_bytes_are_taken_for_text(
     trained: Served,
 ) -> None:
     folder = trained.folder / "exported" / "tokens"
-    file, told = folder / "config.json", (folder / "config.json").read_text()
-    content = json.loads(told)
+    file, reported = folder / "config.json", (folder / "config.json").read_text()
+    content = json.loads(reported)
     del content["axonlaunch"]
     try:
         file.write_text(json.dumps(content))
         assert trained("sample", str(folder), "--tokens", "3").stdout.startswith("def ")
     finally:
-        file.write_text(told)
+        file.write_text(reported)
 
 
 @pytest.mark.parametrize(

@@ -181,13 +181,13 @@ def test_a_timeline_fits_the_terminal_or_says_how_much_is_cut(
     assert len(rows) == 4
     assert max(map(len, rows)) <= width
     drawn = [set(re.findall(r"[FBIW]\d+", row.upper())) for row in rows]
-    told = [line for line in lines if line.startswith("cut: ")]
-    if not told:
+    reported = [line for line in lines if line.startswith("cut: ")]
+    if not reported:
         for rank, cells in enumerate(drawn):
             row = [slot.action for slot in times.slots if slot.rank == rank]
             assert cells == {f"{action.kind}{action.microbatch}" for action in row}
         return
-    shown, whole, columns = re.findall(r"[\d.]+", told[0])
+    shown, whole, columns = re.findall(r"[\d.]+", reported[0])
     assert 0 < float(shown) < float(whole) == pytest.approx(times.span, rel=1e-3)
     assert "cut" not in text_timeline(times, width=int(columns)).plain
     assert "cut" in text_timeline(times, width=int(columns) - 1).plain
@@ -237,12 +237,12 @@ def test_pictures_name_what_they_show(name: str, schedule: Schedule, tmp_path: P
 
 
 @pytest.mark.timeout(120)
-def test_activations_are_told_in_bytes_of_a_traced_step(tmp_path: Path, server: Server) -> None:
+def test_activations_are_reported_in_bytes_of_a_traced_step(tmp_path: Path, server: Server) -> None:
     axonlaunch = Served(tmp_path, server)
     words = ["schedule", "strategy=pipeline", BATCH, "train.micro_batch_size=4", "--memory"]
-    told = json.loads(axonlaunch(*words, "--json").stdout)
-    assert told["live_activations"] == [2, 1]
-    first, last = told["activation_bytes"]
+    reported = json.loads(axonlaunch(*words, "--json").stdout)
+    assert reported["live_activations"] == [2, 1]
+    first, last = reported["activation_bytes"]
     assert first > last > 2**20
     output = axonlaunch(*words).stdout
     assert re.fullmatch(r"in bytes     0:[\d.]+ MiB 1:[\d.]+ MiB", output.splitlines()[-1])
@@ -260,7 +260,7 @@ def test_drawing_changes_nothing_of_matplotlibs(tmp_path: Path) -> None:
     assert "matplotlib.pyplot" not in sys.modules
 
 
-def test_without_matplotlib_one_is_told_how_to_get_it(
+def test_without_matplotlib_one_is_reported_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)

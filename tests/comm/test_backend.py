@@ -44,14 +44,14 @@ def test_importing_it_starts_nothing_and_brings_no_test_code() -> None:
     assert done.stdout.strip() == ""
 
 
-def test_nccl_tells_a_torch_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_reports_a_torch_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     status = nccl.status()
     assert (status.available, status.version, status.devices) == (False, None, [])
     assert f"this torch ({torch.__version__}) is built without NCCL: install" in status.reason
 
 
-def test_nccl_tells_a_machine_that_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_reports_a_machine_that_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -60,7 +60,7 @@ def test_nccl_tells_a_machine_that_has_no_device(monkeypatch: pytest.MonkeyPatch
     assert "this torch has NCCL 2.27.3, but sees no device" in status.reason
 
 
-def test_nccl_tells_what_it_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_reports_what_it_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -77,7 +77,7 @@ def test_nccl_answers_here_too() -> None:
     assert status.available == bool(status.devices) == (status.reason == "")
 
 
-def test_a_failed_rank_can_be_told_to_another_process() -> None:
+def test_a_failed_rank_can_be_reported_to_another_process() -> None:
     error = pickle.loads(pickle.dumps(RankFailedError(3, "rank 3 failed: ValueError: boom")))
     assert (error.rank, str(error)) == (3, "rank 3 failed: ValueError: boom")
 
@@ -87,7 +87,7 @@ def test_a_line_is_read_as_it_was_written(line: str) -> None:
     assert unpack(pack(line)) == line
 
 
-def test_long_lines_that_differ_at_the_end_are_told_apart() -> None:
+def test_long_lines_that_differ_at_the_end_are_distinguished() -> None:
     one, other = (unpack(pack("x" * LINE_BYTES + end)) for end in ("a", "b"))
     assert one != other
     assert len(one) == LINE_BYTES

@@ -40,22 +40,22 @@ os._exit(0)
 """
 
 
-def test_what_a_rank_has_begun_and_not_ended_is_told(
+def test_what_a_rank_has_begun_and_not_ended_is_reported(
     run_ranks: Callable[..., list[tuple[int | None, str]]],
 ) -> None:
-    told = []
+    reported = []
     for status, text in run_ranks(RANK, world_size=3):
         assert status == 0, text
         line = next(line for line in text.splitlines() if line.startswith("TOLD "))
-        told.append(Record.of(json.loads(line.removeprefix("TOLD "))))
-    [world, pair] = told[0].begun
-    assert told[0].begun == {world: 1, pair: 2}
-    assert told[0].open == (
+        reported.append(Record.of(json.loads(line.removeprefix("TOLD "))))
+    [world, pair] = reported[0].begun
+    assert reported[0].begun == {world: 1, pair: 2}
+    assert reported[0].open == (
         OpenCollective(
             group=pair, axis="tp", ranks=(0, 2), number=2, op="all_reduce", num_bytes=14
         ),
     )
-    assert told[1:] == [
+    assert reported[1:] == [
         Record(begun={world: 1}, open=()),
         Record(begun={world: 1, pair: 1}, open=()),
     ]

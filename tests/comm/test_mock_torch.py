@@ -285,7 +285,7 @@ def test_asynchronous_work_can_be_waited_for_in_any_order() -> None:
     run(use)
 
 
-def test_a_wrong_order_of_operations_is_told_in_plain_words() -> None:
+def test_a_wrong_order_of_operations_is_reported_in_plain_words() -> None:
     def use(world: World) -> None:
         if world.rank == 1:
             dist.barrier()

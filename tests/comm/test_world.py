@@ -123,7 +123,7 @@ def test_a_store_on_loopback_is_a_world_on_loopback() -> None:
         ("0.0.0.0", False),
     ],
 )
-def test_loopback_is_told_by_name_or_number(host: str, expected: bool) -> None:
+def test_loopback_is_reported_by_name_or_number(host: str, expected: bool) -> None:
     assert is_loopback(host) == expected
 
 

@@ -980,14 +980,14 @@ WRONG: list[tuple[str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("overrides", "problems"), WRONG, ids=[row[0] for row in WRONG])
-def test_a_wrong_configuration_is_told_in_exact_words(
+def test_a_wrong_configuration_is_reported_in_exact_words(
     overrides: str, problems: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as raised:
         config.load(shlex.split(overrides))
-    told = [str(problem) for problem in raised.value.problems]
-    assert told == [problem.replace("{cwd}", str(tmp_path)) for problem in problems]
+    reported = [str(problem) for problem in raised.value.problems]
+    assert reported == [problem.replace("{cwd}", str(tmp_path)) for problem in problems]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -1031,7 +1031,7 @@ def test_a_wrong_configuration_exits_2_with_a_line_a_problem_and_no_torch(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_wrong_in_a_users_file_is_told_with_the_file(tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_users_file_is_reported_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     file = tmp_path / "experiment" / "mine.yaml"
     file.write_text("# @package _global_\ntrain:\n  steps: none\n")

@@ -105,7 +105,7 @@ def test_what_degrees_leave_over_is_data_parallel(
     assert shares.rounds * shares.round_microbatches == micro_batches
 
 
-def test_a_layout_is_told_in_a_few_words() -> None:
+def test_a_layout_is_reported_in_a_few_words() -> None:
     shares = layout(config.load(["strategy=hybrid"]), world_size=16)
     assert str(shares) == "fsdp 4 x tensor 2 x pipeline 2 (1f1b)"
     assert str(layout(config.load(["strategy=tensor"]), world_size=2)) == "tensor 2"

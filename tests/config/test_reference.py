@@ -52,7 +52,7 @@ def test_no_key_is_without_a_meaning(group: str, kind: type) -> None:
         ("hardware", "a group of keys | null"),
     ],
 )
-def test_what_a_key_may_be_is_told_in_words(key: str, allowed: str) -> None:
+def test_what_a_key_may_be_is_reported_in_words(key: str, allowed: str) -> None:
     assert described(config.load([]))[key].allowed == allowed
 
 
@@ -66,6 +66,6 @@ def test_a_meaning_is_the_text_below_the_field() -> None:
         silent: int = 4
 
     theirs: Any = Theirs()
-    told = described(replace(config.load([]), model=theirs))
-    assert told["model.size"].meaning == "how large it is"
-    assert told["model.silent"].meaning == ""
+    reported = described(replace(config.load([]), model=theirs))
+    assert reported["model.size"].meaning == "how large it is"
+    assert reported["model.silent"].meaning == ""

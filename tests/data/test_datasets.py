@@ -76,7 +76,7 @@ def test_the_held_out_files_follow_from_their_names_on_every_machine():
     assert _share("json/decoder.py") == pytest.approx(0.4508014742921951)
 
 
-def test_a_python_without_source_is_told(tmp_path, monkeypatch):
+def test_a_python_without_source_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert error_of(PythonSourceConfig()) == (
         f"data.name=python_source: this Python has no source files under {tmp_path} (it may be "
@@ -84,7 +84,7 @@ def test_a_python_without_source_is_told(tmp_path, monkeypatch):
     )
 
 
-def test_a_share_that_leaves_one_side_empty_is_told(tmp_path, monkeypatch):
+def test_a_share_that_leaves_one_side_empty_is_reported(tmp_path, monkeypatch):
     (tmp_path / "one.py").write_text("x = 1\n" * 100)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert error_of(PythonSourceConfig(eval_fraction=0.07)) == (
@@ -146,7 +146,7 @@ def test_the_unigram_entropy_is_what_the_best_constant_guess_costs(tmp_path):
     assert entropy == pytest.approx(np.log(2), abs=0.002)
 
 
-def test_patterns_that_name_no_file_are_told_all_at_once(corpus):
+def test_patterns_that_name_no_file_are_reported_all_at_once(corpus):
     assert error_of(TextConfig(files=["no.txt", "a.txt", "*.rst", "deep"])) == (
         f"data.files=no.txt: no file is there or matches, seen from {corpus}\n"
         f"data.files=*.rst: no file is there or matches, seen from {corpus}\n"
@@ -154,7 +154,7 @@ def test_patterns_that_name_no_file_are_told_all_at_once(corpus):
     )
 
 
-def test_no_pattern_at_all_is_told():
+def test_no_pattern_at_all_is_reported():
     assert error_of(TextConfig(files=[])) == (
         "data.files=[]: names no file; write data.files=[notes.txt,'corpus/**/*.md']"
     )
@@ -209,7 +209,7 @@ def test_a_long_files_first_mebibyte_may_end_inside_of_a_character(tmp_path: Pat
     assert build_dataset(TextConfig(files=[str(tmp_path / "a.txt")])).num_samples > 100
 
 
-def test_a_file_shorter_than_a_sample_is_told(tmp_path):
+def test_a_file_shorter_than_a_sample_is_reported(tmp_path):
     path = tmp_path / "short"
     path.write_bytes(b"x" * 100)
     assert error_of(TextConfig(files=[str(path)], sequence_length=200)) == (
@@ -256,7 +256,7 @@ def test_a_given_vocabulary_is_taken_and_the_file_is_not_read_through(token_file
     )
 
 
-def test_token_files_that_can_not_be_are_told(token_file, tmp_path, monkeypatch):
+def test_token_files_that_can_not_be_are_reported(token_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert error_of(TokensConfig(path="no.bin")) == (
         f"data.path=no.bin: no such file, seen from {tmp_path}"
@@ -297,7 +297,7 @@ def test_synthetic_tokens_count_up_and_differ_between_training_and_evaluation():
     assert not torch.equal(dataset.samples(range(100), split="eval").inputs, batch.inputs)
 
 
-def test_synthetic_images_can_be_told_apart():
+def test_synthetic_images_can_be_distinguished():
     dataset = build_dataset(SyntheticImagesConfig(image_size=8, num_channels=3))
     train = dataset.samples(range(2000), split="train")
     assert train.inputs.shape == (2000, 3, 8, 8)
@@ -377,6 +377,7 @@ def test_making_a_dataset_imports_no_torch():
     script = (
         "import sys; from axonlaunch.data import DATASETS, build_dataset;"
         "from axonlaunch.config.data import PythonSourceConfig as P;"
-        "build_dataset(P()).unigram_entropy; DATASETS.summaries(); assert 'torch' not in sys.modules"
+        "build_dataset(P()).unigram_entropy; DATASETS.summaries();"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

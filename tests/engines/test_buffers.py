@@ -49,10 +49,10 @@ def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
         kept = {n: t.clone() for n, t in state.items() if "running" in n or "num_b" in n}
         return float(outputs.sum()), kept
 
-    told = World.mock(ranks).run(run)
+    reported = World.mock(ranks).run(run)
     statistics: dict[str, Tensor] = {}
-    for outputs, kept in told:
-        assert outputs == told[0][0]
+    for outputs, kept in reported:
+        assert outputs == reported[0][0]
         for key, value in kept.items():
             assert torch.equal(statistics.setdefault(key, value), value), key
     assert statistics["2.running_mean"].abs().sum() > 0

@@ -325,7 +325,7 @@ def test_divided_matrices_are_updated_as_whole_ones(division: str, kind: str) ->
     World.mock(math.prod(sizes.values())).run(on_rank)
 
 
-def test_shards_that_are_laid_out_anew_are_what_is_updated() -> None:
+def test_shards_that_are_laid_out_again_are_what_is_updated() -> None:
     """As fully_shard does before its first forward where it pins or pads them."""
 
     def run(world: World) -> None:

@@ -54,7 +54,7 @@ def test_it_computes_what_one_process_does(schedule: str, ranks: int) -> None:
     World.mock(ranks).run(run)
 
 
-def test_a_stage_that_gives_no_single_tensor_is_told() -> None:
+def test_a_stage_that_gives_no_single_tensor_is_reported() -> None:
     class Two(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x, x
@@ -105,7 +105,7 @@ def test_running_statistics_move_as_often_as_there_are_micro_batches() -> None:
     assert World.mock(2).run(run) == [4, 4]
 
 
-def test_memory_stats_tell_what_each_stage_holds() -> None:
+def test_memory_stats_report_what_each_stage_holds() -> None:
     def run(world: World) -> tuple[int, ...]:
         pipeline = Pipeline.from_modules(modules(4), microbatches=8)
         return pipeline.memory_stats().live_activations

@@ -74,7 +74,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
         real = getattr(pipelining.PipelineStage, name, None)
         assert real is not None, MOVED
 
-        def told(stage: Any, microbatch: int, *args: Any, **options: Any) -> Any:
+        def reported(stage: Any, microbatch: int, *args: Any, **options: Any) -> Any:
             action = Action(kind(options), stage.stage_index, microbatch)  # type: ignore[arg-type]
             recorded.actions[stage.group_rank].append(action)
             result = real(stage, microbatch, *args, **options)
@@ -83,7 +83,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
             most[stage.stage_index] = max(most[stage.stage_index], held)
             return result
 
-        monkeypatch.setattr(pipelining.PipelineStage, name, told)
+        monkeypatch.setattr(pipelining.PipelineStage, name, reported)
 
     watch("forward_one_chunk", lambda _: "F")
     watch("backward_one_chunk", lambda options: "B" if options.get("full_backward", True) else "I")

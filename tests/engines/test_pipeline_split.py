@@ -99,7 +99,7 @@ def spec_of(*ends: tuple[str, ...]) -> ModelSpec:
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"),
+    ("ends", "reported"),
     [
         ((("embed",), ("scale", "head")), []),
         (
@@ -118,12 +118,12 @@ def spec_of(*ends: tuple[str, ...]) -> ModelSpec:
         ),
     ],
 )
-def test_ends_that_are_missing_or_leave_something_out_are_told(
-    ends: tuple[tuple[str, ...], ...], told: list[str]
+def test_ends_that_are_missing_or_leave_something_out_are_reported(
+    ends: tuple[tuple[str, ...], ...], reported: list[str]
 ) -> None:
     config = run_config(["strategy=pipeline", "launch.nproc=2"])
     problems = pipeline_problems(config, spec_of(*ends), Scaled())
-    assert [str(problem) for problem in problems] == told
+    assert [str(problem) for problem in problems] == reported
 
 
 def test_what_stands_around_the_blocks_of_a_sequence_is_not_kept_by_every_stage() -> None:
@@ -167,7 +167,7 @@ def test_no_split_has_a_cheaper_costliest_stage(
     assert most(tuple(counts)) == min(map(most, every))
 
 
-def test_few_blocks_tell_of_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_blocks_report_of_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LlamaConfig(hidden_size=32, num_hidden_layers=11, vocab_size=4096)
     tokens = torch.zeros(2, 64, dtype=torch.int64, device="meta")
     model, spec = construct(config, seed=0), spec_for(config)

@@ -109,7 +109,9 @@ def test_nothing_is_refused_once_the_module_is_gone() -> None:
     assert len(hooks) == before
 
 
-def test_a_streamed_step_keeps_states_where_it_is_told_and_one_parameter_on_the_device() -> None:
+def test_a_streamed_step_keeps_states_where_it_is_asked_to_and_one_parameter_on_the_device() -> (
+    None
+):
     """A device that is not the host is stood in for by one that holds no data at all."""
     seen: list[list[tuple[str, str]]] = []
 

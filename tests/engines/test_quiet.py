@@ -1,4 +1,4 @@
-"""torch's warning of views is told where a user's code could change one in place, and else not."""
+"""torch's warning of views is shown where a user's code could change one, not elsewhere."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def warned(model: str) -> set[str]:
         engine, loader = rank_engine(chosen, world)
         engine.train_step(loader.batch(0))
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         ax.World.mock(2).run(run)
-    texts = [str(one.message) for one in told if "returned a view" in str(one.message)]
+    texts = [str(one.message) for one in reported if "returned a view" in str(one.message)]
     return {text.partition("(")[2].partition(")")[0] for text in texts}
 
 

@@ -42,7 +42,9 @@ from axonlaunch.models.loss import cross_entropy_sum
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recomputation", ["none", "full", "selective"])
-def test_fully_shard_goes_on_top(config: Any, sequence_parallel: bool, recomputation: Any) -> None:
+def test_fully_shard_wraps_divided_layers(
+    config: Any, sequence_parallel: bool, recomputation: Any
+) -> None:
     tokens, targets = tokens_and_targets()
     one = in_float64(config)
     F.cross_entropy(one(tokens).flatten(0, 1), targets.flatten(), reduction="sum").backward()
@@ -82,7 +84,7 @@ def test_fully_shard_of_blocks_alone_starts_inside_the_models_forward() -> None:
     on_ranks(4, rank)
 
 
-def test_recomputation_does_not_repeat_collectives_that_it_was_told_to_save() -> None:
+def test_recomputation_does_not_repeat_collectives_that_it_is_asked_to_save() -> None:
     tokens, targets = tokens_and_targets()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

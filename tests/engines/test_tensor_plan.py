@@ -341,7 +341,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_changes() -> None:
     on_ranks(2, rank)
 
 
-def test_a_pattern_behind_a_wider_one_is_told_to_go_first() -> None:
+def test_a_pattern_behind_a_wider_one_is_reported_to_go_first() -> None:
     plan = {"layers.*": "region", "layers.*.mlp.up_proj": "column"}
     model = build_model(GPT)
     wrong = dict(plan_issues(model, plan, degree=2, sequence_parallel=False))

@@ -1,4 +1,4 @@
-"""What is wrong with a plan is told without a rank, once a pattern."""
+"""What is wrong with a plan is reported without a rank, once a pattern."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def feed_forward(width: int = 130) -> nn.Module:
         ),
     ],
 )
-def test_what_is_wrong_with_a_plan_is_told_once_a_pattern(
+def test_what_is_wrong_with_a_plan_is_reported_once_a_pattern(
     plan: dict[str, str], degree: int, expected: list[tuple[str, str]]
 ) -> None:
     with torch.device("meta"):
@@ -162,7 +162,7 @@ def test_the_plans_of_the_models_here_have_no_problems(config: Any) -> None:
         (LLAMA, 8, ["num_key_value_heads=4 is not divisible by it; use 1, 2 or 4"]),
     ],
 )
-def test_heads_that_the_degree_does_not_divide_are_told_once(
+def test_heads_that_the_degree_does_not_divide_are_reported_once(
     config: Any, degree: int, expected: list[str]
 ) -> None:
     model = construct(config, seed=0)

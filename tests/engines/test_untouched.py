@@ -45,9 +45,9 @@ def losses(*words: str) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_overlapped_replicas_refuse_it_by_name(strategy: str) -> None:
-    with pytest.raises(Exception, match=r"rank \d|strategy") as told:
+    with pytest.raises(Exception, match=r"rank \d|strategy") as reported:
         losses(f"strategy={strategy}")
-    error = told.value.__cause__ or told.value
+    error = reported.value.__cause__ or reported.value
     assert isinstance(error, ConfigError)
     assert str(error) == (
         "strategy.ddp.sync=overlapped: extra.weight, extra.bias got no gradient, for which the "
@@ -56,5 +56,5 @@ def test_overlapped_replicas_refuse_it_by_name(strategy: str) -> None:
 
 
 def test_what_it_says_to_write_trains_as_shards_do() -> None:
-    told = losses("strategy=ddp", "strategy.ddp.sync=synchronous")
-    assert told == pytest.approx(losses("strategy=fsdp"), rel=1e-5)
+    reported = losses("strategy=ddp", "strategy.ddp.sync=synchronous")
+    assert reported == pytest.approx(losses("strategy=fsdp"), rel=1e-5)

@@ -64,7 +64,7 @@ def test_wsd_is_stable_until_its_decay() -> None:
     assert got[8:] == pytest.approx([1.5, 1.0, 0.5, 0.0])
 
 
-def test_warm_up_is_a_fifteenth_of_the_run_unless_told() -> None:
+def test_warm_up_is_a_fifteenth_of_the_run_unless_set() -> None:
     assert CosineConfig().warmup(300) == 20
     assert CosineConfig(warmup_steps=7).warmup(300) == 7
 
@@ -168,7 +168,7 @@ def test_a_streamed_update_is_the_whole_one(config: AdamWConfig | SGDConfig) -> 
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)
 
 
-def test_a_streamed_update_keeps_states_where_it_is_told() -> None:
+def test_a_streamed_update_keeps_states_where_it_is_asked_to() -> None:
     """A device that is not the host is stood in for by one that holds no data at all."""
     meta, cpu = torch.device("meta"), torch.device("cpu")
     own = {name: nn.Parameter(p.to(meta)) for name, p in parameters().items()}

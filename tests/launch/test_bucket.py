@@ -56,7 +56,7 @@ def bucket(endpoint: str, served: Command, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.timeout(180)
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_bucket_in_another_folder(
+def test_a_run_continues_from_a_bucket_in_another_folder(
     served: Command, faulty: list[str], bucket: str
 ) -> None:
     words = ["train", *faulty, "plugins=[access,faulty_plugin]", "strategy=fsdp"]
@@ -70,8 +70,8 @@ def test_a_run_goes_on_from_a_bucket_in_another_folder(
     assert f"{bucket}/checkpoints/step_4" in ran.stdout
     assert served.losses("second") == served.losses("whole")[4:]
     for where in (bucket, "runs/second"):
-        told = json.loads(served("checkpoint", "ls", where, "--json").stdout)
-        assert [one["step"] for one in told["checkpoints"]] == [4, 6]
+        reported = json.loads(served("checkpoint", "ls", where, "--json").stdout)
+        assert [one["step"] for one in reported["checkpoints"]] == [4, 6]
     assert "whole" in served("checkpoint", "check", bucket, "--trust").stdout
     served(*words, "name=third", f"checkpoint.resume={bucket}/checkpoints/step_4")
     assert served.losses("third") == served.losses("second")
@@ -79,7 +79,7 @@ def test_a_run_goes_on_from_a_bucket_in_another_folder(
     assert ran.stderr.startswith(f"error: checkpoint.resume=never: {bucket}/checkpoints/step_6 is ")
 
 
-def test_a_bucket_that_is_not_there_is_told_before_a_rank_starts(
+def test_a_bucket_that_is_not_there_is_reported_before_a_rank_starts(
     served: Command, faulty: list[str], bucket: str
 ) -> None:
     words = ["train", *faulty, "plugins=[access,faulty_plugin]", "checkpoint.every=2"]

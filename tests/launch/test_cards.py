@@ -49,22 +49,22 @@ def test_a_report_of_a_later_version_is_read_by_this_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "told"),
+    ("numbers", "reported"),
     [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([5, 0, 1, 7, 6], "ranks 0-1, 5-7")],
 )
-def test_ranks_are_told_in_runs(numbers: list[int], told: str) -> None:
-    assert plain_ranks(numbers) == told
+def test_ranks_are_reported_in_runs(numbers: list[int], reported: str) -> None:
+    assert plain_ranks(numbers) == reported
 
 
 def test_what_a_lost_peer_caused_is_folded_and_the_rest_is_not() -> None:
-    told = _folded(
+    reported = _folded(
         (
             (0, "RuntimeError: [x.cc:1] Connection closed by peer [::1]:7"),
             (1, "RuntimeError: [y.cc:2] Read error: Connection reset by peer"),
             (2, "ValueError: bad"),
         )
     )
-    assert told == [
+    assert reported == [
         ("ranks 0-1", "lost the connection to a rank that had ended"),
         ("rank 2", "ValueError: bad"),
     ]
@@ -96,14 +96,14 @@ def waiting(rank: int, *, begun: int, op: str = "", num_bytes: int = 8) -> Repor
     return replace(report(rank, kind, "waiting" if op else "it sleeps"), record=record)
 
 
-def test_who_never_came_to_a_collective_is_told() -> None:
+def test_who_never_came_to_a_collective_is_reported() -> None:
     crash = find_root_cause([waiting(0, begun=3, op="all_reduce"), waiting(1, begun=2)])
     assert crash.first.rank == 1
-    told = "waiting: all_reduce 3 of dp (8 bytes), which rank 1 never joined"
-    assert crash.followers == ((0, told),)
+    reported = "waiting: all_reduce 3 of dp (8 bytes), which rank 1 never joined"
+    assert crash.followers == ((0, reported),)
 
 
-def test_ranks_in_different_collectives_of_one_number_are_told() -> None:
+def test_ranks_in_different_collectives_of_one_number_are_reported() -> None:
     crash = find_root_cause(
         [waiting(0, begun=3, op="all_reduce"), waiting(1, begun=3, op="broadcast")]
     )
@@ -122,7 +122,7 @@ def test_a_rank_whose_device_waits_is_not_blamed_though_its_own_code_is_elsewher
     assert crash.first.rank == 1
 
 
-def test_a_rank_that_can_not_tell_is_blamed_before_those_that_wait_for_it() -> None:
+def test_a_rank_that_can_not_report_is_blamed_before_those_that_wait_for_it() -> None:
     """A stopped rank answers nothing; on a device its peers' stacks say nothing either."""
     ahead = replace(waiting(0, begun=3, op="all_reduce"), kind="hang", reason="it synchronizes")
     crash = find_root_cause([ahead, report(1, "hang", "is stopped")])

@@ -69,10 +69,10 @@ def test_a_disk_that_fills_while_a_run_logs(
     process = _start(served, faulty, small, "checkpoint.every=0")
     logged(small / "run/metrics.jsonl", 2)
     _fill(small)
-    told = _failed(process, small)
-    assert "rank 0 of 2 failed first: No space left on device" in told
-    assert "summary.json could not be written: No space left on device" in told
-    assert "has 0.00 GiB free; free some space, or use another run_dir" in told
+    reported = _failed(process, small)
+    assert "rank 0 of 2 failed first: No space left on device" in reported
+    assert "summary.json could not be written: No space left on device" in reported
+    assert "has 0.00 GiB free; free some space, or use another run_dir" in reported
 
 
 def test_a_disk_that_fills_while_a_run_saves(
@@ -81,9 +81,9 @@ def test_a_disk_that_fills_while_a_run_saves(
     process = _start(served, faulty, small, "checkpoint.every=20", "checkpoint.async_save=false")
     logged(small / "run/metrics.jsonl", 2)
     _fill(small, leave=MIB // 32)
-    told = _failed(process, small)
-    assert "run/checkpoints/step_20 could not be written: rank " in told
-    assert "free some space, or use another run_dir" in told
+    reported = _failed(process, small)
+    assert "run/checkpoints/step_20 could not be written: rank " in reported
+    assert "free some space, or use another run_dir" in reported
     assert not list((small / "run/checkpoints").iterdir())
 
 
@@ -93,9 +93,9 @@ def test_a_run_folder_that_is_deleted_under_a_run(
     process = _start(served, faulty, tmp_path, "checkpoint.every=0")
     logged(tmp_path / "run/metrics.jsonl", 2)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
-    told = _failed(process, tmp_path)
-    assert f"the run folder {tmp_path}/run is gone" in told
-    assert "was it deleted or renamed, or its disk unmounted?" in told
+    reported = _failed(process, tmp_path)
+    assert f"the run folder {tmp_path}/run is gone" in reported
+    assert "was it deleted or renamed, or its disk unmounted?" in reported
 
 
 @pytest.mark.parametrize("files", [19, 20, 26])

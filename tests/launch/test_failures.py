@@ -106,7 +106,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(axonlaunch: Command, faulty: l
     axonlaunch.wait_until_gone(seconds=5)
 
 
-def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint_to_the_bit(
+def test_a_run_that_is_killed_continues_from_its_last_checkpoint_to_the_bit(
     served: Command, faulty: list[str]
 ) -> None:
     run = [*faulty, "checkpoint.every=2", "train.steps=6", "strategy=fsdp"]
@@ -126,7 +126,7 @@ def test_wrong_words_start_no_rank_and_leave_no_process(axonlaunch: Command) -> 
     assert list(axonlaunch.folder.iterdir()) == []
 
 
-def test_a_folder_in_which_a_run_goes_on_takes_no_second_one(
+def test_a_folder_in_which_a_run_continues_takes_no_second_one(
     served: Command, faulty: list[str]
 ) -> None:
     words = [*faulty, "name=run", "train.steps=1000"]
@@ -141,16 +141,16 @@ def test_a_folder_in_which_a_run_goes_on_takes_no_second_one(
     assert len(served.losses("run")) == served.summary("run")["steps"]
 
 
-def test_a_run_that_goes_on_with_other_settings_says_which(served: Command) -> None:
+def test_a_run_that_continues_with_other_settings_says_which(served: Command) -> None:
     words = ["strategy=single", "name=run", "checkpoint.every=3"]
     assert "other settings" not in served.train(*words, "train.steps=3").stdout
     assert "other settings" not in served.train(*words, "strategy=ddp").stdout
-    told = served.train(*words, "train.steps=9", "seed=4", "optimizer.lr=1e-5").stdout
+    reported = served.train(*words, "train.steps=9", "seed=4", "optimizer.lr=1e-5").stdout
     said = "resuming with changed settings: seed=4 (was 0), optimizer.lr=1e-05 (was 0.003)"
-    assert said in " ".join(told.split())
+    assert said in " ".join(reported.split())
 
 
-def test_a_corrupt_checkpoint_is_told_rather_than_trained_over(served: Command) -> None:
+def test_a_corrupt_checkpoint_is_reported_rather_than_trained_over(served: Command) -> None:
     words = ["strategy=fsdp", "name=run", "checkpoint.every=6", "checkpoint.keep_last=1"]
     served.train(*words)
     shard = next((served.folder / "runs/run/checkpoints/step_6").glob("*.distcp"))
@@ -192,10 +192,10 @@ def test_a_corrupt_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
     folder = served.folder / "runs/run/checkpoints"
     change(folder / "step_6" / name)
     ran = served.train(*words, "checkpoint.keep_last=1")
-    told = " ".join(ran.stdout.split())
-    assert f"corrupt runs/run/checkpoints/step_6 is corrupt: {reason}" in told
-    assert "it is kept as step_6.corrupt" in told
-    assert "resumed from runs/run/checkpoints/step_4" in told
+    reported = " ".join(ran.stdout.split())
+    assert f"corrupt runs/run/checkpoints/step_6 is corrupt: {reason}" in reported
+    assert "it is kept as step_6.corrupt" in reported
+    assert "resumed from runs/run/checkpoints/step_4" in reported
     assert served.losses("run") == before
     [line] = served.summary("run")["corrupt_checkpoints"]
     assert reason in line
@@ -213,15 +213,15 @@ def test_with_no_good_checkpoint_left_nothing_is_trained_over(served: Command) -
     served.train(*words)
     for step in (3, 6):
         flip(served.folder / f"runs/run/checkpoints/step_{step}/__1_0.distcp")
-    for status in (1, 2):  # it is found while they are loaded, and told when it is started again
+    for status in (1, 2):  # it is found while they are loaded, and reported at the next start
         ran = served.train(*words, "train.steps=8", status=status)
-        told = ran.stderr if status == 2 else served.summary("run")["reason"]
-        assert "step_3.corrupt __1_0.distcp is not what was written" in told
-        assert "; use another name, or remove what is corrupt" in told
+        reported = ran.stderr if status == 2 else served.summary("run")["reason"]
+        assert "step_3.corrupt __1_0.distcp is not what was written" in reported
+        assert "; use another name, or remove what is corrupt" in reported
         assert len(served.losses("run")) == 6
 
 
-def test_a_flipped_bit_is_told_and_the_checkpoint_before_offered(served: Command) -> None:
+def test_a_flipped_bit_is_reported_and_the_checkpoint_before_offered(served: Command) -> None:
     words = ["strategy=fsdp", "name=run", "checkpoint.every=3", "checkpoint.fallback=false"]
     served.train(*words)
     flip(served.folder / "runs/run/checkpoints/step_6/__1_0.distcp")
@@ -287,7 +287,7 @@ def test_bad_bytes_in_metrics_stop_no_run_and_are_kept(served: Command) -> None:
     assert len(served.losses("run")) == 7
 
 
-def test_another_optimizers_states_are_told_before_a_rank_starts(served: Command) -> None:
+def test_another_optimizers_states_are_reported_before_a_rank_starts(served: Command) -> None:
     served.train("strategy=single", "name=run", "checkpoint.every=6")
     words = [word for word in TINY if not word.startswith("optimizer.")]
     words += ["optimizer=sgd", "strategy=single", "checkpoint.resume=runs/run", "train.steps=8"]
@@ -317,11 +317,13 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_first_parameter(
 ) -> None:
     words = ["name=run", "optimizer.lr=1e30", "train.grad_clip=null", f"strategy={strategy}"]
     ran = served.train(*words, "scheduler.warmup_steps=0", "launch.nproc=2", status=1)
-    told = " ".join(ran.stderr.replace("│", " ").split())
-    assert "failed first: NotFiniteError: the loss of step 2 is " in told
-    assert " is the first parameter whose gradient is not finite (" in told
-    assert "Traceback" not in told
-    assert "or train.grad_clip; train.log_every=1 finds" in told  # there is nothing to go on from
+    reported = " ".join(ran.stderr.replace("│", " ").split())
+    assert "failed first: NotFiniteError: the loss of step 2 is " in reported
+    assert " is the first parameter whose gradient is not finite (" in reported
+    assert "Traceback" not in reported
+    assert (
+        "or train.grad_clip; train.log_every=1 finds" in reported
+    )  # there is nothing to go on from
     assert served.summary("run")["status"] == "failed"
     assert len(served.losses("run")) == 1
 
@@ -333,7 +335,7 @@ def test_nothing_is_saved_from_a_loss_on_that_is_no_number(served: Command) -> N
     assert [path.name for path in (served.folder / "runs/run/checkpoints").iterdir()] == ["step_1"]
 
 
-def test_a_crash_is_not_told_of_the_next_run_in_its_folder(served: Command) -> None:
+def test_a_crash_is_not_reported_of_the_next_run_in_its_folder(served: Command) -> None:
     ruined = ["optimizer.lr=1e30", "train.grad_clip=null", "scheduler.warmup_steps=0"]
     served.train("strategy=single", "name=run", *ruined, status=1)
     assert (served.folder / "runs/run/crash.json").exists()
@@ -345,8 +347,8 @@ def test_a_loss_that_is_no_number_is_gone_on_from_before_it(served: Command) -> 
     words = ["strategy=single", "name=run", "train.steps=4", "checkpoint.every=2"]
     served.train(*words)
     ruined = [*words, "train.steps=9", "optimizer.lr=1e30", "train.grad_clip=null"]
-    told = served.train(*ruined, status=1).stderr
-    assert "with name=run it resumes from step 4" in " ".join(told.split())
+    reported = served.train(*ruined, status=1).stderr
+    assert "with name=run it resumes from step 4" in " ".join(reported.split())
 
 
 def test_a_run_of_a_sweep_that_fails_takes_no_other_s_turn(served: Command) -> None:

@@ -114,11 +114,11 @@ def check(faulted: Faulty, strategy: str, fault: str, rank: int, phase: str) -> 
     process = faulted.start(f"{fault}:{rank}:{phase}", *words, "name=run", "launch.timeout_s=3")
     crash = command.folder / "runs/run/crash.json"
     wait_for(crash.exists, seconds=30)
-    _, told = process.communicate(timeout=100)
+    _, reported = process.communicate(timeout=100)
     if fault != "memory":  # of which it estimates what would fit, after the card
         assert since(begun) < 30
     assert process.returncode == 1
-    assert f"rank {rank} of 2 {reason(fault)}" in told.replace("\n", " ")
+    assert f"rank {rank} of 2 {reason(fault)}" in reported.replace("\n", " ")
     assert json.loads(crash.read_text())["rank"] == rank
     command.wait_until_gone(seconds=3)
     partial = list((command.folder / "runs/run").glob("checkpoints/*.partial"))
@@ -138,7 +138,7 @@ DEFAULT = [("fsdp", "SIGKILL", 0, "saving")]
         if one not in DEFAULT
     ],
 )
-def test_the_rank_at_fault_is_named_and_the_run_goes_on_from_there(
+def test_the_rank_at_fault_is_named_and_the_run_continues_from_there(
     faulted: Faulty, case: tuple[str, str, int, str]
 ) -> None:
     check(faulted, *case)
@@ -174,27 +174,27 @@ def test_the_collective_that_a_rank_never_came_to_is_on_the_hang_card(served: Co
     )
     words = ["plugins=[late]", "strategy=ddp", "launch.nproc=2", "name=run", "launch.timeout_s=3"]
     ran = served.train(*words, status=1)
-    told = " ".join(ran.stderr.replace("│", " ").split())
-    assert "rank 1 of 2 hung: no progress for 3 s: it is in late (" in told
+    reported = " ".join(ran.stderr.replace("│", " ").split())
+    assert "rank 1 of 2 hung: no progress for 3 s: it is in late (" in reported
     assert re.search(
         r"rank 0: waiting in all_reduce, called by late \S+: all_reduce \d+ of world \(24 bytes\), "
         "which rank 1 never joined",
-        told,
+        reported,
     )
     dumps = (served.folder / "runs/run/logs").glob("*.flight_record")
     assert sorted(path.name for path in dumps) == ["rank_0.flight_record", "rank_1.flight_record"]
 
 
 @pytest.mark.slow
-def test_memory_that_ran_out_is_told_beside_the_estimate_and_what_needs_less(
+def test_memory_that_ran_out_is_reported_beside_the_estimate_and_what_needs_less(
     faulted: Faulty,
 ) -> None:
     words = ["plugins=[fault]", "strategy=ddp", "launch.nproc=2", "name=run"]
-    told = faulted("memory:1:middle", "train", *words, status=1)
-    told = " ".join(told.split())
-    assert "hint: the highest rank needs" in told
-    assert "parameters" in told
-    assert "smallest changes that need less: " in told
+    reported = faulted("memory:1:middle", "train", *words, status=1)
+    reported = " ".join(reported.split())
+    assert "hint: the highest rank needs" in reported
+    assert "parameters" in reported
+    assert "smallest changes that need less: " in reported
     crash = json.loads((faulted.command.folder / "runs/run/crash.json").read_text())
     assert crash["memory_bytes"] > 2**20
 
@@ -230,8 +230,8 @@ def test_a_run_that_fails_once_is_started_again_and_ends_as_if_it_had_not(
     if False:"""
     plugin.write_text(PLUGIN.replace('if os.environ.get("RANK") != RANK:', once))
     words = [*RUN, *STRATEGIES["fsdp"], "launch.max_restarts=2"]
-    told = faulted("SIGKILL:1:middle", *words, "name=run")
-    assert "rank 1 of 2 failed first: killed by SIGKILL" in told
+    reported = faulted("SIGKILL:1:middle", *words, "name=run")
+    assert "rank 1 of 2 failed first: killed by SIGKILL" in reported
     command(*words, "name=whole")
     assert command.losses("run") == command.losses("whole")
 
@@ -248,7 +248,7 @@ def test_closing_the_terminal_saves_and_leaves_nothing(served: Command, faulty: 
     assert list((served.folder / "runs/run/checkpoints").iterdir())
 
 
-def test_what_a_terminal_or_a_scheduler_tells_the_whole_group_is_the_parents_to_handle(
+def test_what_a_terminal_or_a_scheduler_reports_the_whole_group_is_the_parents_to_handle(
     axonlaunch: Command, faulty: list[str]
 ) -> None:
     words = [*faulty, "checkpoint.every=500", "train.steps=1000", "model.arguments={pause:0.2}"]

@@ -51,8 +51,8 @@ def test_under_torchrun(axonlaunch: Command, expected: list[float]) -> None:
 
 
 def test_under_mpirun(axonlaunch: Command, server: Server, expected: list[float]) -> None:
-    told = mpirun(axonlaunch.folder, 2).served(server)(*RUN, "name=run", "--json")
-    summary = json.loads(told.stdout)
+    reported = mpirun(axonlaunch.folder, 2).served(server)(*RUN, "name=run", "--json")
+    summary = json.loads(reported.stdout)
     assert summary["status"] == "done"
     assert 0 <= summary["measured_peak_bytes"] - summary["predicted_peak_bytes"] < GATHERED
     assert axonlaunch.losses("run") == expected
@@ -123,8 +123,8 @@ def test_where_a_rank_hangs_under_torchrun_is_on_its_card(
     words = [word for word in faulty if not word.startswith("launch.")]
     words += ["launch.timeout_s=3", "model.arguments={fault:SIGALRM,rank:9,pause:60.0}"]
     ran = torchrun(axonlaunch.folder, 2).served(server)("train", *words, "name=run", status=1)
-    told = " ".join(ran.stderr.replace("│", " ").split())
-    assert "hung: no progress for 3 s: it is in forward (" in told
+    reported = " ".join(ran.stderr.replace("│", " ").split())
+    assert "hung: no progress for 3 s: it is in forward (" in reported
 
 
 def test_the_mock_backend_is_refused_under_torchrun(axonlaunch: Command, server: Server) -> None:
@@ -168,10 +168,10 @@ def test_no_rank_outlives_a_launcher_that_was_killed(
 
 
 @pytest.mark.slow
-def test_a_wrong_word_under_torchrun_is_told_once(axonlaunch: Command) -> None:
+def test_a_wrong_word_under_torchrun_is_reported_once(axonlaunch: Command) -> None:
     ran = torchrun(axonlaunch.folder, 2)("train", "train.stepz=3", status=1)
-    told = "error: train.stepz=3: there is no such key; did you mean train.steps?"
-    assert ran.stderr.count(told) == 1
+    reported = "error: train.stepz=3: there is no such key; did you mean train.steps?"
+    assert ran.stderr.count(reported) == 1
     assert not (axonlaunch.folder / "runs").exists()
 
 
@@ -234,15 +234,17 @@ def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
 
 def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(served: Command) -> None:
     ran = served.train("launch=slurm", status=2)
-    told = "error: launch.nproc=auto: is required for a job; "
-    assert ran.stderr == told + "write the number of devices per node\n"
+    reported = "error: launch.nproc=auto: is required for a job; "
+    assert ran.stderr == reported + "write the number of devices per node\n"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("told", [["scontrol", "requeue"], ["scancel", "--batch", "--signal=USR1"]])
-def test_a_job_that_is_queued_again_saves_and_goes_on_in_its_folder(
-    axonlaunch: Command, cluster: dict[str, str], faulty: list[str], told: list[str]
+@pytest.mark.parametrize(
+    "reported", [["scontrol", "requeue"], ["scancel", "--batch", "--signal=USR1"]]
+)
+def test_a_job_that_is_queued_again_saves_and_continues_in_its_folder(
+    axonlaunch: Command, cluster: dict[str, str], faulty: list[str], reported: list[str]
 ) -> None:
     """By hand or pre-emption, and shortly before its time is up, when SLURM tells it by USR1."""
     words = ["train", *faulty, "checkpoint.every=100", "train.steps=30", "strategy=fsdp"]
@@ -258,7 +260,7 @@ def test_a_job_that_is_queued_again_saves_and_goes_on_in_its_folder(
         ["squeue", "-h", "-o", "%i"], env=slurm_environment, capture_output=True, text=True
     )
     number = listed.stdout.split()[0]
-    subprocess.run([*told, number], env=slurm_environment, check=True)
+    subprocess.run([*reported, number], env=slurm_environment, check=True)
     summary = axonlaunch.folder / "runs/job/summary.json"
     wait_for(lambda: summary.exists() and axonlaunch.summary("job")["status"] == "interrupted")
     time.sleep(3)

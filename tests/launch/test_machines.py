@@ -33,9 +33,9 @@ def test_two_machines_train_as_one_and_leave_one_port_open_on_their_wire(
     # Only the store is left: gloo's ports are closed once the ranks have connected.
     assert two.listening(0) == [f"{two.addresses[0]}:29500"]
     assert two.listening(1) == []
-    told = ended(processes)
-    assert [status for status, _, _ in told] == [0, 0], told
-    assert "node 1 of 2: rank 1 of 2; node 0 at 10.77.0.1 reports progress" in told[1][1]
+    reported = ended(processes)
+    assert [status for status, _, _ in reported] == [0, 0], reported
+    assert "node 1 of 2: rank 1 of 2; node 0 at 10.77.0.1 reports progress" in reported[1][1]
     served("train", *words, "name=local", "launch.nproc=2")
     assert axonlaunch.losses("run") == served.losses("local")
     estimated = [served.summary(name)["predicted_peak_bytes"] for name in ("run", "local")]
@@ -50,11 +50,11 @@ def test_a_pulled_cable_ends_the_run_on_both_machines(
     logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)
     two.pull(1)
     begun = time.monotonic()
-    told = ended(processes, timeout=20)
+    reported = ended(processes, timeout=20)
     assert since(begun) < 10
-    assert [status for status, _, _ in told] == [1, 1]
-    assert "rank 1 of 2 was lost: no heartbeat from its node" in told[0][2]
-    assert "rank 0 of 2 was lost: no heartbeat from its node" in told[1][2]
+    assert [status for status, _, _ in reported] == [1, 1]
+    assert "rank 1 of 2 was lost: no heartbeat from its node" in reported[0][2]
+    assert "rank 0 of 2 was lost: no heartbeat from its node" in reported[1][2]
     axonlaunch.wait_until_gone(seconds=1)
 
 
@@ -78,8 +78,8 @@ def test_a_hybrid_layout_trains_across_machines_to_the_bit(
     two: Machines, axonlaunch: Command, served: Command
 ) -> None:
     words = [*TINY, "strategy=hybrid"]
-    told = ended(two.start(*words, "name=run", nproc=4), timeout=100)
-    assert [status for status, _, _ in told] == [0, 0], told
+    reported = ended(two.start(*words, "name=run", nproc=4), timeout=100)
+    assert [status for status, _, _ in reported] == [0, 0], reported
     served("train", *words, "name=local", "launch.nproc=8")
     assert axonlaunch.losses("run") == served.losses("local")
 
@@ -91,9 +91,9 @@ def test_the_rank_that_failed_first_is_named_on_every_machine(
 ) -> None:
     arguments = f"model.arguments={{fault:{fault},rank:{rank},step:3}}"
     words = [*without_launch(faulty), "name=run", arguments]
-    told = ended(two.start(*words, nproc=2))
-    assert [status for status, _, _ in told] == [1, 1]
-    assert all(f"rank {rank} of 4 failed first" in errors for _, _, errors in told)
+    reported = ended(two.start(*words, nproc=2))
+    assert [status for status, _, _ in reported] == [1, 1]
+    assert all(f"rank {rank} of 4 failed first" in errors for _, _, errors in reported)
     crash = json.loads((axonlaunch.folder / "runs/run/crash.json").read_text())
     assert (crash["rank"], crash["coords"]) == (rank, {"dp_replicate": rank})
     axonlaunch.wait_until_gone(seconds=3)
@@ -124,10 +124,10 @@ def test_a_rank_that_is_stopped_on_another_machine_is_on_the_hang_card(
 ) -> None:
     words = [*without_launch(faulty), "name=run", "launch.timeout_s=4"]
     fault = "model.arguments={fault:SIGSTOP,rank:2,step:3}"
-    told = ended(two.start(*words, fault, nproc=2))
-    assert [status for status, _, _ in told] == [1, 1]
-    assert "rank 2 of 4 hung: no progress for 4 s: it is stopped by a signal" in told[0][2]
-    card = " ".join(told[0][2].replace("│", " ").split())
+    reported = ended(two.start(*words, fault, nproc=2))
+    assert [status for status, _, _ in reported] == [1, 1]
+    assert "rank 2 of 4 hung: no progress for 4 s: it is stopped by a signal" in reported[0][2]
+    card = " ".join(reported[0][2].replace("│", " ").split())
     assert "waiting in a collective of backward: all_reduce" in card
 
 
@@ -155,9 +155,9 @@ def test_machines_that_were_started_with_different_words_are_refused(
         )
         for machine, rate in enumerate((1e-3, 2e-3))
     ]
-    told = ended(processes)
-    assert [status for status, _, _ in told] == [2, 2]
-    for _, _, errors in told:
+    reported = ended(processes)
+    assert [status for status, _, _ in reported] == [2, 2]
+    for _, _, errors in reported:
         assert "error: optimizer.lr=0.001: node 1 (" in errors
         assert "has 0.002; start every node with the same overrides" in errors
     assert not (axonlaunch.folder / "runs").exists()
@@ -183,10 +183,10 @@ def test_a_machine_with_another_secret_never_joins(
         )
         for machine in range(2)
     ]
-    told = ended(processes)
-    assert [status for status, _, _ in told] == [2, 2]
-    assert "nodes 1 did not join within launch.timeout_s=4" in told[0][2]
-    assert "was not written by a node of this run: give every node the same" in told[1][2]
+    reported = ended(processes)
+    assert [status for status, _, _ in reported] == [2, 2]
+    assert "nodes 1 did not join within launch.timeout_s=4" in reported[0][2]
+    assert "was not written by a node of this run: give every node the same" in reported[1][2]
 
 
 def test_what_a_machine_must_know_of_the_others_is_asked_for(served: Command) -> None:
@@ -218,10 +218,10 @@ def test_a_machine_that_comes_late_takes_part_and_no_step_is_lost(
 
         processes = [start(machine) for machine in (0, 1)]
         logged(axonlaunch.folder / "runs/run/metrics.jsonl", 3)
-        told = ended([*processes, start(2)], timeout=100)
-    assert [status for status, _, _ in told] == [0, 0, 0], told
-    assert "a new node joined: checkpointing and restarting with it" in told[0][1]
-    assert told[0][1].index("fsdp 2 on cpu") < told[0][1].index("fsdp 3 on cpu")
+        reported = ended([*processes, start(2)], timeout=100)
+    assert [status for status, _, _ in reported] == [0, 0, 0], reported
+    assert "a new node joined: checkpointing and restarting with it" in reported[0][1]
+    assert reported[0][1].index("fsdp 2 on cpu") < reported[0][1].index("fsdp 3 on cpu")
     served("train", *words, "name=local", "launch.nproc=1")
     losses = axonlaunch.losses("run")
     assert len(losses) == 40
@@ -230,7 +230,7 @@ def test_a_machine_that_comes_late_takes_part_and_no_step_is_lost(
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_machine_that_is_lost_is_done_without_and_the_losses_go_on(
+def test_a_machine_that_is_lost_is_done_without_and_the_losses_continue(
     axonlaunch: Command, served: Command, faulty: list[str]
 ) -> None:
     words = [*without_launch(faulty), "strategy=fsdp", "train.steps=16", "checkpoint.every=2"]
@@ -244,13 +244,13 @@ def test_a_machine_that_is_lost_is_done_without_and_the_losses_go_on(
         ]
         logged(axonlaunch.folder / "runs/run/metrics.jsonl", 5)
         three.pull(2)
-        told = ended(processes, timeout=60)
-    assert [status for status, _, _ in told][:2] == [0, 0], told
-    assert told[2][0] != 0
-    assert "was lost: no heartbeat from its node" in told[0][2]
-    assert "restart 1 of 3" in told[0][1]
-    assert "fsdp 3 on cpu" in told[0][1]
-    assert "fsdp 2 on cpu" in told[0][1]
+        reported = ended(processes, timeout=60)
+    assert [status for status, _, _ in reported][:2] == [0, 0], reported
+    assert reported[2][0] != 0
+    assert "was lost: no heartbeat from its node" in reported[0][2]
+    assert "restart 1 of 3" in reported[0][1]
+    assert "fsdp 3 on cpu" in reported[0][1]
+    assert "fsdp 2 on cpu" in reported[0][1]
     served("train", *words, "name=local", "launch.nproc=1")
     losses = axonlaunch.losses("run")
     assert len(losses) == 16

@@ -96,7 +96,7 @@ def test_hardware_is_known_by_the_name_of_its_device(devices: list[str], option:
 
 
 @pytest.mark.parametrize(
-    ("device", "words", "told"),
+    ("device", "words", "reported"),
     [
         (
             "NVIDIA GB200",
@@ -107,9 +107,9 @@ def test_hardware_is_known_by_the_name_of_its_device(devices: list[str], option:
     ],
 )
 def test_hardware_that_is_not_known_is_to_be_named(
-    device: str, words: list[str], told: str
+    device: str, words: list[str], reported: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         auto_strategy._option([device], config.load(words), [])
 
 

@@ -47,8 +47,8 @@ def test_machines_are_numbered_in_their_order_and_rounds_have_numbers_of_their_o
     second, first = rounds(port, 1, first=False), rounds(port, 0, first=True)
     with ThreadPoolExecutor() as threads:
         for number in (0, 1):
-            told = [*threads.map(ElasticRendezvous.next, (second, first))]
-            assert told == [Attempt(number, 1, 2), Attempt(number, 0, 2)]
+            reported = [*threads.map(ElasticRendezvous.next, (second, first))]
+            assert reported == [Attempt(number, 1, 2), Attempt(number, 0, 2)]
     assert len({one.name for one in (Attempt(0, 0, 2), Attempt(1, 0, 2))}) == 2
     first.leave()
     assert threading.active_count() < 50
@@ -72,7 +72,7 @@ def test_a_machine_that_comes_while_there_is_room_is_seen(
             late.result()
 
 
-def test_too_few_machines_are_told(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_machines_are_reported(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     with pytest.raises(TimeoutError):
         rounds(port, 0, first=True, timeout_s=1).next()

@@ -46,7 +46,7 @@ def test_saves_change_nothing_that_is_learned(
         pytest.param("true", 25, marks=pytest.mark.slow),
     ],
 )
-def test_whenever_it_is_killed_it_goes_on_from_a_whole_checkpoint(
+def test_whenever_it_is_killed_it_continues_from_a_whole_checkpoint(
     served: Command, faulty: list[str], background: str, kills: int
 ) -> None:
     run = [*run_of(faulty), f"checkpoint.async_save={background}"]
@@ -82,6 +82,8 @@ def test_what_an_interrupted_save_left_is_named_and_deleted(
     left = served.folder / "runs/run/checkpoints/step_14.partial"
     left.mkdir()
     ran = served("train", *run, "train.steps=13")
-    told = " ".join(ran.stdout.split())
-    assert "checkpoints/step_14.partial: deleted, a save that was interrupted had left it" in told
+    reported = " ".join(ran.stdout.split())
+    assert (
+        "checkpoints/step_14.partial: deleted, a save that was interrupted had left it" in reported
+    )
     assert not left.exists()

@@ -64,10 +64,10 @@ def test_a_slow_rank_is_named_on_the_console_and_in_the_metrics(
     (served.folder / "slow.py").write_text(SLOW)
     words = [*RUN, f"strategy={strategy}", "launch.nproc=3", "train.steps=60"]
     ran = served("train", *words)
-    told = [line.get("slowest") for line in served.lines("run")]
-    assert told[0] is None  # too little was seen in the first step
-    assert {one["rank"] for one in told[2:]} == {2}
-    last = told[-1]
+    reported = [line.get("slowest") for line in served.lines("run")]
+    assert reported[0] is None  # too little was seen in the first step
+    assert {one["rank"] for one in reported[2:]} == {2}
+    last = reported[-1]
     assert last["cost"] > 0.3
     assert last["compute"] > 0.6
     kinds = ("data", "compute", "wait", "starved")
@@ -142,7 +142,7 @@ def test_what_does_not_stay_or_costs_little_is_not_reported(
     assert "is slow" not in shown(costs, ranks=ranks)
 
 
-def test_the_system_tells_for_how_long_a_thread_waited_for_a_core() -> None:
+def test_the_system_reports_for_how_long_a_thread_waited_for_a_core() -> None:
     native = threading.get_native_id()
     before = queued_s(native)
     assert before is not None

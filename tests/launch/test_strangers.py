@@ -191,7 +191,7 @@ def test_an_old_beat_that_is_put_back_is_not_taken_for_life(master: Any) -> None
     assert first._heard_at[1] == heard_at
 
 
-def test_the_name_of_a_run_is_signed_and_nothing_in_the_store_tells_of_the_token(
+def test_the_name_of_a_run_is_signed_and_nothing_in_the_store_reports_of_the_token(
     master: Any,
 ) -> None:
     run_identity.publish_identity(joined(master), derive_key(TOKEN))
@@ -239,9 +239,9 @@ def test_a_run_whose_ports_a_neighbour_takes_trains_rightly_or_says_whom_it_coul
     if status == 0:
         assert served.losses("run") == served.losses("alone")
         return
-    told = " ".join(errors.replace("│", " ").split())
-    assert "UnreachableRankError: rank" in told
-    assert "Traceback" not in told
+    reported = " ".join(errors.replace("│", " ").split())
+    assert "UnreachableRankError: rank" in reported
+    assert "Traceback" not in reported
     assert seconds < 30
 
 

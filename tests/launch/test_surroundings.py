@@ -80,7 +80,7 @@ def test_mpirun_on_one_machine_needs_no_address() -> None:
     assert again.master_port != one.master_port  # two jobs do not meet
 
 
-def test_mpirun_over_machines_is_told_where_rank_0_is() -> None:
+def test_mpirun_over_machines_is_reported_where_rank_0_is() -> None:
     over = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     assert "mpirun -x MASTER_ADDR" in problems(over)[0]
     assert found({**over, "MASTER_ADDR": "node1"}).master_addr == "node1"
@@ -105,7 +105,7 @@ def test_variables_set_by_hand_inside_a_slurm_step_come_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "reported"),
     [
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
@@ -147,10 +147,10 @@ def test_variables_set_by_hand_inside_a_slurm_step_come_first() -> None:
         ),
     ],
 )
-def test_a_world_described_by_half_is_told_whole(
-    variables: dict[str, str], told: list[str]
+def test_a_world_described_by_half_is_reported_whole(
+    variables: dict[str, str], reported: list[str]
 ) -> None:
-    assert problems(variables) == told
+    assert problems(variables) == reported
 
 
 def settled(
@@ -188,7 +188,7 @@ def test_what_nothing_says_is_asked_for() -> None:
     ]
 
 
-def test_numbers_that_contradict_each_other_are_all_told() -> None:
+def test_numbers_that_contradict_each_other_are_all_reported() -> None:
     _, problems = settled(BY_HAND, nproc=4, nnodes=3, node_rank=0, master_addr="10.0.0.9")
     leave = "remove this setting, or start without these variables"
     assert problems == [

@@ -102,9 +102,9 @@ def test_a_jobs_token_lies_in_its_folder_and_its_owner_alone_reads_it(tmp_path: 
 
 
 def test_without_a_token_a_run_says_what_a_neighbour_can_do_or_is_refused() -> None:
-    told = token.missing_token(LaunchConfig(), address="10.77.0.1:29500")
-    assert told.startswith(WARNING)
-    assert "\n" not in told
+    reported = token.missing_token(LaunchConfig(), address="10.77.0.1:29500")
+    assert reported.startswith(WARNING)
+    assert "\n" not in reported
     with pytest.raises(ConfigError, match=r"launch\.require_token=true: the nodes share no secret"):
         token.missing_token(LaunchConfig(require_token=True), address="10.77.0.1:29500")
 
@@ -174,24 +174,24 @@ def test_nodes_with_the_same_token_in_other_files_train_and_say_nothing_of_neigh
     two: Machines, axonlaunch: Command
 ) -> None:
     files = [secret_file(axonlaunch.folder / f"token{node}") for node in range(2)]
-    told = ended(
+    reported = ended(
         [start(two, node, "name=run", f"launch.token_file={files[node]}") for node in range(2)]
     )
-    assert [status for status, _, _ in told] == [0, 0], told
-    assert all("launch.token_file" not in output + errors for _, output, errors in told)
+    assert [status for status, _, _ in reported] == [0, 0], reported
+    assert all("launch.token_file" not in output + errors for _, output, errors in reported)
 
 
 @pytest.mark.slow
 def test_nodes_without_a_token_say_once_what_a_neighbour_can_do(two: Machines) -> None:
-    told = ended([start(two, node, "name=run") for node in range(2)])
-    assert [status for status, _, _ in told] == [0, 0], told
-    assert [(output + errors).count(WARNING) for _, output, errors in told] == [1, 0]
+    reported = ended([start(two, node, "name=run") for node in range(2)])
+    assert [status for status, _, _ in reported] == [0, 0], reported
+    assert [(output + errors).count(WARNING) for _, output, errors in reported] == [1, 0]
 
 
 def test_nodes_that_must_have_a_token_and_have_none_are_refused(two: Machines) -> None:
-    told = ended([start(two, node, "launch.require_token=true") for node in range(2)])
-    assert [status for status, _, _ in told] == [2, 2], told
-    assert all("launch.require_token=true: the nodes share no secret" in one[2] for one in told)
+    reported = ended([start(two, node, "launch.require_token=true") for node in range(2)])
+    assert [status for status, _, _ in reported] == [2, 2], reported
+    assert all("launch.require_token=true: the nodes share no secret" in one[2] for one in reported)
 
 
 def test_a_node_never_runs_the_configuration_that_a_stranger_wrote_first(
@@ -211,10 +211,10 @@ def test_a_node_never_runs_the_configuration_that_a_stranger_wrote_first(
     )
     assert "frozen" in written.stdout
     second = start(two, 1, *words)
-    told = ended([second, first])
-    assert told[0][0] == 2
-    assert "was not written by a node of this run" in told[0][2]
-    assert told[1][0] != 0
+    reported = ended([second, first])
+    assert reported[0][0] == 2
+    assert "was not written by a node of this run" in reported[0][2]
+    assert reported[1][0] != 0
     assert not executed.exists()
 
 

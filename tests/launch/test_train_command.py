@@ -21,7 +21,7 @@ LINE = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "
 def test_a_run_leaves_what_the_contract_says(served: Command) -> None:
     ran = served.train("+strategy=fsdp", "name=run", "checkpoint.every=4", "checkpoint.keep_last=1")
     folder = served.folder / "runs" / "run"
-    assert set(served.lines("run")[0]) - {"slowest"} == LINE  # told where a rank is slow
+    assert set(served.lines("run")[0]) - {"slowest"} == LINE  # there where a rank is slow
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_6"]
     summary = served.summary("run")
@@ -101,7 +101,7 @@ def test_an_unnamed_run_is_named_after_its_layout(overrides: list[str], name: st
     assert default_name(config) == name
 
 
-def test_replicas_that_are_not_there_are_told(served: Command) -> None:
+def test_replicas_that_are_not_there_are_reported(served: Command) -> None:
     words = ["launch.nproc=2", "train.steps=1"]
     one = " ".join(served.train("strategy=hsdp", *words).stdout.split())
     assert "note strategy.fsdp.sharding=hybrid_shard: there is one replica" in one
@@ -119,14 +119,14 @@ def test_a_sweep_runs_one_after_another_each_in_its_own_folder(served: Command) 
     assert table == [["seed=0", f"{losses[0][-1]:.4f}"], ["seed=1", f"{losses[1][-1]:.4f}"]]
 
 
-def test_a_sweep_that_was_interrupted_goes_on_with_what_is_left_of_it(served: Command) -> None:
+def test_a_sweep_that_was_interrupted_continues_with_what_is_left_of_it(served: Command) -> None:
     words = ["-m", "optimizer.lr=1e-3,2e-3", "name=sweep", "strategy=single", "train.steps=2"]
     served.train(*words)
     (served.folder / "runs/sweep/1/summary.json").unlink()
     shutil.rmtree(served.folder / "runs/sweep/1/checkpoints", ignore_errors=True)
-    told = served.train(*words).stdout
-    assert "run 1 of 2: optimizer.lr=0.001 (finished before)\n" in told
-    assert "run 2 of 2: optimizer.lr=0.002\n" in told
+    reported = served.train(*words).stdout
+    assert "run 1 of 2: optimizer.lr=0.001 (finished before)\n" in reported
+    assert "run 2 of 2: optimizer.lr=0.002\n" in reported
     assert len(served.losses("sweep/1")) == 2
 
 
@@ -152,7 +152,7 @@ def test_a_wrong_run_of_a_sweep_stops_it_before_the_first(served: Command) -> No
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_needs_the_model_or_the_data_to_tell_is_told_before_a_rank_starts(
+def test_what_needs_the_model_or_the_data_to_report_is_reported_before_a_rank_starts(
     served: Command, words: list[str], problem: str
 ) -> None:
     tiny = TINY
@@ -214,7 +214,7 @@ def test_a_run_that_was_killed_after_its_last_save_is_completed(served: Command)
     assert served.summary("killed")["steps"] == 8
 
 
-def test_a_taken_port_is_told_before_a_rank_starts(served: Command) -> None:
+def test_a_taken_port_is_reported_before_a_rank_starts(served: Command) -> None:
     import socket
 
     with socket.socket() as taken:
@@ -334,7 +334,7 @@ def test_a_reader_that_leaves_early_ends_no_run(axonlaunch: Command) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_the_shortest_run_tells_what_it_held_and_what_it_was_to_hold(
+def test_the_shortest_run_reports_what_it_held_and_what_it_was_to_hold(
     served: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(served.folder / "cache"))

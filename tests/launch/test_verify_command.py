@@ -30,13 +30,13 @@ def verify(served: Command, *words: str, status: int = 0) -> dict[str, Any]:
 
 
 def test_it_passes_and_says_by_how_much(served: Command) -> None:
-    told = verify(served, "strategy=tensor", "--steps", "2")
-    assert told["passed"] is True
-    assert (told["layout"], told["steps"], told["tolerance"]) == ("tensor 2", 2, 1e-5)
-    assert 0 < told["max_gradient_difference"] < 1e-5
-    assert told["worst_parameter"]
-    assert len(told["losses"]) == 2
-    assert told["differences"] == []
+    reported = verify(served, "strategy=tensor", "--steps", "2")
+    assert reported["passed"] is True
+    assert (reported["layout"], reported["steps"], reported["tolerance"]) == ("tensor 2", 2, 1e-5)
+    assert 0 < reported["max_gradient_difference"] < 1e-5
+    assert reported["worst_parameter"]
+    assert len(reported["losses"]) == 2
+    assert reported["differences"] == []
     text = served("verify", *TINY, "strategy=tensor").stdout
     assert text.startswith("tensor 2 vs. single process, 4 steps\n")
     assert text.endswith("passed\n")
@@ -46,9 +46,9 @@ def test_it_passes_and_says_by_how_much(served: Command) -> None:
 def test_it_fails_and_says_where(served: Command, backend: str) -> None:
     (served.folder / "wrong_norm.py").write_text(WRONG_NORM)
     words = ["strategy=ddp", "plugins=[wrong_norm]", f"launch.backend={backend}"]
-    told = verify(served, *words, status=1)
-    assert told["passed"] is False
-    assert told["differences"][0].startswith("step 1: gradient norm is ")
+    reported = verify(served, *words, status=1)
+    assert reported["passed"] is False
+    assert reported["differences"][0].startswith("step 1: gradient norm is ")
 
 
 def test_a_rank_that_fails_is_a_verdict_and_no_traceback(
@@ -61,7 +61,7 @@ def test_a_rank_that_fails_is_a_verdict_and_no_traceback(
     assert "Traceback" not in ran.stdout + ran.stderr
 
 
-def test_a_wrong_configuration_is_told_as_by_train(served: Command) -> None:
+def test_a_wrong_configuration_is_reported_as_by_train(served: Command) -> None:
     ran = served("verify", "strategy=tensor", "strategy.tensor.degree=3", status=2)
     assert ran.stderr == (
         "error: strategy.tensor.degree=3: num_attention_heads=4 is not divisible by it; "
@@ -83,8 +83,8 @@ def test_context_ranks_without_data_parallel_ones_train_as_one_process(
 ) -> None:
     words = [*overrides, "strategy.context.degree=2", f"launch.nproc={ranks}"]
     words.append(f"launch.backend={backend}")
-    told = verify(served, *words, "--steps", "2")
-    assert (told["passed"], told["layout"]) == (True, layout)
+    reported = verify(served, *words, "--steps", "2")
+    assert (reported["passed"], reported["layout"]) == (True, layout)
     served.train(*words, "name=parts")
     served.train("strategy=single", "name=whole")
     assert served.losses("parts") == pytest.approx(served.losses("whole"), rel=1e-5)

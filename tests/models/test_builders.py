@@ -12,14 +12,14 @@ from axonlaunch.config import ConfigError
 from axonlaunch.models.build import on_meta
 
 
-def test_a_builder_that_returns_nothing_is_told_in_one_line() -> None:
+def test_a_builder_that_returns_nothing_is_reported_in_one_line() -> None:
     @ax.register_model("forgetful", inputs="tokens")
     def whole() -> Any:
         """Forget to return."""
 
     chosen = config.load(["model=forgetful", "data=synthetic_tokens"])
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         on_meta(chosen.model, seed=0)
-    assert str(told.value) == (
+    assert str(reported.value) == (
         "model.name=forgetful: its builder returned NoneType, not an nn.Module"
     )

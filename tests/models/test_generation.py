@@ -59,6 +59,6 @@ def test_a_model_in_training_is_so_again_afterwards(model):
         ([1], {"top_k": 0}, "top_k=0: must be at least 1"),
     ],
 )
-def test_numbers_out_of_range_are_told(model, prompt, options, message):
+def test_numbers_out_of_range_are_reported(model, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         generate(model, prompt, max_new_tokens=1, context_length=4, **options)

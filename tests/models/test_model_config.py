@@ -36,7 +36,7 @@ from axonlaunch.config.model import CustomConfig, GPTConfig, LlamaConfig, ViTCon
         (CustomConfig(target="build"), "target", "is not of the form package.module:build"),
     ],
 )
-def test_figures_that_do_not_fit_each_other_are_told(config, field, message):
+def test_figures_that_do_not_fit_each_other_are_reported(config, field, message):
     assert config.problems() == [(field, message)]
 
 

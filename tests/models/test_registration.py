@@ -79,7 +79,7 @@ def test_a_configuration_without_a_name_is_refused():
         register_model("x", config=Nameless)
 
 
-def test_an_unknown_name_is_told_with_the_nearest():
+def test_an_unknown_name_is_reported_with_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean llama"):
         MODELS.get("lama")
 
@@ -120,7 +120,7 @@ def test_an_entry_point_is_listed_without_import_and_registers_when_wanted(tmp_p
         sys.modules.pop("offered_models", None)
 
 
-def test_an_entry_point_that_registers_nothing_is_told(tmp_path, monkeypatch):
+def test_an_entry_point_that_registers_nothing_is_reported(tmp_path, monkeypatch):
     offer(tmp_path, "empty", "empty_models:Thing", "Thing = 1")
     monkeypatch.syspath_prepend(tmp_path)
     try:
@@ -167,7 +167,7 @@ def test_custom_builds_what_the_target_names():
         ("builtins:dict", "model.target=builtins:dict: returned dict; return a torch.nn.Module"),
     ],
 )
-def test_a_target_that_builds_no_module_is_told(target, message):
+def test_a_target_that_builds_no_module_is_reported(target, message):
     with pytest.raises(ConfigError) as error:
         build_model(CustomConfig(target=target))
     assert str(error.value) == message

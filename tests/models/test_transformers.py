@@ -153,7 +153,7 @@ def test_figures_that_do_not_fit_are_refused_before_anything_is_built():
     )
 
 
-def test_blocks_at_a_wrong_path_are_told_with_what_is_there():
+def test_blocks_at_a_wrong_path_are_reported_with_what_is_there():
     from dataclasses import replace
 
     spec = replace(spec_for(GPT), layers="blocks")

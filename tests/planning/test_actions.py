@@ -73,9 +73,9 @@ def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: st
     blueprint = ReducedRun.of(chosen)
     short, _ = blueprint.shorter(0)
     assert short.shares.micro_batches < blueprint.shares.micro_batches
-    told, exact = estimate(chosen), estimate(chosen, exact=True)
+    reported, exact = estimate(chosen), estimate(chosen, exact=True)
     tolerance = ACTIVATION if "1f1b" in blueprint.shares.schedule else 16
-    for one, other in zip(told.ranks, exact.ranks, strict=True):
+    for one, other in zip(reported.ranks, exact.ranks, strict=True):
         assert abs(one.peak_bytes - other.peak_bytes) <= tolerance
 
 

@@ -94,7 +94,7 @@ def test_another_source_or_torch_is_another_estimate(
 
 
 @pytest.mark.parametrize("damage", ["", "{", "half", "other", "binary"])
-def test_a_corrupt_entry_is_passed_over_and_written_anew(damage: str, kept_here: Path) -> None:
+def test_a_corrupt_entry_is_passed_over_and_written_again(damage: str, kept_here: Path) -> None:
     estimate_cache.write_estimate(run(), MADE)
     [file] = kept_here.iterdir()
     whole = file.read_bytes()

@@ -49,7 +49,7 @@ def formula(chosen: RunConfig) -> float:
     return 1.1 * estimate(chosen).process_bytes
 
 
-def told(chosen: RunConfig, memory: int) -> list[list[str]]:
+def reported(chosen: RunConfig, memory: int) -> list[list[str]]:
     found = [
         *search_changes(chosen, estimate(chosen), memory=memory, formula=formula, estimate=estimate)
     ]
@@ -57,13 +57,13 @@ def told(chosen: RunConfig, memory: int) -> list[list[str]]:
     return [one.overrides for one in found]
 
 
-def test_the_cheapest_that_fit_are_told_by_the_least_of_each() -> None:
+def test_the_cheapest_that_fit_are_reported_by_the_least_of_each() -> None:
     chosen = run("strategy=fsdp")  # 125 of states, 800 of activations
-    assert told(chosen, 600) == [
+    assert reported(chosen, 600) == [
         ["train.micro_batch_size=4"],
         ["train.activation_checkpointing=selective"],
     ]
-    assert told(chosen, 400)[:2] == [
+    assert reported(chosen, 400)[:2] == [
         ["train.micro_batch_size=2"],
         ["train.activation_checkpointing=full"],
     ]
@@ -88,8 +88,8 @@ def test_what_a_change_leaves_alone_is_not_traced_in_vain() -> None:
         )
 
 
-def test_where_no_one_change_is_enough_several_are_told() -> None:
-    found = told(run("strategy=ddp"), 300)  # 1000 of states, 800 of activations
+def test_where_no_one_change_is_enough_several_are_reported() -> None:
+    found = reported(run("strategy=ddp"), 300)  # 1000 of states, 800 of activations
     assert found[0] == [
         "train.micro_batch_size=1",
         "strategy.data_parallel=fsdp",
@@ -118,8 +118,8 @@ def test_what_tensor_parallelism_leaves_whole_is_divided_by_the_sequence() -> No
     }
 
 
-def test_where_nothing_is_enough_nothing_is_told() -> None:
-    assert told(run("strategy=ddp"), 1) == []
+def test_where_nothing_is_enough_nothing_is_reported() -> None:
+    assert reported(run("strategy=ddp"), 1) == []
 
 
 def test_what_can_not_be_run_is_passed_over() -> None:
@@ -134,7 +134,7 @@ def test_what_can_not_be_run_is_passed_over() -> None:
     assert [one.overrides for one in found] == [["train.micro_batch_size=4"]]
 
 
-def test_traffic_is_told_as_the_engine_causes_it() -> None:
+def test_traffic_is_reported_as_the_engine_causes_it() -> None:
     """Shards are summed in every micro-batch, replicas once a step."""
     chosen = run("strategy=ddp", "train.micro_batch_size=2")
     costs = [
@@ -156,7 +156,7 @@ def test_traffic_is_told_as_the_engine_causes_it() -> None:
         (["strategy=fsdp"], None),
     ],
 )
-def test_sharding_goes_on_from_where_it_is(words: list[str], first: str | None) -> None:
+def test_sharding_continues_from_where_it_is(words: list[str], first: str | None) -> None:
     kinds = [
         option.settings["strategy.fsdp.sharding"]
         for lever in candidate_changes(run(*words))
@@ -187,7 +187,7 @@ def test_changes_come_one_by_one_until_the_time_is_over() -> None:
     search = search_changes(
         chosen, estimate(chosen), memory=600, formula=formula, estimate=counting
     )
-    assert [next(search).overrides] == told(chosen, 600)[:1]
+    assert [next(search).overrides] == reported(chosen, 600)[:1]
     assert len(tried) == 1
     assert searched(chosen, estimate=counting, is_over=lambda: True) == ([], TRACED)
     assert len(tried) == 1
@@ -215,7 +215,7 @@ def test_a_change_whose_estimate_runs_out_of_time_counts_as_untried() -> None:
 
 
 @pytest.mark.parametrize(("node_gib", "fits"), [(None, None), (1, False), (64, True)])
-def test_what_is_offloaded_is_told_per_rank_and_node_and_needs_the_host(
+def test_what_is_offloaded_is_reported_per_rank_and_node_and_needs_the_host(
     node_gib: int | None, fits: bool | None
 ) -> None:
     words = ["hardware=h100_80gb", f"hardware.host_memory_gib={node_gib or 'null'}"]

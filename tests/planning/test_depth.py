@@ -95,7 +95,7 @@ def test_what_grows_with_depth_is_found_at_the_end_where_it_is_most() -> None:
     assert len(deep) == 1 + 2 * 2 * extrapolate_depth.NEAR
 
 
-def test_an_event_with_more_moments_in_a_deeper_model_goes_on_as_its_highest_does() -> None:
+def test_an_event_with_more_moments_in_a_deeper_model_continues_as_its_highest_does() -> None:
     shallow = [TraceEvent(("update",), [(1, 0), (7, 0)])]
     deeper = [TraceEvent(("update",), [(1, 0), (2, 0), (9, 0)])]
     assert extrapolate_depth.peak(extrapolate_depth.extrapolate(shallow, deeper, blocks=10)) == (

@@ -99,14 +99,14 @@ def estimated(dtype: torch.dtype) -> int:
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
 def test_compiled_blocks_hold_what_is_estimated_to_the_byte(dtype: torch.dtype) -> None:
-    told, held = forked_map.map_forked([partial(estimated, dtype), partial(really, dtype)])
-    assert told == held
+    reported, held = forked_map.map_forked([partial(estimated, dtype), partial(really, dtype)])
+    assert reported == held
 
 
 def test_no_kernel_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    [told] = forked_map.map_forked([partial(estimated, torch.float32)])
-    assert told > 0
+    [reported] = forked_map.map_forked([partial(estimated, torch.float32)])
+    assert reported > 0
 
 
 LLAMA = [

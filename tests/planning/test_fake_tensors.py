@@ -63,12 +63,12 @@ OPERATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-def told(result: Any) -> Any:
+def reported(result: Any) -> Any:
     if isinstance(result, Tensor):
         storage = result.untyped_storage().nbytes()
         facts = result.shape, result.stride(), result.storage_offset(), result.dtype
         return *facts, storage, result.device, result._is_view()
-    return [told(one) for one in result]
+    return [reported(one) for one in result]
 
 
 @pytest.fixture(autouse=True)
@@ -80,12 +80,12 @@ def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_result_from_memory_is_the_one_that_torch_makes(name: str) -> None:
     run = OPERATIONS[name]
     with FakeTensorMode():
-        expected = told(run())
+        expected = reported(run())
     mode = tensors_without_bytes()
     with mode:
-        first = told(run())
+        first = reported(run())
         remembered = dict(fake_tensor_cache.recipes)
-        again = told(run())
+        again = reported(run())
     assert first == again == expected
     assert remembered == fake_tensor_cache.recipes  # nothing was worked out anew
     assert all(recipe is not None for recipe in remembered.values())
@@ -100,7 +100,7 @@ def test_a_view_from_memory_stands_in_its_tensor_s_storage() -> None:
             assert (x * 2).untyped_storage() is not x.untyped_storage()
 
 
-def test_what_was_given_twice_tells_nothing_of_what_is_given_apart() -> None:
+def test_what_was_given_twice_reports_nothing_of_what_is_given_apart() -> None:
     mode, sum_into = tensors_without_bytes(), torch.ops.aten.add.out
     with mode:
         x, y, z = base(), base(), base()
@@ -146,7 +146,7 @@ def test_what_a_forked_process_worked_out_the_next_one_finds() -> None:
     assert len(fake_tensor_cache.recipes) == first
 
 
-def test_numbers_that_are_equal_but_of_other_types_are_told_apart() -> None:
+def test_numbers_that_are_equal_but_of_other_types_are_distinguished() -> None:
     with tensors_without_bytes():
         whole = torch.empty(3, dtype=torch.int64)
         assert (whole + 1).dtype == torch.int64
@@ -160,7 +160,7 @@ def test_gradients_are_the_shapes_that_torch_makes() -> None:
         loss = torch.nn.functional.gelu(base() @ weight).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         assert weight.grad is not None
-        return told(weight.grad), loss.requires_grad
+        return reported(weight.grad), loss.requires_grad
 
     def in_both() -> tuple[Any, Any, Any]:
         with FakeTensorMode():
@@ -214,9 +214,9 @@ def test_operators_that_run_others_have_torch_s_rules() -> None:
             return run_and_save_rng_state(torch.ops.aten.rand_like.default, base())
 
     with FakeTensorMode():
-        expected = told(draw()[1])
+        expected = reported(draw()[1])
     with tensors_without_bytes():
-        assert told(draw()[1]) == expected
+        assert reported(draw()[1]) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

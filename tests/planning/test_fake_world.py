@@ -74,7 +74,7 @@ def test_what_dtensor_plans_on_global_shapes_is_not_followed() -> None:
     assert forked_map.map_forked([largest]) == [4 << 20]
 
 
-def test_a_backward_is_told_by_its_graph_task() -> None:
+def test_a_backward_is_reported_by_its_graph_task() -> None:
     seen = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
@@ -112,7 +112,7 @@ def test_a_model_that_branches_on_values_is_refused_by_name() -> None:
         estimate(chosen)
 
 
-def test_a_module_that_fails_is_told_with_its_reason_and_the_line() -> None:
+def test_a_module_that_fails_is_reported_with_its_reason_and_the_line() -> None:
     overrides = ["model=custom", f"model.target={__name__}:misfitting", "data=digits"]
     overrides += ["data.image_size=8", "train.global_batch_size=32"]
     chosen = estimate_config([*overrides, "launch.nproc=2"])
@@ -138,7 +138,7 @@ def vast() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 1 << 34, bias=False))
 
 
-def test_a_model_that_starts_itself_is_told_without_its_storage() -> None:
+def test_a_model_that_starts_itself_is_reported_without_its_storage() -> None:
     overrides = [
         "model=custom",
         f"model.target={__name__}:vast",
@@ -187,7 +187,7 @@ def test_a_plan_that_divides_some_blocks_alone_is_traced_with_all_of_them() -> N
     assert estimate(chosen) == estimate(chosen, exact=True)
 
 
-def test_a_plan_that_fits_no_model_is_told_by_its_key() -> None:
+def test_a_plan_that_fits_no_model_is_reported_by_its_key() -> None:
     words = ["model=llama_debug", "strategy=tensor", "launch.nproc=2"]
     chosen = estimate_config([*TINY, *words, "strategy.tensor.plan={*.up_proj: column}"])
     with pytest.raises(ConfigError, match=r"strategy\.tensor\.plan: the model, divided so, fails"):

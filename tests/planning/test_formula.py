@@ -32,9 +32,9 @@ SMALL = [
 )
 def test_states_are_those_that_a_trace_counts(overrides: str) -> None:
     chosen = estimate_config([*SMALL, *overrides.split()])
-    told, traced = states_only.estimate_states(chosen), memory_estimate.estimate(chosen)
-    assert (told.mesh, told.parameters) == (traced.mesh, traced.parameters)
-    for one, other in zip(told.ranks, traced.ranks, strict=True):
+    reported, traced = states_only.estimate_states(chosen), memory_estimate.estimate(chosen)
+    assert (reported.mesh, reported.parameters) == (traced.mesh, traced.parameters)
+    for one, other in zip(reported.ranks, traced.ranks, strict=True):
         assert (one.rank, one.coords) == (other.rank, other.coords)
         for category in ("parameters", "optimizer"):  # at the peak gradients may not be there yet
             # Norms are not divided by a tensor degree, and vectors not evenly by shards.

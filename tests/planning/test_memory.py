@@ -40,9 +40,9 @@ def run(*words: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("words", [["strategy=fsdp"], PIPELINE], ids=["fsdp", "pipeline"])
-def test_what_fits_is_told_as_by_an_estimate(words: list[str]) -> None:
-    told = estimate(run(*words))
-    assert estimate_fitting(run(*words), memory=told.process_bytes) == told
+def test_what_fits_is_reported_as_by_an_estimate(words: list[str]) -> None:
+    reported = estimate(run(*words))
+    assert estimate_fitting(run(*words), memory=reported.process_bytes) == reported
 
 
 def test_what_does_not_fit_is_seen_by_its_tensors(recorded: list[int]) -> None:

@@ -28,8 +28,8 @@ def run(case: str, ranks: int) -> RunConfig:
 @pytest.mark.parametrize("case", SHARDED)
 def test_sharded_parameters_are_estimated_as_the_engine_reports_them(case: str) -> None:
     ranks = 4 if "tensor" in case else 2
-    [told] = estimate(run(case, ranks)).ranks
-    expected = fsdp_stats(told)
+    [reported] = estimate(run(case, ranks)).ranks
+    expected = fsdp_stats(reported)
     for stats, _ in live_storages.stats(tuple(case.split()), ranks=ranks):
         assert stats is not None
         assert (stats.current_bytes, stats.peak_bytes) == (
@@ -37,16 +37,16 @@ def test_sharded_parameters_are_estimated_as_the_engine_reports_them(case: str) 
             expected.peak_bytes,
         )
         assert (stats.total_bytes, stats.savings) == (expected.total_bytes, expected.savings)
-    assert expected.device_peak_bytes == told.peak_bytes
+    assert expected.device_peak_bytes == reported.peak_bytes
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", PIPELINES)
 def test_a_pipeline_s_activations_are_estimated_as_its_storages_show_them(case: str) -> None:
     chosen = run(case, 2)
-    told = estimate(chosen)
+    reported = estimate(chosen)
     schedule = ReducedRun.of(chosen).schedule
-    stats = pipeline_stats(told, schedule)
+    stats = pipeline_stats(reported, schedule)
     left: dict[int, int] = {}
     for _, of_rank in live_storages.stats(tuple(case.split()), ranks=2):
         left |= of_rank
@@ -56,7 +56,7 @@ def test_a_pipeline_s_activations_are_estimated_as_its_storages_show_them(case: 
     assert min(left.values()) > 0
 
 
-def test_nothing_is_told_of_shards_where_there_are_none() -> None:
-    [told] = estimate(run("strategy=ddp", 2)).ranks
+def test_nothing_is_reported_of_shards_where_there_are_none() -> None:
+    [reported] = estimate(run("strategy=ddp", 2)).ranks
     with pytest.raises(ValueError, match="no parameters are sharded"):
-        fsdp_stats(told)
+        fsdp_stats(reported)

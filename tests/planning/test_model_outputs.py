@@ -51,7 +51,7 @@ class Outputs:
     logits: Tensor
 
 
-def told(model: nn.Module, data: object = TOKENS, spec: ModelSpec = SPEC) -> list[str]:
+def reported(model: nn.Module, data: object = TOKENS, spec: ModelSpec = SPEC) -> list[str]:
     return [
         problem.message for problem in output_problems(model, spec, datasets.build_dataset(data))
     ]
@@ -63,8 +63,8 @@ def on_meta(**options: object) -> Model:
 
 
 def test_logits_over_all_tokens_are_no_problem(capfd: pytest.CaptureFixture[str]) -> None:
-    assert told(on_meta()) == []
-    assert told(on_meta(tokens=60, classes=70)) == []
+    assert reported(on_meta()) == []
+    assert reported(on_meta(tokens=60, classes=70)) == []
     assert capfd.readouterr() == ("", "")
 
 
@@ -77,41 +77,41 @@ def test_logits_over_all_tokens_are_no_problem(capfd: pytest.CaptureFixture[str]
     ],
 )
 def test_what_is_no_tensor_is_named_with_what_to_return(returns: str, message: str) -> None:
-    assert told(on_meta(returns=returns)) == [f"its forward returns {message}"]
+    assert reported(on_meta(returns=returns)) == [f"its forward returns {message}"]
 
 
 def test_an_embedding_or_outputs_of_fewer_tokens_than_the_data_are_named_with_their_sizes() -> None:
-    [message] = told(on_meta(tokens=49))
+    [message] = reported(on_meta(tokens=49))
     assert message == "its embedding embed has 49, and the data 50 tokens; make it 50 or more"
-    [message] = told(on_meta(classes=30))
+    [message] = reported(on_meta(classes=30))
     assert message == "its outputs have 30, and the data 50 tokens; make it 50 or more"
 
 
 def test_an_embedding_of_positions_may_be_of_any_size() -> None:
     assert on_meta().positions.num_embeddings < TOKENS.vocab_size
-    assert told(on_meta()) == []
+    assert reported(on_meta()) == []
 
 
 def test_classes_of_images_are_compared_too() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 9))
-    assert told(model, IMAGES) == [
+    assert reported(model, IMAGES) == [
         "its outputs have 9, and the data 10 classes; make it 10 or more"
     ]
 
 
 def test_outputs_that_a_loss_of_others_takes_may_be_of_any_size() -> None:
     spec = ModelSpec(build=lambda config: nn.Identity(), loss=lambda outputs, targets: outputs)
-    assert told(on_meta(classes=1), spec=spec) == []
+    assert reported(on_meta(classes=1), spec=spec) == []
 
 
 def test_a_model_that_needs_values_is_left_to_its_ranks() -> None:
-    assert told(on_meta(tokens=3, returns="what values decide")) == []
+    assert reported(on_meta(tokens=3, returns="what values decide")) == []
 
 
 def test_the_model_itself_is_left_as_it_was() -> None:
     model = on_meta()
-    told(model)
+    reported(model)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert not model.embed._forward_pre_hooks
 

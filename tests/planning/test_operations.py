@@ -128,7 +128,7 @@ def test_what_a_checkpoint_runs_again_is_recomputation(trace: OperationTrace) ->
     assert counts == {"forward": 2, "recomputation": 1, "backward": 4}
 
 
-def test_the_update_is_told_from_the_passes(trace: OperationTrace) -> None:
+def test_the_update_is_reported_from_the_passes(trace: OperationTrace) -> None:
     weight = torch.nn.Parameter(torch.empty(100))
     weight.grad = torch.empty(100)
     optimizer = torch.optim.AdamW([weight], fused=True)

@@ -1,4 +1,4 @@
-"""The replayed allocator keeps the rules of torch's, and what a process holds is told apart."""
+"""The replayed allocator keeps the rules of torch's, and what a process holds is kept apart."""
 
 import random
 

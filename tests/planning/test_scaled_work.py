@@ -72,13 +72,13 @@ def sent(work: Work) -> float:
 def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -> None:
     chosen = estimate_config([*MODEL, *words.split()])
     shares = layout(chosen, world_size=2)
-    told = scaled(one, chosen, shares, layers=(4,)).first.micro_layer.work
+    reported = scaled(one, chosen, shares, layers=(4,)).first.micro_layer.work
     [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=2)])
     seen = counted.first.micro_layer.work
     # torch recomputes no further than backward needs: not a block's last product.
-    assert flops(told, Product) == pytest.approx(flops(seen, Product), rel=0.07)
-    assert flops(told, AttentionOp) == pytest.approx(flops(seen, AttentionOp), rel=0.01)
-    assert sent(told) == pytest.approx(sent(seen), rel=0.15)
+    assert flops(reported, Product) == pytest.approx(flops(seen, Product), rel=0.07)
+    assert flops(reported, AttentionOp) == pytest.approx(flops(seen, AttentionOp), rel=0.01)
+    assert sent(reported) == pytest.approx(sent(seen), rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_memory_by_formulas_is_near_what_is_traced(
 ) -> None:
     chosen = estimate_config([*MODEL, *words.split()])
     shares = layout(chosen, world_size=2)
-    told = analytic.peak_bytes(chosen, shares, one=one, held=held, layers=4)
-    assert told == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
+    reported = analytic.peak_bytes(chosen, shares, one=one, held=held, layers=4)
+    assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
 
 
 def test_a_model_that_takes_no_single_sample_has_formulas_too() -> None:

@@ -70,9 +70,9 @@ def test_layers_and_micro_batches_follow_lines(strategy: list[str]) -> None:
     config = estimate_config(overrides)
     ranks = config.launch.nproc
     assert ranks != "auto"
-    told = step_work.step_work(config, world_size=ranks)
-    assert told.layers == (4,)
-    assert same(summed(told.first, layers=4, micro_batches=4), whole(overrides))
+    reported = step_work.step_work(config, world_size=ranks)
+    assert reported.layers == (4,)
+    assert same(summed(reported.first, layers=4, micro_batches=4), whole(overrides))
 
 
 def test_the_ends_of_a_pipeline_follow_lines() -> None:
@@ -87,9 +87,9 @@ def test_the_ends_of_a_pipeline_follow_lines() -> None:
         "train.global_batch_size=4",
         "train.micro_batch_size=1",
     ]
-    told = step_work.step_work(estimate_config(overrides), world_size=2)
-    assert told.layers == (3, 3)
-    for stage, mine in enumerate((told.first, told.last)):
+    reported = step_work.step_work(estimate_config(overrides), world_size=2)
+    assert reported.layers == (3, 3)
+    for stage, mine in enumerate((reported.first, reported.last)):
         assert same(summed(mine, layers=3, micro_batches=4), whole(overrides, stage=stage))
 
 

@@ -24,7 +24,7 @@ def run(*overrides: str, hardware: str = "h100_80gb") -> RunConfig:
     return estimate_config([*LLAMA, f"hardware={hardware}", *overrides])
 
 
-def told(config: RunConfig, work: StepWork | None = None) -> Throughput:
+def reported(config: RunConfig, work: StepWork | None = None) -> Throughput:
     assert config.hardware is not None
     return (
         throughput(config, config.hardware)
@@ -39,7 +39,7 @@ def fsdp() -> StepWork:
 
 
 def test_parts_of_a_step_come_to_the_whole(fsdp: StepWork) -> None:
-    found = told(run("strategy=fsdp", "launch.nproc=8"), fsdp)
+    found = reported(run("strategy=fsdp", "launch.nproc=8"), fsdp)
     assert sum(found.breakdown.values()) == pytest.approx(found.step_s)
     assert min(found.breakdown.values()) >= 0
     assert found.tokens_per_s_per_device == pytest.approx(16 * 2048 / found.step_s / 8)
@@ -47,15 +47,15 @@ def test_parts_of_a_step_come_to_the_whole(fsdp: StepWork) -> None:
 
 def test_mfu_counts_what_the_model_needs(fsdp: StepWork) -> None:
     config = run("strategy=fsdp", "launch.nproc=8")
-    found = told(config, fsdp)
+    found = reported(config, fsdp)
     needed = 6 * fsdp.parameters + 12 * 4 * 4096 * 2048
     assert flops_per_token(config.model, fsdp) == needed
     assert found.mfu == pytest.approx(found.tokens_per_s_per_device * needed / 989e12)
 
 
 def test_a_slower_network_never_makes_a_step_quicker(fsdp: StepWork) -> None:
-    fast = told(run("strategy=fsdp", "launch.nproc=8"), fsdp)
-    slow = told(run("strategy=fsdp", "launch.nproc=8", "hardware.link_gb_s=1"), fsdp)
+    fast = reported(run("strategy=fsdp", "launch.nproc=8"), fsdp)
+    slow = reported(run("strategy=fsdp", "launch.nproc=8", "hardware.link_gb_s=1"), fsdp)
     assert slow.step_s > fast.step_s
     assert slow.breakdown["communication dp"] > fast.breakdown["communication dp"]
     assert slow.breakdown["matrix products"] == fast.breakdown["matrix products"]
@@ -65,19 +65,19 @@ def test_gathering_hides_under_computation(fsdp: StepWork) -> None:
     config = run("strategy=fsdp", "launch.nproc=8")
     assert config.hardware is not None
     exchanged = 3 * 2 * fsdp.parameters / 450e9
-    assert told(config, fsdp).breakdown["communication dp"] < exchanged * 2
+    assert reported(config, fsdp).breakdown["communication dp"] < exchanged * 2
 
 
 def test_nothing_hides_where_exchanges_take_the_cores_that_compute(fsdp: StepWork) -> None:
     words = ["strategy=fsdp", "launch.nproc=8"]
     apart, together = run(*words), run(*words, "hardware.link=loopback")
-    hidden = told(apart, fsdp).breakdown["communication dp"]
-    assert told(together, fsdp).breakdown["communication dp"] > 2 * hidden
+    hidden = reported(apart, fsdp).breakdown["communication dp"]
+    assert reported(together, fsdp).breakdown["communication dp"] > 2 * hidden
 
 
 def test_compiling_leaves_products_and_saves_kernels(fsdp: StepWork) -> None:
-    plain = told(run("strategy=fsdp", "launch.nproc=8"), fsdp)
-    fused = told(run("strategy=fsdp", "launch.nproc=8", "train.compile=true"), fsdp)
+    plain = reported(run("strategy=fsdp", "launch.nproc=8"), fsdp)
+    fused = reported(run("strategy=fsdp", "launch.nproc=8", "train.compile=true"), fsdp)
     assert fused.breakdown["matrix products"] == plain.breakdown["matrix products"]
     assert fused.breakdown["memory-bound"] < plain.breakdown["memory-bound"]
 
@@ -87,8 +87,8 @@ def test_more_micro_batches_fill_a_pipeline() -> None:
     pipeline = ["strategy=pipeline", "strategy.pipeline.degree=4", "launch.nproc=4"]
     pipeline.append("model.vocab_size=1024")
     work = step_work(run(*pipeline, "train.global_batch_size=4"), world_size=4)  # of any number
-    few = told(run(*pipeline, "train.global_batch_size=4"), work)
-    many = told(run(*pipeline, "train.global_batch_size=32"), work)
+    few = reported(run(*pipeline, "train.global_batch_size=4"), work)
+    many = reported(run(*pipeline, "train.global_batch_size=32"), work)
     assert many.tokens_per_s_per_device > few.tokens_per_s_per_device
     assert few.breakdown["pipeline bubble"] / few.step_s > 0.3
     assert many.breakdown["pipeline bubble"] / many.step_s < 0.3
@@ -98,14 +98,17 @@ def test_tensor_parallelism_over_nodes_is_slow() -> None:
     tensor = ["strategy=tensor", "strategy.tensor.degree=8", "launch.nproc=8"]
     config = run(*tensor)
     work = step_work(config, world_size=8)
-    inside, over = told(config, work), told(run(*tensor, "hardware.devices_per_node=2"), work)
+    inside, over = (
+        reported(config, work),
+        reported(run(*tensor, "hardware.devices_per_node=2"), work),
+    )
     assert over.breakdown["communication tp"] > 2 * inside.breakdown["communication tp"]
 
 
 def test_hardware_without_figures_is_refused_by_name(fsdp: StepWork) -> None:
     config = run("strategy=fsdp", "launch.nproc=8", hardware="cpu")
     with pytest.raises(ConfigError, match=r"hardware\.\w+=null: .*write hardware\."):
-        told(config, fsdp)
+        reported(config, fsdp)
 
 
 def test_a_users_own_hardware_works(tmp_path: Path, fsdp: StepWork) -> None:
@@ -116,8 +119,8 @@ def test_a_users_own_hardware_works(tmp_path: Path, fsdp: StepWork) -> None:
     (folder / "twice.yaml").write_text(text.replace("bf16_tflops: 989", "bf16_tflops: 1978"))
     overrides = [*LLAMA, "strategy=fsdp", "launch.nproc=8", "hardware=twice"]
     config = estimate_config(overrides, config_dirs=[tmp_path])
-    plain = told(run("strategy=fsdp", "launch.nproc=8"), fsdp)
-    assert told(config, fsdp).breakdown["matrix products"] < plain.breakdown["matrix products"]
+    plain = reported(run("strategy=fsdp", "launch.nproc=8"), fsdp)
+    assert reported(config, fsdp).breakdown["matrix products"] < plain.breakdown["matrix products"]
 
 
 def test_what_is_offloaded_crosses_the_link_to_the_host(fsdp: StepWork) -> None:
@@ -125,13 +128,13 @@ def test_what_is_offloaded_crosses_the_link_to_the_host(fsdp: StepWork) -> None:
     shard_s = 4 * fsdp.parameters / 8 / (1e9 * 0.79)
 
     def host_s(*more: str) -> float:
-        return told(run(*words, *more), fsdp).breakdown.get("host memory", 0.0)
+        return reported(run(*words, *more), fsdp).breakdown.get("host memory", 0.0)
 
     key = "strategy.fsdp.cpu_offload"
     assert host_s() == 0
     assert host_s(f"{key}=optimizer_states") == pytest.approx(4 * shard_s)  # two, there and back
     # Two micro-batches' two reads and a gradient each, beside computation, then an update's three.
-    computing = told(run(*words), fsdp).step_s
+    computing = reported(run(*words), fsdp).step_s
     assert host_s(f"{key}=params") == pytest.approx((2 * 3 + 3) * shard_s - computing)
     with pytest.raises(
         ConfigError, match="the speed of updates on the host's cores can't be estimated"
@@ -143,7 +146,7 @@ def test_replicas_sum_every_gradient_once() -> None:
     slow = ["strategy=ddp", "launch.nproc=4", "hardware.link_gb_s=0.01", "model.vocab_size=1024"]
     in_fp32, in_bf16 = (run(*slow, f"strategy.reduce_dtype={dtype}") for dtype in ("fp32", "bf16"))
     work = step_work(in_fp32, world_size=4)
-    seconds = {"fp32": told(in_fp32, work), "bf16": told(in_bf16)}
+    seconds = {"fp32": reported(in_fp32, work), "bf16": reported(in_bf16)}
     parameters = work.parameters
     # torch's DDP, which is counted, and our own buckets, which are traced.
     on_the_link = 2 * 3 / 4 * parameters / (0.01e9 * 0.824)
@@ -157,5 +160,5 @@ def test_tensor_parallel_replicas_are_not_summed_twice() -> None:
     config = run(*slow, "hardware.network_gb_s=0.01", "model.vocab_size=1024")
     work = step_work(config, world_size=4)
     halves = 4 * work.parameters / 2
-    seconds = told(config, work).breakdown["communication dp"]
+    seconds = reported(config, work).breakdown["communication dp"]
     assert seconds == pytest.approx(halves / (0.01e9 * 0.9), rel=0.05)

@@ -78,7 +78,7 @@ def test_an_event_holds_the_moments_between_its_beginning_and_the_next() -> None
 
 
 @pytest.mark.parametrize("width", [64, 200])
-def test_the_allocator_itself_tells_the_same_peak(width: int) -> None:
+def test_the_allocator_itself_reports_the_same_peak(width: int) -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)])
     inputs = torch.randn(32, width)
 
@@ -93,8 +93,8 @@ def test_the_allocator_itself_tells_the_same_peak(width: int) -> None:
     with profile(activities=kinds, profile_memory=True, acc_events=True) as profiler:
         step()
     assert profiler.profiler is not None
-    told = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    sizes = [event.nbytes() for event in told if event.name() == "[memory]"]
+    reported = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    sizes = [event.nbytes() for event in reported if event.name() == "[memory]"]
     total, highest = 0, 0
     for size in sizes:
         total += size

@@ -161,8 +161,8 @@ class Machines:
     def listening(self, machine: int) -> list[str]:
         """Return the addresses on which something listens on a machine."""
         words = ["ip", "netns", "exec", self.names[machine], "ss", "-Htln"]
-        told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-        return [line.split()[3] for line in told.splitlines()]
+        reported = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        return [line.split()[3] for line in reported.splitlines()]
 
 
 def _ip(*words: str) -> None:
@@ -218,11 +218,11 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
 
 def ended(processes: list[Any], *, timeout: float = 60) -> list[tuple[int, str, str]]:
     """Wait for processes; return status, output and errors of each."""
-    told = []
+    reported = []
     for process in processes:
         output, errors = process.communicate(timeout=timeout)
-        told.append((process.returncode, output, errors))
-    return told
+        reported.append((process.returncode, output, errors))
+    return reported
 
 
 def logged(path: Path, lines: int, *, seconds: float = 60) -> None:

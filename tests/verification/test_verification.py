@@ -250,19 +250,21 @@ FAULTS: list[tuple[Callable[[Patch], None], list[str], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("fault", "overrides", "model", "told"), FAULTS, ids=[fault.__name__ for fault, *_ in FAULTS]
+    ("fault", "overrides", "model", "reported"),
+    FAULTS,
+    ids=[fault.__name__ for fault, *_ in FAULTS],
 )
 def test_it_names_what_a_broken_engine_gets_wrong(
     fault: Callable[[Patch], None],
     overrides: list[str],
     model: str,
-    told: str,
+    reported: str,
     monkeypatch: Patch,
 ) -> None:
     fault(monkeypatch)
     verdict = verify(overrides, model=model)
     assert not verdict.passed
-    assert any(told in line for line in verdict.differences[:3]), verdict.differences[:5]
+    assert any(reported in line for line in verdict.differences[:3]), verdict.differences[:5]
 
 
 def test_a_layout_that_fails_to_run_is_no_pass(monkeypatch: Patch) -> None:

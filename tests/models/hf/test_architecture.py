@@ -55,7 +55,7 @@ def test_an_override_of_the_rotary_base_counts(tmp_path: Path) -> None:
     assert found.rope_parameters["rope_theta"] == 777.0
 
 
-def test_an_unknown_override_is_told_with_the_nearest_key() -> None:
+def test_an_unknown_override_is_reported_with_the_nearest_key() -> None:
     found = refusal(config={**FAMILIES["llama"], "hiden_size": 32})
     assert found == (
         "model.config.hiden_size=32: llama has no such key; did you mean model.config.hidden_size?"
@@ -72,7 +72,7 @@ def test_heads_that_do_not_divide_the_width_are_refused() -> None:
     assert "not a multiple" in found
 
 
-def test_an_unknown_model_type_is_told_with_the_nearest() -> None:
+def test_an_unknown_model_type_is_reported_with_the_nearest() -> None:
     found = refusal(config={"model_type": "qwen33"})
     assert "model.config.model_type=qwen33: is not known to transformers" in found
     assert "did you mean qwen3?" in found

@@ -32,7 +32,7 @@ def refusal(*overrides: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "reported"),
     [
         (
             ["strategy=tensor", "strategy.tensor.degree=3", "launch.nproc=3"],
@@ -48,8 +48,8 @@ def refusal(*overrides: str) -> str:
         (["model.attention=fast"], "model.attention=fast: use auto, sdpa, flex or eager"),
     ],
 )
-def test_what_can_not_be_done_is_refused(overrides: list[str], told: str) -> None:
-    assert refusal(*words("llama"), *overrides).startswith(told)
+def test_what_can_not_be_done_is_refused(overrides: list[str], reported: str) -> None:
+    assert refusal(*words("llama"), *overrides).startswith(reported)
 
 
 def test_figures_that_only_a_forward_refuses_are_refused() -> None:
@@ -64,7 +64,7 @@ def test_an_attention_that_a_family_lacks_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ([], "model.path=null: is missing; write a folder or a model id"),
         (
@@ -75,8 +75,10 @@ def test_an_attention_that_a_family_lacks_is_refused() -> None:
         (["model.hidden_size=64"], "model.hidden_size=64: there is no such key here, only in"),
     ],
 )
-def test_settings_that_do_not_fit_each_other_are_refused(settings: list[str], told: str) -> None:
-    assert told in refusal("model=hf", *settings)
+def test_settings_that_do_not_fit_each_other_are_refused(
+    settings: list[str], reported: str
+) -> None:
+    assert reported in refusal("model=hf", *settings)
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_blocks_ends_and_ties_are_found(kind: str) -> None:
     assert dict(found.ties) == ({"lm_head.weight": f"{before[0]}.weight"} if kind in TIED else {})
 
 
-def test_blocks_of_several_kinds_are_told_apart() -> None:
+def test_blocks_of_several_kinds_are_distinguished() -> None:
     found = of("gemma2", num_hidden_layers=3)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     assert found.kinds == tuple(f"Gemma2DecoderLayer({kind})" for kind in kinds)
