@@ -45,7 +45,7 @@ def test_threads_are_joined_and_what_is_registered_for_the_end_runs() -> None:
 
 
 def test_an_error_of_our_own_is_shown_and_is_status_1() -> None:
-    before = "import axonlaunch.cli.app as app; app.run = lambda: 1 / 0"
+    before = "import axonlaunch.cli.app as app; app.run_command = lambda: 1 / 0"
     ran = _run(before)
     assert ran.returncode == 1
     assert "ZeroDivisionError" in ran.stderr

@@ -64,9 +64,9 @@ def test_the_picture_of_1f1b_is_the_one_of_the_papers(tmp_path: Path) -> None:
     """In a process of its own, whose output is no terminal: plain text."""
     script = (
         "import sys\n"
-        "from axonlaunch.cli.app import run\n"
+        "from axonlaunch.cli.app import run_command\n"
         "assert 'torch' not in sys.modules\n"
-        "try:\n    run()\nfinally:\n    assert 'matplotlib' not in sys.modules"
+        "try:\n    run_command()\nfinally:\n    assert 'matplotlib' not in sys.modules"
     )
     words = ["strategy=pipeline", "strategy.pipeline.degree=3", "train.global_batch_size=6"]
     ran = subprocess.run(

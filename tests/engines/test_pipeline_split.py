@@ -94,7 +94,7 @@ class Scaled(nn.Module):
 def spec_of(*ends: tuple[str, ...]) -> ModelSpec:
     first, last = ends
     return ModelSpec(
-        build_model=lambda _: Scaled(), loss=cross_entropy_sum, layers="layers", ends=(first, last)
+        build=lambda _: Scaled(), loss=cross_entropy_sum, layers="layers", ends=(first, last)
     )
 
 

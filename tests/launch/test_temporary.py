@@ -13,7 +13,7 @@ from axonlaunch.system import temporary_folders
 
 HOLDING = """
 from axonlaunch.system import temporary_folders as temporary
-with temporary.folder() as made:
+with temporary.temporary_folder() as made:
     print(made, flush=True)
     input()
 """
