@@ -73,6 +73,7 @@ SIZES: dict[str, Any] = {
 
 OWN: dict[str, dict[str, Any]] = {
     "opt": {"word_embed_proj_dim": 64},
+    "longcat_flash": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
