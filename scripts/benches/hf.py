@@ -86,6 +86,7 @@ SIZES: dict[str, Any] = {
 
 OWN: dict[str, dict[str, Any]] = {
     "opt": {"word_embed_proj_dim": 64},
+    "longcat_flash": {"head_dim": 8},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention"] * (BLOCKS // 2),
         "num_dense_layers": 1,

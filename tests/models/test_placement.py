@@ -2,13 +2,16 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from axonlaunch.comm import World
-from axonlaunch.models.dtensor_regions import local_region
+from axonlaunch.engines.tensor.parallelize import parallelize
+from axonlaunch.models.dtensor_regions import local_boxes, local_region, whole
 
 
 def test_regions_are_torchs_own():
@@ -42,3 +45,30 @@ def test_what_is_no_box_is_refused():
                 local_region(tensor)
 
     World.mock(4).run(rank)
+
+
+def test_a_rank_holds_its_part_of_each_piece_that_is_packed():
+    """Of a weight of three pieces [24, 4] two ranks have rows of each, which data ranks divide."""
+    numbers = torch.arange(96.0).view(24, 4)
+
+    def rank(world: World) -> list[tuple[int, int]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        module = nn.Sequential(nn.Linear(4, 24, bias=False), nn.Linear(24, 4))
+        module[0].weight = nn.Parameter(numbers.clone())
+        plan = {"0": "packed_column/3", "1": "replicated"}
+        parallelize(module, plan, mesh=mesh["tp"])
+        fully_shard(module, mesh=mesh["dp"])
+        weight = module[0].weight.detach()
+        for box in local_boxes(weight):
+            start, length = box.region[0]
+            assert torch.equal(box.of(weight.to_local()), numbers[start : start + length])
+        assert torch.equal(whole(weight), numbers)
+        return [box.region[0] for box in local_boxes(weight)]
+
+    # In ranks' order the tensor axis is the inner one.
+    assert World.mock(4).run(rank) == [
+        [(0, 4), (8, 2)],
+        [(4, 4), (12, 2)],
+        [(10, 2), (16, 4)],
+        [(14, 2), (20, 4)],
+    ]
