@@ -96,6 +96,10 @@ def _let_masks_be_those_of_a_run() -> None:
     masking.find_packed_sequence_indices = find_packed_sequence_indices
 
 
+_LOOKING = ("dynamic", "longrope")
+"""Kinds of rotary tables that depend on the value of the longest position."""
+
+
 def _let_rotary_tables_be_those_of_a_run() -> None:
     """Give tables that depend on the longest position its value, on tensors without values too.
 
@@ -110,7 +114,8 @@ def _let_rotary_tables_be_those_of_a_run() -> None:
 
         @functools.wraps(updated)
         def of_known_positions(self: Any, x: Any, position_ids: Any, *args: Any, **kw: Any) -> Any:
-            if is_fake(position_ids):
+            looks = any(kind in str(getattr(self, "rope_type", "")) for kind in _LOOKING)
+            if looks and is_fake(position_ids) and not _POSITIONS_ARE_OF_A_PART.get():
                 with unset_fake_temporarily():  # they count up from 0
                     counted = torch.arange(position_ids.shape[-1])
                     position_ids = counted.expand(tuple(position_ids.shape))

@@ -40,7 +40,7 @@ def test_tables_that_depend_on_the_longest_position_are_made_without_values(long
     rotary |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     long = {"rope_parameters": rotary, "original_max_position_embeddings": longest}
     config = HuggingFaceConfig(config={**FAMILIES["phi3"], **long}, init="random")
-    assert structure(config).ends.problem == ""
+    assert structure(config).flow.problem == ""
 
 
 def test_the_mask_of_a_run_is_built_by_the_function_that_was_replaced() -> None:
