@@ -96,7 +96,7 @@ def test_a_whole_one_is_loaded_and_an_old_one_too(tmp_path: Path) -> None:
     checkpoint.load_model(before, state)
     assert torch.equal(state["w"], STATE["model"]["w"])
     assert torch.equal(state["b"], STATE["model"]["b"])
-    assert reader.saved_states(before) == {"exp_avg"}
+    assert reader.saved_states(before) == {"w.exp_avg"}
 
 
 def test_what_is_saved_holds_no_pickled_index(tmp_path: Path) -> None:
