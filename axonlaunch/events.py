@@ -146,6 +146,8 @@ def ignore_heartbeat(phase: str, *, step: int | None) -> None:
 
 
 Event = Started | StepLogged | StepDone | Evaluated | Saved | SampleGenerated | Noted | Finished
+Listener = Callable[[Event], None]
+"""Takes events as they happen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ class Monitor:
         stop: Whether the rank was asked to stop after its step.
     """
 
-    report: Callable[[Event], None] = lambda event: None
+    report: Listener = lambda event: None
     beat: Beat = ignore_heartbeat
     stop: Callable[[], bool] = lambda: False
 

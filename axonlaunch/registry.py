@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 F = TypeVar("F")
 B = TypeVar("B", bound=Callable[..., Any])
 _BEGUN = 3
@@ -78,7 +78,7 @@ class Entry(Generic[F]):
     needs: Needs | None = None
 
 
-class Registry(Generic[T, F]):
+class Registry(Generic[_T, F]):
     """A table of lazily imported things of one kind.
 
     An installed package offers a name by an entry point, whose metadata alone is read until the
@@ -110,7 +110,7 @@ class Registry(Generic[T, F]):
     def add(
         self,
         name: str,
-        target: T | str,
+        target: _T | str,
         *,
         summary: str,
         config: type | None = None,
@@ -176,7 +176,7 @@ class Registry(Generic[T, F]):
                 f'with a field name; write name: str = "{name}" in one'
             )
 
-    def get(self, name: str) -> T:
+    def get(self, name: str) -> _T:
         """Import and return what a name stands for.
 
         Raises:
@@ -184,7 +184,7 @@ class Registry(Generic[T, F]):
             EntryPointError: The package that offers it can't be imported.
         """
         target = self.entry(name).target
-        return cast("T", load_target(target) if isinstance(target, str) else target)
+        return cast("_T", load_target(target) if isinstance(target, str) else target)
 
     def config(self, name: str) -> type:
         """Return the dataclass that types the group where this name is chosen.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import subprocess
 import sys
@@ -61,6 +62,26 @@ def test_help_imports_few_modules() -> None:
     """The time to help is the time of its imports: 170 modules, most of them Python's own."""
     ran = _run("-X", "importtime", "-m", "axonlaunch", "--help")
     assert sum("|" in line for line in ran.stderr.splitlines()) < 230
+
+
+def test_no_public_name_stands_for_two_things_in_two_modules() -> None:
+    """But for what modules of one kind all have, by which others call them."""
+    of_commands, of_models = {"HELP", "EXAMPLES", "command"}, {"SPEC"}
+    of_launchers, of_processes = {"check", "launch"}, {"main"}
+    homes: dict[str, set[Path]] = {}
+    for path in (ROOT / "axonlaunch").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            for name in _defined(node):
+                homes.setdefault(name, set()).add(path)
+    shared = {name for name, where in homes.items() if len(where) > 1 and name[0] != "_"}
+    assert shared <= of_commands | of_models | of_launchers | of_processes
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def test_no_file_of_the_package_is_longer_than_the_house_allows() -> None:

@@ -23,8 +23,8 @@ from axonlaunch.checkpoint.manifest import MANIFEST, Checkpoint, CorruptCheckpoi
 from axonlaunch.checkpoint.storage import CHECKPOINTS, delete, is_remote, kept_by, sizes
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.files import NotRegularError, TooLargeError, created, opened
+from axonlaunch.system.formatting import MIB
 
-MIB = 2**20
 PARTIAL = ".partial"
 _NAME = "step_"
 _CHUNK = 1 << 22

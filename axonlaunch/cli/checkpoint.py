@@ -105,7 +105,7 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
 @checkpoint_app.command(
     "check", help="Verify the checksum of every file and the presence of every parameter."
 )
-def check(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
+def check_files(run_dir: RunDir, trust: Trust = False, as_json: Json = False) -> None:
     """Verify the checksum of every file and the presence of every parameter."""
     from axonlaunch.checkpoint import corrupt_checkpoints, diff
     from axonlaunch.checkpoint.storage import reaching

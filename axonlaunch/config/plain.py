@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 LARGEST_YAML = 1 << 20
 """Bytes, and characters, of a file of YAML."""
@@ -50,7 +50,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def with_values(tree: T, settings: Mapping[str, Any]) -> T:
+def with_values(tree: _T, settings: Mapping[str, Any]) -> _T:
     """Return a typed tree with values at dotted keys replaced; what they mean is not checked."""
     inside: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}

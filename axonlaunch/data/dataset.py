@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.data import IGNORE_INDEX
+from axonlaunch.config.data import IGNORE_INDEX, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IGNORE_INDEX", "Batch", "Dataset", "Kind", "NoText", "Split"]
 
-Kind = Literal["tokens", "images"]
 Split = Literal["train", "eval"]
 
 

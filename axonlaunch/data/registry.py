@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from axonlaunch.config.data import DATASETS, DatasetFacts, SampleShape
 
-Builder = TypeVar("Builder", bound=Callable[..., Any])
+_Builder = TypeVar("_Builder", bound=Callable[..., Any])
 
 
 def register_dataset(
@@ -20,7 +20,7 @@ def register_dataset(
     sample: Callable[[Any], SampleShape] | None = None,
     files: tuple[str, ...] = (),
     summary: str | None = None,
-) -> Callable[[Builder], Builder]:
+) -> Callable[[_Builder], _Builder]:
     """Register a class or a function that makes a ``data.dataset.Dataset`` as ``data=NAME``.
 
     Args:

@@ -32,7 +32,7 @@ class FeedForward(nn.Module):
         return output
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention and feed-forward, each behind a LayerNorm and beside a residual."""
 
     def __init__(
@@ -76,7 +76,7 @@ class GPT(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.embed_positions = nn.Embedding(config.max_position_embeddings, size)
         self.layers = nn.ModuleList(
-            Block(
+            GPTBlock(
                 size,
                 num_heads=config.num_attention_heads,
                 intermediate_size=config.intermediate_size or 4 * size,

@@ -31,7 +31,7 @@ class GatedFeedForward(nn.Module):
         return output
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """Attention and feed-forward, each behind an RMSNorm and beside a residual."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -73,7 +73,7 @@ class Llama(nn.Module):
             max_positions=config.max_position_embeddings,
             theta=config.rope_theta,
         )
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from axonlaunch.models.initialization import Initializer
 
-Builder = TypeVar("Builder", bound=Callable[..., Any])
+_Builder = TypeVar("_Builder", bound=Callable[..., Any])
 
 
 def register_model(
@@ -31,7 +31,7 @@ def register_model(
     tensor_plan: TensorPlan | None = None,
     sequence_parallel: bool = False,
     summary: str | None = None,
-) -> Callable[[Builder], Builder]:
+) -> Callable[[_Builder], _Builder]:
     """Register a module class or a builder function as ``model.name=NAME``.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config.model import ViTConfig
-from axonlaunch.models.gpt import BLOCKS_PLAN, Block
+from axonlaunch.models.gpt import BLOCKS_PLAN, GPTBlock
 from axonlaunch.models.initialization import transformer_initializers
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
@@ -30,7 +30,7 @@ class ViT(nn.Module):
         self.embed_patches = nn.Conv2d(config.num_channels, size, kernel_size=patch, stride=patch)
         self.embed_positions = nn.Embedding((config.image_size // patch) ** 2, size)
         self.layers = nn.ModuleList(
-            Block(
+            GPTBlock(
                 size,
                 num_heads=config.num_attention_heads,
                 intermediate_size=config.intermediate_size or 4 * size,

@@ -24,13 +24,11 @@ from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
-from axonlaunch.events import NOBODY, Event, Finished, Monitor, SampleGenerated, Started
+from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerated, Started
 from axonlaunch.models.generation import generate
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.trainer import fit
-
-Report = Callable[[Event], None]
 
 
 def run(
@@ -155,8 +153,8 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
 
 
 def _on_main(
-    report: Report, resumed: Checkpoint | None, config: RunConfig, world: World
-) -> tuple[Report, tuple[str, ...], AbstractContextManager[object]]:
+    report: Listener, resumed: Checkpoint | None, config: RunConfig, world: World
+) -> tuple[Listener, tuple[str, ...], AbstractContextManager[object]]:
     """Return what takes events on this rank, what is to be said of earlier files, and the loggers.
 
     On the main rank those are files and the given listener, on others nothing is.
@@ -168,7 +166,7 @@ def _on_main(
     return loggers, loggers.notes, loggers
 
 
-def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Report) -> None:
+def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listener) -> None:
     """Let a model of text continue the prompt; every rank calls this."""
     if not config.sample.max_new_tokens or dataset.kind != "tokens" or not dataset.is_text:
         return

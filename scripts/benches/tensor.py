@@ -28,12 +28,12 @@ import axonlaunch as ax
 from axonlaunch.config.model import LlamaConfig
 from axonlaunch.engines.tensor.parallelize import parallelize
 from axonlaunch.models.attention import RotaryTable
-from axonlaunch.models.llama import SPEC, Block
+from axonlaunch.models.llama import SPEC, LlamaBlock
 
 BATCH, LENGTH, RANKS = 2, 128, 2
 
 
-def ours(block: Block, mesh: DeviceMesh) -> Block:
+def ours(block: LlamaBlock, mesh: DeviceMesh) -> LlamaBlock:
     """Divide a block by the plan of the model that it is of."""
     model = nn.Module()
     model.layers = nn.ModuleList([block])
@@ -41,7 +41,7 @@ def ours(block: Block, mesh: DeviceMesh) -> Block:
     return block
 
 
-def theirs(block: Block, mesh: DeviceMesh) -> Block:
+def theirs(block: LlamaBlock, mesh: DeviceMesh) -> LlamaBlock:
     """Divide a block as torch's tutorial does."""
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     columns += ("mlp.gate_proj", "mlp.up_proj")
@@ -64,7 +64,7 @@ def contest(world: ax.World, hidden: int, repeats: int) -> dict[str, list[float]
         intermediate_size=-(-hidden * 8 // 3 // 16) * 16,
     )
     torch.manual_seed(0)
-    start = Block(config)
+    start = LlamaBlock(config)
     rotary = RotaryTable(hidden // config.num_attention_heads, max_positions=LENGTH, theta=1e4)
     x, upstream = torch.randn(2, BATCH, LENGTH, hidden).unbind()
     blocks = {
@@ -72,7 +72,7 @@ def contest(world: ax.World, hidden: int, repeats: int) -> dict[str, list[float]
         "theirs": theirs(copy.deepcopy(start), mesh),
     }
 
-    def step(block: Block) -> Tensor:
+    def step(block: LlamaBlock) -> Tensor:
         block.zero_grad()
         output: Tensor = block(x.requires_grad_(), rotary)
         output.backward(upstream)

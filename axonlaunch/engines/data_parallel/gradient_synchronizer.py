@@ -15,8 +15,7 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.gradient_bucket import GradientBucket, buckets
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.engines.optimizer.step import local_part
-
-MIB = 1024**2
+from axonlaunch.system.formatting import MIB
 
 
 class GradSyncStrategy(StrEnum):

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DataParallelFacts
 
-Builder = TypeVar("Builder", bound=Callable[..., Any])
+_Builder = TypeVar("_Builder", bound=Callable[..., Any])
 
 
 def register_data_parallel(
@@ -21,7 +21,7 @@ def register_data_parallel(
     config: type | None = None,
     period: Callable[[Any], int] | None = None,
     summary: str | None = None,
-) -> Callable[[Builder], Builder]:
+) -> Callable[[_Builder], _Builder]:
     """Register a class of ``Replicas`` as ``strategy.data_parallel=NAME``.
 
     Args:
@@ -38,7 +38,7 @@ def register_data_parallel(
     """
     facts = DataParallelFacts(averages=averages, period=period)
 
-    def register(builder: Builder) -> Builder:
+    def register(builder: _Builder) -> _Builder:
         described = summary or (builder.__doc__ or f"from {builder.__module__}").splitlines()[0]
         DATA_PARALLEL.add(name, builder, summary=described, config=config, facts=facts)
         return builder

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from axonlaunch.config.optimizer import OPTIMIZERS, FreeOptimizerConfig, GroupedOptimizer
 from axonlaunch.config.optimizer_states import OptimizerFacts, OptimizerState, Sharding
 
-Builder = TypeVar("Builder", bound=Callable[..., Any])
+_Builder = TypeVar("_Builder", bound=Callable[..., Any])
 
 
 def register_optimizer(
@@ -24,7 +24,7 @@ def register_optimizer(
     sharding: Sharding | None = None,
     fixed: Mapping[str, Any] | None = None,
     summary: str | None = None,
-) -> Callable[[Builder], Builder]:
+) -> Callable[[_Builder], _Builder]:
     """Register a ``torch.optim.Optimizer`` class, or what makes one, as ``optimizer=NAME``.
 
     It is called with groups of parameters, each a dict of ``params`` and its options, and with the

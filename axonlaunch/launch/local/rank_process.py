@@ -33,7 +33,7 @@ from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.comm.rendezvous import RankEnvironment
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.layout import num_ranks
-from axonlaunch.events import Event, Monitor, merge_finished
+from axonlaunch.events import Listener, Monitor, merge_finished
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.report import Report, cause_of, plain_error, report_of_rank
 from axonlaunch.launch.local.messages import Done, RankSpec
@@ -108,9 +108,7 @@ def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
         os._exit(status)
 
 
-def monitor(
-    place: RankSpec, *, report: Callable[[Event], None], stop: Callable[[], bool]
-) -> Monitor:
+def monitor(place: RankSpec, *, report: Listener, stop: Callable[[], bool]) -> Monitor:
     """Return what follows a rank whose heartbeats go where its parent reads them."""
     return Monitor(report=report, beat=partial(place.pulse.beat, place.local_rank), stop=stop)
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol
 
-from axonlaunch.events import Event, Finished, merge_finished
+from axonlaunch.events import Finished, Listener, merge_finished
 from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import (
@@ -92,7 +92,7 @@ class Supervisor:
     ranks: list[Rank]
     pulse: HeartbeatTable
     timeout_s: float
-    report: Callable[[Event], None]
+    report: Listener
     tick: Callable[[], None]
     announce: Callable[[str], None]
     others: RemoteNodes | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from axonlaunch import checkpoint
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout, num_ranks
 from axonlaunch.config.url import is_url
-from axonlaunch.events import Event, Started, StepLogged, finite
+from axonlaunch.events import Event, Listener, Started, StepLogged, finite
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
@@ -45,7 +44,7 @@ class RunRecorder:
 
     prediction: BackgroundEstimate
 
-    def __init__(self, started: float, listener: Callable[[Event], None]) -> None:
+    def __init__(self, started: float, listener: Listener) -> None:
         self._started = started
         self._listener = listener
         self.first_step_s: float | None = None

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MIB = 1024**2
+from axonlaunch.system.formatting import MIB
 
 MIN_BLOCK = 512
 """kMinBlockSize: every size is rounded up to a multiple of it"""

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
-from axonlaunch.planning.memory.caching_allocator import MIB, Allocator, Change
+from axonlaunch.planning.memory.caching_allocator import Allocator, Change
 from axonlaunch.planning.memory.extend_trace import FEWEST, stretched
 from axonlaunch.planning.tracing import extrapolate_depth, fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import Category
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
+from axonlaunch.system.formatting import MIB
 
 CUBLAS_WORKSPACE = 32 * MIB
 """cuBLAS's workspace on Hopper and later, of torch's allocator, for each thread that multiplies:

@@ -15,14 +15,13 @@ from typing import Any
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.diagnostics.frame_origin import frame_owner
-from axonlaunch.events import Evaluated, Event, Noted, StepLogged
+from axonlaunch.events import Evaluated, Event, Listener, Noted, StepLogged
 from axonlaunch.system.files import read_text, replace_text
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.jsonl import JSONLLogger
 
 __all__ = ["Logger", "RunInfo", "RunLoggers"]
 
-Report = Callable[[Event], None]
 _STATE = "loggers.json"
 _LARGEST = 1 << 20
 
@@ -36,7 +35,7 @@ class RunLoggers:
         notes: What is to be said of the files that were there.
     """
 
-    def __init__(self, config: RunConfig, *, resumed_at: int | None, report: Report) -> None:
+    def __init__(self, config: RunConfig, *, resumed_at: int | None, report: Listener) -> None:
         """Open ``metrics.jsonl``.
 
         Args:

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from axonlaunch.config.loggers import LOGGERS
 
-Builder = TypeVar("Builder", bound=Callable[..., Any])
+_Builder = TypeVar("_Builder", bound=Callable[..., Any])
 
 
 def register_logger(
     name: str, *, config: type | None = None, summary: str | None = None
-) -> Callable[[Builder], Builder]:
+) -> Callable[[_Builder], _Builder]:
     """Register a ``Logger``, or a function that makes one, as ``loggers=[NAME]``.
 
     Args:
