@@ -25,6 +25,8 @@ LONG = {
     },
 }
 DESCRIBED = {**FAMILIES, "phi3, longrope": LONG}
+ROUTED = 0.05
+"""Share of its estimate by which a rank of a mixture of experts may differ from it."""
 CASES = {
     "llama": "strategy=fsdp",
     "gemma2": "strategy=fsdp train.activation_checkpointing=full train.precision=bf16",
@@ -64,7 +66,10 @@ def test_a_rank_holds_what_was_estimated_whatever_the_family(
     for case, kind in zip(cases, layouts, strict=True):
         overrides = [*small(case), "launch.nproc=2", "hardware=cpu", *case]
         estimated[kind] = estimate(estimate_config(overrides)).peak_bytes
-    assert {k: [e, e] for k, e in estimated.items()} == dict(zip(layouts, held, strict=True))
+    for kind, of_ranks in zip(layouts, held, strict=True):
+        # What a router's experts hold depends on the tokens that it gives to each.
+        allowed = ROUTED * estimated[kind] if kind in ("mixtral", "qwen3_moe") else 0
+        assert max(abs(one - estimated[kind]) for one in of_ranks) <= allowed, kind
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mixtral"])
