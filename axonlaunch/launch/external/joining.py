@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,8 @@ from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
 """Seconds in which all ranks have to have been started."""
+_REPORT_S = 1.0
+"""Seconds that rank 0 has to print why a run is refused."""
 _FORGED = (
     "what is in the store there was not written by a rank of this run: give every rank the "
     "same launch.token_file, and let no one else reach the port"
@@ -141,6 +144,7 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | None:
     if "refused" in frozen:
         peers.watch()
         peers.leave()
+        time.sleep(_REPORT_S)  # a launcher ends all ranks with the first: rank 0 says why before
         return None
     config = configuration.parsed(frozen["config"])
     run_dir.adopt(config)
