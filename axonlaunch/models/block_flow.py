@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,33 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
 from axonlaunch.models.initialization import materialize
-from axonlaunch.models.spec import ModelOutputs
+from axonlaunch.models.spec import BlockFlow, Dim, ModelOutputs
 
-Dim = int | str
 _SAMPLES = ((2, 6), (3, 10))
 """Samples and tokens of the two runs: what an output's dims have in common are its own."""
 BATCH, LENGTH, TOKENS = "batch", "length", "tokens"
-
-
-@dataclass(frozen=True)
-class BlockFlow:
-    """What passes through a model's blocks.
-
-    Attributes:
-        before: Modules whose parameters are used before the first block, by full names, in turn.
-        after: Modules whose parameters are used after the last block.
-        shapes: What each of ``before`` returns: numbers, or ``BATCH``, ``LENGTH`` or ``TOKENS``,
-            which is their product.
-        returns: Of each block: elements of the tuple that it returns, hidden states first; None:
-            it returns them alone.
-        problem: Why a pipeline can't cut between the blocks; empty if it can.
-    """
-
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    shapes: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
-    returns: tuple[int | None, ...] = ()
-    problem: str = ""
 
 
 class _ImpassableError(Exception):

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from axonlaunch.models.attention import SequenceParts
-    from axonlaunch.models.block_flow import BlockFlow
     from axonlaunch.models.initialization import Initializer
 
-__all__ = ["IGNORE_INDEX", "Inputs", "ModelOutputs", "ModelSpec", "TensorPlan"]
+__all__ = ["IGNORE_INDEX", "BlockFlow", "Dim", "Inputs", "ModelOutputs", "ModelSpec", "TensorPlan"]
 
 Inputs = Literal["tokens", "images", "any"]
 TensorPlan: TypeAlias = "Mapping[str, str] | Callable[[nn.Module], Mapping[str, str]]"
@@ -35,6 +34,30 @@ class ModelOutputs(NamedTuple):
 
     logits: Tensor
     auxiliary_loss: Tensor
+
+
+Dim = int | str
+
+
+@dataclass(frozen=True)
+class BlockFlow:
+    """What passes through a model's blocks.
+
+    Attributes:
+        before: Modules whose parameters are used before the first block, by full names, in turn.
+        after: Modules whose parameters are used after the last block.
+        shapes: What each of ``before`` returns: numbers, or ``BATCH``, ``LENGTH`` or ``TOKENS``,
+            which is their product.
+        returns: Of each block: elements of the tuple that it returns, hidden states first; None:
+            it returns them alone.
+        problem: Why a pipeline can't cut between the blocks; empty if it can.
+    """
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
+    returns: tuple[int | None, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

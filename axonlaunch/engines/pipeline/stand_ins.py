@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonlaunch.models.block_flow import BATCH, LENGTH, TOKENS, BlockFlow, Dim
+from axonlaunch.models.block_flow import BATCH, LENGTH, TOKENS
+from axonlaunch.models.spec import BlockFlow, Dim
 
 
 class _Leaving(BaseException):

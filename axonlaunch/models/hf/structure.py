@@ -15,11 +15,12 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.models.block_flow import BlockFlow, block_flow
+from axonlaunch.models.block_flow import block_flow
 from axonlaunch.models.hf import files
 from axonlaunch.models.hf.build import recorded, untraceable
 from axonlaunch.models.hf.sequence_mixing import why_undivided
 from axonlaunch.models.initialization import Initializer
+from axonlaunch.models.spec import BlockFlow
 
 
 @dataclass(frozen=True)
