@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor
 
-from axonlaunch.engines.optimizer.owned_matrices import divisions
+from axonlaunch.engines.optimizer.owned_matrices import divisions, of_plain_tensors
 
 
 class ShardedAdafactor(Adafactor):
@@ -32,14 +32,8 @@ class ShardedAdafactor(Adafactor):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every tensor that has a gradient; all ranks that divide one call this."""
         groups = self.param_groups
-        try:
-            self.param_groups = [
-                {**group, "params": [p for p in group["params"] if not isinstance(p, DTensor)]}
-                for group in groups
-            ]
+        with of_plain_tensors(self):
             loss = super().step(closure)  # type: ignore[no-untyped-call]
-        finally:
-            self.param_groups = groups
         self._update(
             [
                 _Part(p, group, self.state[p])

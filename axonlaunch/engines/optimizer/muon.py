@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 
-from axonlaunch.engines.optimizer.owned_matrices import OwnedMatrices, alike, divisions
+from axonlaunch.engines.optimizer.owned_matrices import (
+    OwnedMatrices,
+    alike,
+    divisions,
+    of_plain_tensors,
+)
 
 
 class ShardedMuon(Muon):
@@ -31,14 +36,8 @@ class ShardedMuon(Muon):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every matrix that has a gradient; all ranks that divide one call this."""
         groups = self.param_groups
-        try:
-            self.param_groups = [
-                {**group, "params": [p for p in group["params"] if not isinstance(p, DTensor)]}
-                for group in groups
-            ]
+        with of_plain_tensors(self):
             loss = super().step(closure)  # type: ignore[no-untyped-call]
-        finally:
-            self.param_groups = groups
         for group in groups:
             divided = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
             for places in alike(divided):

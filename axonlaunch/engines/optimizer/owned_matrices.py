@@ -6,6 +6,7 @@ Every rank then works on its share of the matrices, and none holds all of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
@@ -178,3 +180,17 @@ class OwnedMatrices:
         )
         parts = iter(received.split([size for of_rank in sizes for size in of_rank]))
         return [[next(parts).view(shape) for shape in of_rank] for of_rank in shapes]
+
+
+@contextmanager
+def of_plain_tensors(optimizer: Optimizer) -> Iterator[None]:
+    """Hide the parameters that are DTensors, for a step of torch's own class on the others."""
+    groups = optimizer.param_groups
+    try:
+        optimizer.param_groups = [
+            {**group, "params": [p for p in group["params"] if not isinstance(p, DTensor)]}
+            for group in groups
+        ]
+        yield
+    finally:
+        optimizer.param_groups = groups
