@@ -103,7 +103,7 @@ class Update:
             tensor = self.tensors[name]
             if held is tensor:
                 continue
-            held.data = _part(tensor)  # fully_shard may have laid its shards out anew
+            held.data = _part(tensor)  # fully_shard may have laid its shards out again
             held.grad = None if tensor.grad is None else local_part(tensor.grad)
 
     def _step(self) -> None:

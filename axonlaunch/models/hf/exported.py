@@ -16,7 +16,7 @@ from axonlaunch.models.hf import files, library
 from axonlaunch.models.hf.structure import structure
 
 _OURS = (files.CONFIG_FILE_NAME, "*.safetensors.index.json", "*.bin.index.json")
-"""What is written anew, or belongs to the weights that were read."""
+"""What is written again, or belongs to the weights that were read."""
 
 
 def config_json(config: HuggingFaceConfig) -> dict[str, Any]:

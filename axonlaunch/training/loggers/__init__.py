@@ -134,5 +134,5 @@ def _earlier(state: Path) -> tuple[int, dict[str, str], tuple[str, ...]]:
     except FileNotFoundError:
         return 0, {}, ()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        note = f"{state.name}: can't be read ({type(error).__name__}); loggers start runs anew"
+        note = f"{state.name}: can't be read ({type(error).__name__}); loggers start new runs"
         return 0, {}, (note,)
