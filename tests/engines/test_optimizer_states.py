@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from optimizer_layouts import LAYOUTS
 from rank_engine import rank_engine
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -148,22 +149,6 @@ SMALL = [
     *("data=synthetic_tokens", "data.sequence_length=8", "train.global_batch_size=8"),
     *("train.grad_clip=null", "scheduler=constant", "scheduler.warmup_steps=0"),
 ]
-TENSOR = "strategy.tensor.degree=2"
-LAYOUTS = {
-    "single": (1, "strategy=single"),
-    "ddp": (2, "strategy=ddp"),
-    "zero1": (2, "strategy=zero1"),
-    "zero2": (2, "strategy=zero2"),
-    "fsdp": (2, "strategy=fsdp"),
-    "hsdp": (4, "strategy=hsdp strategy.fsdp.replicate=2"),
-    "parameters offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=params"),
-    "states offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=optimizer_states"),
-    "all offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=full"),
-    "tensor": (2, "strategy=tensor"),
-    "zero1 x tensor": (4, f"strategy=zero1 {TENSOR}"),
-    "fsdp x tensor": (4, f"strategy=fsdp {TENSOR}"),
-    "pipeline": (2, "strategy=pipeline train.micro_batch_size=4"),
-}
 SGD = {
     "momentum": "optimizer=sgd optimizer.weight_decay=0.3",
     "no momentum": "optimizer=sgd optimizer.weight_decay=0.3 optimizer.momentum=0",

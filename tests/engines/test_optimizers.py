@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import optimizer_layouts
 import pytest
 import torch
 from configured import run_config
@@ -174,20 +175,10 @@ WORDS = {
     "adafactor": ["optimizer=adafactor", "optimizer.eps=[1e-4,1e-3]"],
     "muon": ["optimizer=muon", "optimizer.adamw_eps=1e-4"],
 }
-TENSOR = "strategy.tensor.degree=2"
 LAYOUTS = {
-    "ddp": (2, "strategy=ddp"),
+    **{layout: how for layout, how in optimizer_layouts.LAYOUTS.items() if layout != "single"},
     "zero1": (3, "strategy=zero1 train.global_batch_size=9"),
-    "zero2": (2, "strategy=zero2"),
     "fsdp": (4, "strategy=fsdp"),
-    "hsdp": (4, "strategy=hsdp strategy.fsdp.replicate=2"),
-    "parameters offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=params"),
-    "states offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=optimizer_states"),
-    "all offloaded": (2, "strategy=fsdp strategy.fsdp.cpu_offload=full"),
-    "tensor": (2, "strategy=tensor"),
-    "zero1 x tensor": (4, f"strategy=zero1 {TENSOR}"),
-    "fsdp x tensor": (4, f"strategy=fsdp {TENSOR}"),
-    "pipeline": (2, "strategy=pipeline train.micro_batch_size=4"),
 }
 
 
