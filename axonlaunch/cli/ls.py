@@ -48,7 +48,7 @@ def command(
 ) -> None:
     """List the options of each configuration group."""
     from axonlaunch.config import ConfigError, ConfigIssue, composer_of
-    from axonlaunch.registry import unknown
+    from axonlaunch.config.did_you_mean import unknown
 
     chosen = list(LISTS) if group is None else [ALIASES.get(group, group)]
     if group is not None and chosen[0] not in LISTS:

@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.config.did_you_mean import nearest, unknown
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.other_names import FOREIGN_OPTIONS
 from axonlaunch.config.override_text import too_much, without_quoted_keys, without_spaces
 from axonlaunch.config.plain import flatten, read_yaml
-from axonlaunch.registry import Registry, nearest, unknown
+from axonlaunch.config.registry import Registry
 
 OVERRIDE_ORIGIN = "override "
 DEFAULT_ORIGIN = "default"

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from axonlaunch.config.did_you_mean import unknown
 from axonlaunch.config.errors import ConfigIssue
-from axonlaunch.registry import unknown
 
 
 def typed_groups(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from axonlaunch.config import optimizer_states as states
 from axonlaunch.config.errors import target_problems
 from axonlaunch.config.optimizer_states import OptimizerFacts, ParameterFacts
-from axonlaunch.registry import Entry, Registry
+from axonlaunch.config.registry import Entry, Registry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+from axonlaunch.config.did_you_mean import nearest
 from axonlaunch.config.errors import ConfigIssue
 from axonlaunch.config.optimizer import OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts, Sharding
-from axonlaunch.registry import load_target, nearest
+from axonlaunch.system.targets import load_target
 
 LR_SCALE = "lr_scale"
 NOT_OF_A_GROUP = ("name", "groups", "target", "arguments")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.registry import load_target
+from axonlaunch.system.targets import load_target
 
 
 def import_plugins(modules: Sequence[str]) -> list[ConfigIssue]:

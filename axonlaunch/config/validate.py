@@ -12,10 +12,11 @@ import typing
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin
 
+from axonlaunch.config.did_you_mean import nearest, unknown
 from axonlaunch.config.errors import ConfigIssue, one_of, plain
 from axonlaunch.config.group_options import typed_groups
 from axonlaunch.config.other_names import FOREIGN_NAMES, RENAMED_KEYS
-from axonlaunch.registry import EntryPointError, Registry, nearest, unknown
+from axonlaunch.config.registry import EntryPointError, Registry
 
 _ELSEWHERE = 0.75
 """How like a key of another group a name must be: ``stepz`` is meant for ``train.steps`` (0.8), and

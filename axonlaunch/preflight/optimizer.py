@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.did_you_mean import unknown
 from axonlaunch.config.layout import Layout, layout, num_ranks
 from axonlaunch.config.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
@@ -25,7 +26,6 @@ from axonlaunch.config.parameter_groups import (
 from axonlaunch.engines.optimizer.probe import probe
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
-from axonlaunch.registry import unknown
 
 
 def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[ConfigIssue]:

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from axonlaunch.registry import load_target
 from axonlaunch.system.forkserver import Starter, become_independent, fork
+from axonlaunch.system.targets import load_target
 
 _GRACE_S = 0.3
 """Seconds in which other calls report what the failure of one did to them."""

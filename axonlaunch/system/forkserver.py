@@ -19,10 +19,10 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from axonlaunch.registry import load_target
 from axonlaunch.system import temporary_folders
 from axonlaunch.system.forked_process import ForkedProcess
 from axonlaunch.system.process_state import state
+from axonlaunch.system.targets import load_target
 
 Starter: TypeAlias = ForkServerContext | SpawnContext
 """What starts a process: the warm server, or a new interpreter where there is none."""

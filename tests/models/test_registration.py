@@ -9,9 +9,9 @@ from torch import nn
 
 from axonlaunch.config.errors import ConfigError
 from axonlaunch.config.model import CustomConfig, FreeModelConfig
+from axonlaunch.config.registry import EntryPointError, UnknownNameError
 from axonlaunch.models import MODELS, register_model
 from axonlaunch.models.build import build_model, spec_for
-from axonlaunch.registry import EntryPointError, UnknownNameError
 
 
 @dataclass(frozen=True, kw_only=True)

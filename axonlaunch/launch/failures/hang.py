@@ -19,10 +19,10 @@ from pathlib import Path
 
 from axonlaunch.diagnostics import flight_recorder
 from axonlaunch.diagnostics.flight_recorder import Record
-from axonlaunch.diagnostics.frame_origin import frame_owner
 from axonlaunch.diagnostics.wait_detection import is_passed_through, waits
 from axonlaunch.launch.failures.report import FailureKind, Report
 from axonlaunch.system import files
+from axonlaunch.system.frame_origin import frame_owner
 from axonlaunch.system.process_state import state
 
 SIGNAL = signal.SIGUSR1

@@ -16,7 +16,7 @@ from axonlaunch import checkpoint
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout, num_ranks
 from axonlaunch.config.url import is_url
-from axonlaunch.events import Event, Listener, Started, StepLogged, finite
+from axonlaunch.events import Event, Listener, Started, StepLogged
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
@@ -29,6 +29,7 @@ from axonlaunch.launch.output.console import (
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.files import append_text
 from axonlaunch.system.formatting import quantity, size
+from axonlaunch.system.strict_json import finite
 
 
 class RunRecorder:

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.layout import layout, num_ranks
-from axonlaunch.diagnostics.frame_origin import frame_owner
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors
+from axonlaunch.system.frame_origin import frame_owner
 
 UNTRACEABLE = (
     fake_tensor.DataDependentOutputException,

@@ -10,8 +10,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from axonlaunch.events import Evaluated, Event, StepLogged, finite
+from axonlaunch.events import Evaluated, Event, StepLogged
 from axonlaunch.system.files import append_text, is_there, opened, replace
+from axonlaunch.system.strict_json import finite
 
 
 class JSONLLogger:
