@@ -40,7 +40,7 @@ def command(
     """Draw the pipeline schedule."""
     from axonlaunch import config as configuration
     from axonlaunch.config import ConfigError, ConfigIssue, with_values
-    from axonlaunch.config.layout import layout, num_ranks, resolved
+    from axonlaunch.config.layout import Layout, num_ranks, resolved
     from axonlaunch.config.rules import broken_world_rules
 
     config = configuration.load(
@@ -53,7 +53,7 @@ def command(
     config = resolved(config, accelerators=0)
     if problems := broken_world_rules(config, world_size=num_ranks(config)):
         raise ConfigError(problems)
-    shares = layout(config, world_size=num_ranks(config))
+    layout = Layout.of(config, world_size=num_ranks(config))
 
     if plot is not None:
         check_plot(plot)
@@ -62,10 +62,10 @@ def command(
     from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, timeline
 
     schedule = PipelineSchedule(
-        shares.schedule,
-        degree=shares.pipeline,
-        microbatches=shares.round_microbatches,
-        stages_per_rank=shares.stages_per_rank,
+        layout.schedule,
+        degree=layout.pipeline,
+        microbatches=layout.round_microbatches,
+        stages_per_rank=layout.stages_per_rank,
     )
     # By rank, not by stage, so that schedules with different numbers of stages can be compared.
     times = timeline(
@@ -89,7 +89,7 @@ def command(
                 "degree": schedule.degree,
                 "stages_per_rank": schedule.stages_per_rank,
                 "microbatches": schedule.microbatches,
-                "rounds": shares.rounds,
+                "rounds": layout.rounds,
                 "bubble_fraction": stats.bubble_fraction,
                 "span": times.span,
                 "live_activations": list(stats.live_activations),
@@ -112,7 +112,7 @@ def command(
 
     console = Console(highlight=False)
     stages = f" of {schedule.stages_per_rank} stages" if schedule.stages_per_rank > 1 else ""
-    rounds = f", {shares.rounds} rounds per step" if shares.rounds > 1 else ""
+    rounds = f", {layout.rounds} rounds per step" if layout.rounds > 1 else ""
     console.print(
         f"[bold]{schedule.name}[/bold]: {schedule.degree} ranks{stages}, "
         f"{schedule.microbatches} micro-batches{rounds}\n"

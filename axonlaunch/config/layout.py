@@ -6,6 +6,7 @@ Pure arithmetic on the typed tree; it starts nothing and refuses nothing (``rule
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT, NONE, DataParallelFacts
 from axonlaunch.config.plain import with_values
@@ -42,6 +43,28 @@ class Layout:
     micro_batch_size: int
     micro_batches: int
     round_microbatches: int
+
+    @classmethod
+    def of(cls, config: RunConfig, *, world_size: int) -> Self:
+        """Lay a run out over a world; sizes are rounded down where they don't divide."""
+        strategy = config.strategy
+        ranks = max(1, world_size // model_ranks(strategy))
+        replicate = replicas(config, world_size=world_size)
+        size, count = _micro_batches(config, share=max(1, config.train.global_batch_size // ranks))
+        in_round = strategy.pipeline.microbatches
+        return cls(
+            data_parallel=data_parallel(strategy, world_size=world_size),
+            pipeline=strategy.pipeline.degree,
+            dp_replicate=replicate,
+            dp_shard=max(1, ranks // replicate),
+            context=strategy.context.degree,
+            tensor=strategy.tensor.degree,
+            schedule=strategy.pipeline.schedule,
+            stages_per_rank=stages_per_rank(strategy),
+            micro_batch_size=size,
+            micro_batches=count,
+            round_microbatches=count if in_round == "auto" else min(in_round, count),
+        )
 
     @property
     def facts(self) -> DataParallelFacts:
@@ -131,28 +154,6 @@ class Layout:
         if self.pipeline > 1:
             parts.append(f"pipeline {self.pipeline} ({self.schedule})")
         return " x ".join(parts) or "single"
-
-
-def layout(config: RunConfig, *, world_size: int) -> Layout:
-    """Lay a run out over a world; sizes are rounded down where they don't divide."""
-    strategy = config.strategy
-    ranks = max(1, world_size // model_ranks(strategy))
-    replicate = replicas(config, world_size=world_size)
-    size, count = _micro_batches(config, share=max(1, config.train.global_batch_size // ranks))
-    in_round = strategy.pipeline.microbatches
-    return Layout(
-        data_parallel=data_parallel(strategy, world_size=world_size),
-        pipeline=strategy.pipeline.degree,
-        dp_replicate=replicate,
-        dp_shard=max(1, ranks // replicate),
-        context=strategy.context.degree,
-        tensor=strategy.tensor.degree,
-        schedule=strategy.pipeline.schedule,
-        stages_per_rank=stages_per_rank(strategy),
-        micro_batch_size=size,
-        micro_batches=count,
-        round_microbatches=count if in_round == "auto" else min(in_round, count),
-    )
 
 
 def num_ranks(config: RunConfig) -> int:

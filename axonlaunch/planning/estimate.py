@@ -16,7 +16,7 @@ from pathlib import Path
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import layout, resolved
+from axonlaunch.config.layout import Layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.planning import auto_strategy, estimate_cache
 from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched
@@ -98,7 +98,7 @@ def forecast(
         found = estimated(context, config, exact=exact)
     hardware = config.hardware
     return Forecast(
-        layout=str(layout(config, world_size=found.world_size)),
+        layout=str(Layout.of(config, world_size=found.world_size)),
         workload=workload(config),
         estimate=found,
         hardware=hardware.name if hardware else None,

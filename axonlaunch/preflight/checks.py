@@ -17,7 +17,7 @@ from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, layout, num_ranks, resolved
+from axonlaunch.config.layout import Layout, num_ranks, resolved
 from axonlaunch.config.loggers import CustomLoggerConfig
 from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
 from axonlaunch.config.plugins import import_callable, import_plugins
@@ -90,7 +90,7 @@ def find_issues(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
             then have to suffice.
     """
     ranks = num_ranks(config)
-    shares = layout(config, world_size=ranks)
+    layout = Layout.of(config, world_size=ranks)
     # Again, now that all is resolved: each rank holds what it reads of the run against them.
     problems = find_rule_violations(config)
     if here:
@@ -116,7 +116,7 @@ def find_issues(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
     unfit = [] if spec is None or model is None else optimizer_problems(config, spec, model)
     problems += unfit
     if here and model is not None and not unfit:
-        problems += _memory(config, model, shares)
+        problems += _memory(config, model, layout)
         problems += _disk(config, model)
         problems += checkpoint_problems(config, model)
     return problems
@@ -297,15 +297,15 @@ def _length(config: RunConfig) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[ConfigIssue]:
+def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[ConfigIssue]:
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
-    held = count // (shares.tensor * shares.pipeline)
+    held = count // (layout.tensor * layout.pipeline)
     states = FP32_BYTES * share_of_states(config)
     per_element = (
-        FP32_BYTES / shares.parameter_shards
-        + FP32_BYTES / shares.gradient_shards
-        + states / shares.optimizer_shards
+        FP32_BYTES / layout.parameter_shards
+        + FP32_BYTES / layout.gradient_shards
+        + states / layout.optimizer_shards
     )
     per_rank = int(held * per_element)
     memory, where = min(_rooms(config))

@@ -13,7 +13,7 @@ from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.did_you_mean import unknown
-from axonlaunch.config.layout import Layout, layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.parameter_groups import (
@@ -44,22 +44,22 @@ def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
         if config.optimizer.name not in OWN_OPTIMIZERS:
             problems += _of_others(config.optimizer, facts)
         if not problems:
-            problems += layout_problems(config, layout(config, world_size=num_ranks(config)))
+            problems += layout_problems(config, Layout.of(config, world_size=num_ranks(config)))
     except ConfigError as error:
         return error.problems
     return problems
 
 
-def layout_problems(config: RunConfig, shares: Layout) -> Iterator[ConfigIssue]:
+def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
     """Refuse layouts that divide what an optimizer needs whole, or stream what it exchanges.
 
     Raises:
         ConfigError: It is somebody else's, and can't be tried.
     """
     needs, divided = sharding_of(config.optimizer), []
-    if shares.optimizer_shards > 1:
-        divided.append(shares.data_parallel)
-    if shares.tensor > 1:
+    if layout.optimizer_shards > 1:
+        divided.append(layout.data_parallel)
+    if layout.tensor > 1:
         divided.append("tensor parallelism")
     name = config.optimizer.name
     if needs == "whole" and divided:
@@ -72,7 +72,7 @@ def layout_problems(config: RunConfig, shares: Layout) -> Iterator[ConfigIssue]:
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
     offload = config.strategy.fsdp.cpu_offload
-    if needs == "collective" and shares.facts.shards_parameters and offload != "none":
+    if needs == "collective" and layout.facts.shards_parameters and offload != "none":
         message = (
             f"optimizer={name} exchanges parts of parameters among ranks while it updates them, "
             "and offloaded ones pass through the device one by one; use none, or adamw"

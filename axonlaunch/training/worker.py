@@ -19,7 +19,7 @@ from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
@@ -48,12 +48,12 @@ def run(
     """
     monitor.beat("building", step=None)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    shares = layout(config, world_size=world.world_size)
+    layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data)
     loader = rank_loader(
         config,
         dataset,
-        shares=shares,
+        layout=layout,
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
     )
@@ -70,7 +70,7 @@ def run(
     monitor.report(
         Started(
             run_dir=config.run_dir,
-            layout=str(shares),
+            layout=str(layout),
             device=str(world.device),
             parameters=engine.num_parameters,
             samples=dataset.num_samples,
@@ -96,7 +96,7 @@ def run(
                 best=config.checkpoint.keep_best,
             ),
             every=config.checkpoint.every,
-            layout=str(shares),
+            layout=str(layout),
             background=config.checkpoint.async_save,
         )
     with loggers:
@@ -193,9 +193,9 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
     """Say what a setting can't do on this device, or in this world."""
     notes = []
     strategy = config.strategy
-    shares = layout(config, world_size=world.world_size)
-    is_hybrid = shares.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"
-    if is_hybrid and shares.dp_replicate == 1:
+    layout = Layout.of(config, world_size=world.world_size)
+    is_hybrid = layout.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"
+    if is_hybrid and layout.dp_replicate == 1:
         notes.append(
             "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
             "strategy.fsdp.replicate=2 makes two"

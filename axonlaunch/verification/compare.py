@@ -24,7 +24,7 @@ from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig, with_values
-from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schema import StrategyConfig
@@ -119,12 +119,12 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
     Raises:
         NoReferenceError: They fail, or the model draws random numbers, as no two layouts do alike.
     """
-    shares = layout(config, world_size=num_ranks(config))
+    layout = Layout.of(config, world_size=num_ranks(config))
 
     def run(world: World) -> Reference:
         engine, loader = _engine(_in_one_process(config, micro_batch_size="auto"), world)
         if spec_for(config.model).mixes_samples or _mixes_samples(engine.modules):
-            same = _in_one_process(config, micro_batch_size=shares.micro_batch_size)
+            same = _in_one_process(config, micro_batch_size=layout.micro_batch_size)
             engine, loader = _engine(same, world)
         losses, norms, gradients = [], [], []
         for step in range(steps):
@@ -292,9 +292,9 @@ def _missing(reference: Reference, found: list[Difference]) -> Iterator[Differen
 
 
 def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
-    shares = layout(config, world_size=world.world_size)
+    layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data)
-    loader = rank_loader(config, dataset, shares=shares, rank=world.rank)
+    loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
     engine = build_engine(config, world, sample=sample_inputs(dataset))
     load_initial_weights(engine, config.model, world=world)
     _drop_nothing(engine.modules)

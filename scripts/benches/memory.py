@@ -49,7 +49,7 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
     held = cuda_process.held(
         changes,
         peak_bytes=one.peak_bytes,
-        groups=blueprint.shares.axes.values(),
+        groups=blueprint.layout.axes.values(),
         capacity=capacity,
         expandable=run.expandable,
     )

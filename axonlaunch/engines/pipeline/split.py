@@ -170,13 +170,13 @@ def balanced(costs: Sequence[float], *, num_stages: int, first: float, last: flo
 
 
 def stage_blocks(
-    config: RunConfig, shares: Layout, whole: nn.Module, *, sample: Tensor
+    config: RunConfig, layout: Layout, whole: nn.Module, *, sample: Tensor
 ) -> list[int]:
     """Return the blocks of each pipeline stage: as given, or balanced.
 
     Args:
         config: The run's.
-        shares: Its layout.
+        layout: Its layout.
         whole: The model, undivided.
         sample: One sample's inputs [...]; values don't matter.
     """
@@ -184,13 +184,13 @@ def stage_blocks(
     if split != "auto":
         return split
     device = next(whole.parameters()).device
-    batch = torch.zeros((shares.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device)
+    batch = torch.zeros((layout.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device)
     return stage_counts(
         spec_for(config.model),
         whole,
-        num_stages=shares.num_stages,
+        num_stages=layout.num_stages,
         sample=batch,
-        in_flight=shares.pipeline,
+        in_flight=layout.pipeline,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch import checkpoint
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.url import is_url
 from axonlaunch.events import Event, Listener, Started, StepLogged
 from axonlaunch.launch import run_dir
@@ -209,8 +209,8 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
 
 def coordinates(config: RunConfig, rank: int) -> dict[str, int]:
     """Return a rank's place on the mesh axes that have more than one rank, the last fastest."""
-    shares = layout(config, world_size=num_ranks(config))
-    return {axis: n for axis, n in shares.coordinates(rank).items() if shares.axes[axis] > 1}
+    layout = Layout.of(config, world_size=num_ranks(config))
+    return {axis: n for axis, n in layout.coordinates(rank).items() if layout.axes[axis] > 1}
 
 
 def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[tuple[str, str]]:

@@ -143,9 +143,9 @@ def _steps(
     extrapolate_depth.watch_blocks(blocks, trace)
     batch = dry.batch()
     with dry.storing():
-        if blueprint.shares.pipeline > 1:
+        if blueprint.layout.pipeline > 1:
             dry.settle()
-        for _ in range(1 if blueprint.shares.pipeline > 1 else 2):
+        for _ in range(1 if blueprint.layout.pipeline > 1 else 2):
             dry.engine.backward(batch)
             trace.begin("update")
             with trace.during("temporary"), fake_world.assume_true():

@@ -45,7 +45,7 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
         ConfigError: The run can't be traced.
     """
     blueprint = ReducedRun.of(config)
-    where: Sequence[int] = range(blueprint.shares.pipeline)
+    where: Sequence[int] = range(blueprint.layout.pipeline)
     if ends:
         where = sorted({*where[:2], where[-1]})
     run = _Run(blueprint, [StageTrace.of(blueprint, one, exact=exact) for one in where])
@@ -72,7 +72,7 @@ def estimate_fitting(
         TimeoutError: It is ``until``.
     """
     blueprint = ReducedRun.of(config)
-    where = range(blueprint.shares.pipeline)
+    where = range(blueprint.layout.pipeline)
     places = [StageTrace.of(blueprint, one, exact=False) for one in where]
     run = _Run(blueprint, places, until=until)
     run.trace(run.first)
@@ -113,7 +113,7 @@ class _Run:
     @property
     def groups(self) -> list[int]:
         """Sizes of the groups that a rank talks to."""
-        return list(self.blueprint.shares.axes.values())
+        return list(self.blueprint.layout.axes.values())
 
     def trace(self, places: Iterable[StageTrace], *, recorded: int | None = None) -> None:
         """Trace what is not traced yet of some places, and record one beside them."""
@@ -132,7 +132,7 @@ class _Run:
         if place.kind not in self._steps:
             self._steps[place.kind] = place.short_step(self.done)
         if place.place not in self._ranks:
-            first = place.place * self.blueprint.world_size // self.blueprint.shares.pipeline
+            first = place.place * self.blueprint.world_size // self.blueprint.layout.pipeline
             estimated = _of_rank(place, first, self._steps[place.kind], self.done)
             self._ranks[place.place] = estimated
         return self._ranks[place.place]
@@ -154,7 +154,7 @@ class _Run:
             reserved, held = found.allocator, found.process
         return Estimate(
             world_size=self.blueprint.world_size,
-            mesh=self.blueprint.shares.axes,
+            mesh=self.blueprint.layout.axes,
             parameters=sum(p.numel() for p in self.blueprint.model.parameters()),
             peak_bytes=highest.peak_bytes,
             reserved_bytes=reserved,
@@ -200,7 +200,7 @@ def _of_rank(
     point, host = extrapolate_depth.peak(place.events(short_step, done))
     return RankEstimate(
         rank=rank,
-        coords=place.whole.shares.coordinates(rank),
+        coords=place.whole.layout.coordinates(rank),
         peak_bytes=on_device(point),
         host_bytes=host,
         breakdown=dict(zip(CATEGORIES, point, strict=False)),

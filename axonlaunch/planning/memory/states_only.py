@@ -32,11 +32,11 @@ def estimate_states(config: RunConfig) -> Estimate:
         ConfigError: The model is to be cut into stages, and can't be traced for that.
     """
     blueprint = ReducedRun.of(config)
-    ranks = [_of_rank(blueprint, place) for place in range(blueprint.shares.pipeline)]
+    ranks = [_of_rank(blueprint, place) for place in range(blueprint.layout.pipeline)]
     peak = max(one.peak_bytes for one in ranks)
     return Estimate(
         world_size=blueprint.world_size,
-        mesh=blueprint.shares.axes,
+        mesh=blueprint.layout.axes,
         parameters=sum(p.numel() for p in blueprint.model.parameters()),
         peak_bytes=peak,
         reserved_bytes=peak,
@@ -46,9 +46,9 @@ def estimate_states(config: RunConfig) -> Estimate:
 
 
 def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
-    config, shares = blueprint.config, blueprint.shares
+    config, layout = blueprint.config, blueprint.layout
     spec, modules = spec_for(config.model), [blueprint.built()]
-    if shares.pipeline > 1:
+    if layout.pipeline > 1:
         stages = parts(blueprint.counts)
         modules = [cut(spec, blueprint.built(), stages[n]) for n in blueprint.stages_of(place)]
     whole = sum(_bytes(module) for module in modules)
@@ -59,7 +59,7 @@ def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
     share = state_share(config.optimizer, [facts[name] for name in names if name in facts])
     held = states(
         config,
-        shares,
+        layout,
         whole=whole,
         layer=max(blocks, default=0),
         ends=whole - sum(blocks),
@@ -69,13 +69,13 @@ def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
     breakdown["parameters"] += sum(b.nbytes for module in modules for b in module.buffers())
     kept = sum(held[category] for category in ("parameters", "gradients", "optimizer"))
     host = 0.0
-    if shares.facts.shards_parameters and config.strategy.fsdp.cpu_offload != "none":
-        shard = whole / shares.tensor / shares.parameter_shards
+    if layout.facts.shards_parameters and config.strategy.fsdp.cpu_offload != "none":
+        shard = whole / layout.tensor / layout.parameter_shards
         host = (2 + share) * shard - kept
-    rank = place * blueprint.world_size // shares.pipeline
+    rank = place * blueprint.world_size // layout.pipeline
     return RankEstimate(
         rank=rank,
-        coords=shares.coordinates(rank),
+        coords=layout.coordinates(rank),
         peak_bytes=sum(breakdown.values()),
         host_bytes=round(host),
         breakdown=breakdown,

@@ -14,7 +14,7 @@ from typing import Any
 from axonlaunch.config import RunConfig
 from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.errors import divisors
-from axonlaunch.config.layout import Layout, layout, of_ranks
+from axonlaunch.config.layout import Layout, of_ranks
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.preflight.optimizer import layout_problems
@@ -53,12 +53,12 @@ class Candidate:
 
     Attributes:
         config: The whole run.
-        shares: Its layout.
+        layout: Its layout.
         settings: What it sets, by dotted key.
     """
 
     config: RunConfig
-    shares: Layout
+    layout: Layout
     settings: Mapping[str, Any]
 
     @property
@@ -123,9 +123,9 @@ def candidates(
             }
             if all(settings.get(key, value) == value for key, value in kept.items()):
                 made = with_values(config, {**settings, **of_ranks(devices)})
-                shares = layout(made, world_size=devices)
-                if not any(layout_problems(made, shares)):
-                    yield Candidate(made, shares, settings)
+                layout = Layout.of(made, world_size=devices)
+                if not any(layout_problems(made, layout)):
+                    yield Candidate(made, layout, settings)
 
 
 def _degrees(

@@ -124,8 +124,8 @@ def _likely(
     done: set[tuple[Any, ...]] = set()
     smallest: _Likely | None = None
     for candidate in listed:
-        shares = candidate.shares
-        size = formulas.process_bytes(candidate.config, shares)
+        layout = candidate.layout
+        size = formulas.process_bytes(candidate.config, layout)
         if size > memory:
             if smallest is None or size < smallest.bytes:
                 smallest = _Likely(candidate, math.inf, size)
@@ -133,9 +133,9 @@ def _likely(
         if (kept_there := (candidate.family, candidate.offload)) in done:
             continue  # what recomputes less comes first
         done.add(kept_there)
-        layers = _layers(sum(formulas.one.layers), shares.num_stages)
-        work = scaled(formulas.one, candidate.config, shares, layers=layers)
-        seconds = StepTime(candidate.config, shares, hardware).about(work)
+        layers = _layers(sum(formulas.one.layers), layout.num_stages)
+        work = scaled(formulas.one, candidate.config, layout, layers=layers)
+        seconds = StepTime(candidate.config, layout, hardware).about(work)
         known = best.get(candidate.family)
         if known is None or seconds < known.step_s:
             best[candidate.family] = _Likely(candidate, seconds, size)
@@ -222,7 +222,7 @@ def _estimated(
             Planned(
                 overrides=_overrides(config, candidate, ranks),
                 layout=_named(candidate),
-                mesh=candidate.shares.axes,
+                mesh=candidate.layout.axes,
                 peak_bytes=result.peak_bytes,
                 host_bytes=result.host_bytes,
                 process_bytes=result.process_bytes,
@@ -247,13 +247,13 @@ def _verdict(found: Estimate, config: RunConfig) -> FitVerdict:
 
 def _named(candidate: Candidate) -> str:
     """Describe a layout, with what its axes don't show."""
-    config, shares = candidate.config, candidate.shares
-    words = [str(shares)]
-    if shares.facts.shards_parameters and config.strategy.fsdp.sharding == "shard_grad_op":
+    config, layout = candidate.config, candidate.layout
+    words = [str(layout)]
+    if layout.facts.shards_parameters and config.strategy.fsdp.sharding == "shard_grad_op":
         words.append("shard_grad_op")
     if candidate.offload != "none":
         words.append(f"{candidate.offload.replace('_', ' ')} offloaded")
-    words.append(f"micro-batch {shares.micro_batch_size}")
+    words.append(f"micro-batch {layout.micro_batch_size}")
     if config.train.activation_checkpointing != "none":
         words.append(f"{config.train.activation_checkpointing} recomputation")
     return ", ".join(words)

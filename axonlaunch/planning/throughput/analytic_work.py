@@ -31,26 +31,26 @@ _RING = 160
 
 
 def scaled(
-    one: StepWork, config: RunConfig, shares: Layout, *, layers: tuple[int, ...]
+    one: StepWork, config: RunConfig, layout: Layout, *, layers: tuple[int, ...]
 ) -> StepWork:
     """Return the work of a layout.
 
     Args:
         one: Of the same model on one device, ``SAMPLES`` a step, nothing recomputed.
         config: The layout's run.
-        shares: Its layout.
+        layout: Its layout.
         layers: Of each of its stages.
     """
-    return _Scaled(one, config, shares).work(layers)
+    return _Scaled(one, config, layout).work(layers)
 
 
 class _Scaled:
-    def __init__(self, one: StepWork, config: RunConfig, shares: Layout) -> None:
+    def __init__(self, one: StepWork, config: RunConfig, layout: Layout) -> None:
         self._one = one
         self._config = config
-        self._shares = shares
+        self._layout = layout
         self._length = one.sample_length
-        self._samples = shares.micro_batch_size / shares.context
+        self._samples = layout.micro_batch_size / layout.context
         self._type = FP32 if config.train.precision == "fp32" else HALF
         hidden = getattr(config.model, "hidden_size", 0)
         self._stream = self._samples * self._length * hidden * self._type
@@ -58,7 +58,7 @@ class _Scaled:
     def work(self, layers: tuple[int, ...]) -> StepWork:
         """Return the whole step's work."""
         stage = self._one.first
-        alone = self._shares.num_stages == 1
+        alone = self._layout.num_stages == 1
         layer = self._micro(stage.micro_layer, self._in_layer(stage.step_layer.gradient_bytes))
         step_layer = self._step(stage.step_layer)
         first, last = (
@@ -97,7 +97,7 @@ class _Scaled:
 
     def _operation(self, key: Operation, amount: Amount, phase: Phase) -> tuple[Operation, Amount]:
         """Return an operation of the layout in the place of one on one device."""
-        tensor = self._shares.tensor
+        tensor = self._layout.tensor
         mode = self._config.train.activation_checkpointing
         again = 0.5 if phase == "recomputation" and mode == "selective" else 1.0
         samples = self._samples / SAMPLES
@@ -128,41 +128,41 @@ class _Scaled:
 
     def _step(self, share: Share, *, part: float = 1.0) -> Share:
         """Return what is done once a step: the update, and what replicas agree on."""
-        shares = self._shares
-        facts = shares.facts
-        over = shares.tensor * shares.optimizer_shards
+        layout = self._layout
+        facts = layout.facts
+        over = layout.tensor * layout.optimizer_shards
         found: Work = {
             key: Amount(amount.count, *_times(amount, part / over))
             for key, amount in share.work.items()
             if key.phase == "update"
         }
-        held = part * share.gradient_bytes / shares.tensor
+        held = part * share.gradient_bytes / layout.tensor
         if facts.gathers_updates:
             _put(found, CollectiveOp("update", "all_gather", ("dp_replicate",)), Amount(1, held))
-        if facts.averages == "parameters" and shares.gradient_ranks > 1:
+        if facts.averages == "parameters" and layout.gradient_ranks > 1:
             period = facts.period(self._config.strategy.options) if facts.period else 1
             _put(
                 found,
                 CollectiveOp("update", "all_reduce", self._axes),
                 Amount(1, held) * (1 / period),
             )
-        elif facts.shards_parameters and shares.dp_replicate > 1:
+        elif facts.shards_parameters and layout.dp_replicate > 1:
             summed = CollectiveOp("backward", "all_reduce", ("dp_replicate",))
-            _put(found, summed, Amount(1, held / shares.dp_shard))
-        elif facts.sums_gradients and shares.gradient_ranks > 1:
+            _put(found, summed, Amount(1, held / layout.dp_shard))
+        elif facts.sums_gradients and layout.gradient_ranks > 1:
             _put(found, CollectiveOp("backward", "all_reduce", self._axes), Amount(1, held))
         return Share(found, held)
 
     @property
     def _axes(self) -> tuple[str, ...]:
         names = ("dp_replicate", "dp_shard", "cp")
-        return tuple(name for name in names if self._shares.axes[name] > 1)
+        return tuple(name for name in names if self._layout.axes[name] > 1)
 
     def _in_layer(self, gradient_bytes: float) -> Work:
         """Return what a layer sends for each micro-batch."""
-        shares, found = self._shares, Work()
+        layout, found = self._layout, Work()
         recomputed = self._config.train.activation_checkpointing == "full"
-        if shares.tensor > 1:
+        if layout.tensor > 1:
             divided = self._config.strategy.tensor.sequence_parallel
             kinds = ("all_gather", "reduce_scatter") if divided else ("all_reduce",)
             phases: list[Phase] = ["forward", "backward"]
@@ -170,9 +170,9 @@ class _Scaled:
                 for kind in kinds:
                     key = CollectiveOp(phase, kind, ("tp",))  # type: ignore[arg-type]
                     _put(found, key, Amount(2, 2 * self._stream))
-        if shares.facts.shards_parameters:
-            axes = tuple(name for name in ("dp_shard", "cp") if shares.axes[name] > 1)
-            whole = gradient_bytes / shares.tensor
+        if layout.facts.shards_parameters:
+            axes = tuple(name for name in ("dp_shard", "cp") if layout.axes[name] > 1)
+            whole = gradient_bytes / layout.tensor
             gathered = whole * self._type / FP32
             if axes:
                 _put(found, CollectiveOp("forward", "all_gather", axes), Amount(1, gathered))
@@ -180,20 +180,20 @@ class _Scaled:
                     _put(found, CollectiveOp("backward", "all_gather", axes), Amount(1, gathered))
                 reduced = whole if self._config.strategy.reduce_dtype == "fp32" else whole / 2
                 _put(found, CollectiveOp("backward", "reduce_scatter", axes), Amount(1, reduced))
-        if shares.context > 1:
+        if layout.context > 1:
             _put(found, CollectiveOp("forward", "all_gather", ("cp",)), Amount(1, 2 * self._stream))
             _put(
                 found, CollectiveOp("backward", "all_gather", ("cp",)), Amount(2, 4 * self._stream)
             )
-            merged = _RING * shares.context * self._stream / shares.tensor
+            merged = _RING * layout.context * self._stream / layout.tensor
             _put(found, Kernel("forward", "ring"), Amount(1, merged))
         return found
 
     def _sent(self) -> Work:
-        if self._shares.pipeline == 1:
+        if self._layout.pipeline == 1:
             return {}
         divided = self._config.strategy.tensor.sequence_parallel
-        size = self._stream / (self._shares.tensor if divided else 1)
+        size = self._stream / (self._layout.tensor if divided else 1)
         return {Send("forward", "pp"): Amount(1, size)}
 
 

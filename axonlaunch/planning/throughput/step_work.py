@@ -15,7 +15,7 @@ from torch import nn
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.layout import layout, num_ranks, of_ranks
+from axonlaunch.config.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.optimizer.step import local_part
 from axonlaunch.models import fake_tensor_cache
@@ -109,30 +109,30 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     Raises:
         ConfigError: The run can't be traced.
     """
-    shares = layout(config, world_size=world_size)
+    layout = Layout.of(config, world_size=world_size)
     depth = getattr(config.model, _DEPTH, None)
-    if depth is None and shares.pipeline > 1:
+    if depth is None and layout.pipeline > 1:
         message = f"its depth can't be varied for it has no {_DEPTH}; use 1"
-        raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, shares.pipeline)])
-    counts = (2, 3) if shares.pipeline > 1 else (1, 2)[: min(2, shares.micro_batches)]
+        raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, layout.pipeline)])
+    counts = (2, 3) if layout.pipeline > 1 else (1, 2)[: min(2, layout.micro_batches)]
     depths = _LAYERS if depth is not None else (0,)
-    stages = min(2, shares.stages_per_rank)
-    ranks = (0, 1) if shares.pipeline > 1 else (0,)
+    stages = min(2, layout.stages_per_rank)
+    ranks = (0, 1) if layout.pipeline > 1 else (0,)
     runs = {
         (d, m): reduced_config(config, world_size=world_size, layers=d, micro_batches=m)
         for d in depths
         for m in counts
     }
     # A process for each rank, or each depth: what a first trace learns makes the next ones quick.
-    parts = [list(runs)] if shares.pipeline > 1 else [[(d, m) for m in counts] for d in depths]
+    parts = [list(runs)] if layout.pipeline > 1 else [[(d, m) for m in counts] for d in depths]
     jobs = [(rank, keys) for rank in ranks for keys in parts]
     functions: list[Any] = [
         partial(_trace, [runs[key] for key in keys], stage=rank) for rank, keys in jobs
     ]
-    if shares.pipeline > 1:
+    if layout.pipeline > 1:
         functions.append(partial(_split, config))
     results = forked_map.map_forked(functions, memory=fake_tensor_cache.recipes)
-    layers = tuple(results[-1]) if shares.pipeline > 1 else (depth or 0,)
+    layers = tuple(results[-1]) if layout.pipeline > 1 else (depth or 0,)
     traced = {
         (rank, *key): one
         for (rank, keys), ones in zip(jobs, results, strict=False)
@@ -162,24 +162,24 @@ def reduced_config(
         layers: Of each stage; 0: as many as there are.
         micro_batches: Of a rank's step.
     """
-    shares = layout(config, world_size=world_size)
+    layout = Layout.of(config, world_size=world_size)
     settings: dict[str, Any] = {
-        "train.micro_batch_size": shares.micro_batch_size,
-        "train.global_batch_size": shares.micro_batch_size * micro_batches * shares.data_ranks,
+        "train.micro_batch_size": layout.micro_batch_size,
+        "train.global_batch_size": layout.micro_batch_size * micro_batches * layout.data_ranks,
         "train.compile": False,
     }
     stages = 1
-    if shares.pipeline > 1:
-        per_rank = min(2, shares.stages_per_rank)
+    if layout.pipeline > 1:
+        per_rank = min(2, layout.stages_per_rank)
         stages = 2 * per_rank
         settings |= {
             "strategy.pipeline.degree": 2,
-            "strategy.pipeline.schedule": _like(shares.schedule, stages_per_rank=per_rank),
+            "strategy.pipeline.schedule": _like(layout.schedule, stages_per_rank=per_rank),
             "strategy.pipeline.stages_per_rank": per_rank,
             "strategy.pipeline.split": [layers] * stages,
             "strategy.pipeline.microbatches": "auto",
         }
-        world_size = 2 * world_size // shares.pipeline
+        world_size = 2 * world_size // layout.pipeline
     if layers:
         settings[f"model.{_DEPTH}"] = layers * stages
     return with_values(config, {**settings, **of_ranks(world_size)})
@@ -242,7 +242,7 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
     # What fusing saves is the roofline's: how a compiler cuts a graph into kernels is not traced.
     blueprint = ReducedRun.of(with_values(config, {"train.compile": False}))
     dry = FakeRank(blueprint, world)
-    trace = OperationTrace(blueprint.shares.axes)
+    trace = OperationTrace(blueprint.layout.axes)
     batch = dry.batch()
     with dry.storing():
         dry.settle()

@@ -47,7 +47,7 @@ class FakeRank:
         self._trace = trace
         self._blueprint = blueprint
         self._stages = blueprint.stages_of(
-            world.rank * blueprint.shares.pipeline // blueprint.world_size
+            world.rank * blueprint.layout.pipeline // blueprint.world_size
         )
         self.received: Counter[Category] = Counter()
         self._mode = fake_tensor_cache.tensors_without_bytes()
@@ -81,8 +81,8 @@ class FakeRank:
         Args:
             micro_batches: How many; None: all of a step.
         """
-        shares, sample = self._blueprint.shares, self._blueprint.sample
-        samples = shares.micro_batch_size * (micro_batches or shares.micro_batches)
+        layout, sample = self._blueprint.layout, self._blueprint.sample
+        samples = layout.micro_batch_size * (micro_batches or layout.micro_batches)
         with self._mode:
             inputs = torch.empty((samples, *sample.shape), dtype=sample.dtype)
             shape = inputs.shape if self._blueprint.is_text else inputs.shape[:1]
@@ -94,7 +94,7 @@ class FakeRank:
         Without a pipeline it is a step of one micro-batch. A pipeline's least step is long, so that
         there gradients come from nowhere.
         """
-        if self._blueprint.shares.pipeline == 1:
+        if self._blueprint.layout.pipeline == 1:
             self.engine.backward(self.batch(1))
         for _, parameter in self.engine.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
@@ -113,12 +113,12 @@ class FakeRank:
             materialize(module, device=device)
 
     def _boundaries(self, divide: Divide, stages: Any) -> dict[int, tuple[Tensor, Tensor]]:
-        spec, shares = spec_for(self._blueprint.config.model), self._blueprint.shares
+        spec, layout = spec_for(self._blueprint.config.model), self._blueprint.layout
         model = self._blueprint.built(1 if self._blueprint.repeats else None)
         divide(model)
-        shape = [shares.micro_batch_size, *self._blueprint.sample.shape]
-        if shares.context > 1:
-            shape[1] //= shares.context
+        shape = [layout.micro_batch_size, *self._blueprint.sample.shape]
+        if layout.context > 1:
+            shape[1] //= layout.context
         parts: list[Part] = list(stages)
         with self._mode:
             materialize(model, device="cpu")

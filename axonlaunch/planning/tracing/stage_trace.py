@@ -84,7 +84,7 @@ class StageTrace:
     @property
     def short_rank(self) -> int:
         """The first rank of the place in the short run."""
-        return self.like * self.short.world_size // self.short.shares.pipeline
+        return self.like * self.short.world_size // self.short.layout.pipeline
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ class StageTrace:
     ) -> list[TraceEvent]:
         """Return the place's step."""
         trace = done[next(iter(self._keys()))]
-        short, whole = self.short.shares, self.whole.shares
+        short, whole = self.short.layout, self.whole.layout
         micro_batches = whole.micro_batches - short.micro_batches
         in_a_round = whole.round_microbatches - short.round_microbatches
         more = dict.fromkeys(CATEGORIES, 0)
@@ -139,7 +139,7 @@ class StageTrace:
 
     def left_by_forward(self, short_step: list[TraceEvent]) -> list[int]:
         """Return what a micro-batch leaves for its backward on each of the rank's stages."""
-        if self.whole.shares.pipeline == 1:
+        if self.whole.layout.pipeline == 1:
             return []
         return [*extrapolate_schedule.left_by_forward(short_step).values()]
 
@@ -168,9 +168,9 @@ def traced(blueprint: ReducedRun, rank: int) -> Traced:
         with dry.storing():
             dry.settle()
             measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
-    shares = blueprint.shares
-    fed = (batch.inputs.nbytes + batch.targets.nbytes) // (shares.micro_batches * shares.context)
-    if shares.pipeline == 1:
+    layout = blueprint.layout
+    fed = (batch.inputs.nbytes + batch.targets.nbytes) // (layout.micro_batches * layout.context)
+    if layout.pipeline == 1:
         fed += torch.float32.itemsize
     return Traced(trace.events, fed, dry.received, dry.engine.memory_stats())
 
