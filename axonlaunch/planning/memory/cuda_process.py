@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
-from axonlaunch.planning.memory.extend_trace import FEWEST, stretched
+from axonlaunch.planning.memory.extend_trace import FEWEST, extended
 from axonlaunch.planning.tracing import extrapolate_depth, fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -73,7 +73,7 @@ def held(
     Args:
         changes: What the rank asks of its allocator.
         peak_bytes: What its tensors hold at most. What is missing of that in ``changes``, as of
-            buckets that a stretched recording can't place, is held besides.
+            buckets that an extended recording can't place, is held besides.
         groups: Sizes of the groups that the rank talks to.
         capacity: Bytes of the device; None: without end.
         expandable: Whether the allocator's segments grow.
@@ -105,7 +105,7 @@ def record(
 ) -> list[Change]:
     """Return what a rank asks of its allocator, in a process of its own.
 
-    Where blocks are equal a shallow model is run and stretched.
+    Where blocks are equal a shallow model is run and its recording extended.
 
     Args:
         blueprint: The run's.
@@ -118,7 +118,7 @@ def record(
         recording, counts = _run(blueprint.without(spare, stages), rank, on_host)
         # A schedule that splits backwards goes through blocks in an order that can't be continued.
         with suppress(ValueError):
-            return stretched(recording, blocks=spare, counts=counts)
+            return extended(recording, blocks=spare, counts=counts)
     return _run(blueprint, rank, on_host)[0].changes
 
 

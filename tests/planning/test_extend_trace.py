@@ -1,4 +1,4 @@
-"""A shallow model's recording, stretched, is the deeper model's own."""
+"""A shallow model's recording, extended, is the deeper model's own."""
 
 import pytest
 from configured import estimate_config
@@ -6,7 +6,7 @@ from configured import estimate_config
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory.allocation_trace import Recording
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
-from axonlaunch.planning.memory.extend_trace import stretched
+from axonlaunch.planning.memory.extend_trace import extended
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.system import forked_map
 
@@ -62,7 +62,7 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
         for name in ("fsdp", "tensor", "interleaved")
     ],
 )
-def test_a_stretched_recording_is_the_deep_models(layout: str) -> None:
+def test_an_extended_recording_is_the_deep_models(layout: str) -> None:
     short, long = forked_map.map_forked(
         [lambda: asked(layout, whole=False), lambda: asked(layout, whole=True)], at_once=1
     )
@@ -79,4 +79,4 @@ def test_an_order_of_blocks_that_can_not_be_continued_is_refused() -> None:
     changes = [Change(0, 8), Change(1, 8), Change(1, 0), Change(0, 0)]
     visits = [(0, (0, 3)), (1, (0, 5)), (2, (0, 1)), (3, (0, 4))]
     with pytest.raises(ValueError, match="no turn"):
-        stretched(Recording(changes, [*visits], {}), blocks=2, counts={0: 7})
+        extended(Recording(changes, [*visits], {}), blocks=2, counts={0: 7})
