@@ -205,7 +205,7 @@ def test_a_logger_that_fails_is_reported_once_and_ends_nothing(
         (
             "{target: no_such_logger:A}",
             "loggers[0].target=no_such_logger:A: No module named 'no_such_logger'; write "
-            "package.module:Class, importable from where you start",
+            "package.module:name, importable from where you start",
         ),
         (
             "{target: faulty_logger:Faulty, arguments: {were: log}}",

@@ -49,10 +49,10 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
     """What rank 0 of a model of 8 blocks a stage asks of its allocator."""
     layers = 32 if layout == "interleaved" else 8
     overrides = [*MODEL, *LAYOUTS[layout], f"model.num_hidden_layers={layers}"]
-    blueprint = ReducedRun.of(estimate_config(overrides))
+    reduced = ReducedRun.of(estimate_config(overrides))
     if whole:
-        return cuda_process._run(blueprint, 0, ())[0].changes
-    return cuda_process.record(blueprint, rank=0, stages=blueprint.stages_of(0))
+        return cuda_process._run(reduced, 0, ())[0].changes
+    return cuda_process.record(reduced, rank=0, stages=reduced.stages_of(0))
 
 
 @pytest.mark.parametrize(
