@@ -35,7 +35,7 @@ from axonlaunch.engines.forward_backward import (
     Loss,
     PipelineForwardBackward,
 )
-from axonlaunch.engines.mesh_engine import MeshEngine
+from axonlaunch.engines.mesh_engine import MeshEngine, StepRule
 from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
 from axonlaunch.engines.optimizer.optimizers import learning_rate
 from axonlaunch.engines.optimizer.step import Update
@@ -186,10 +186,12 @@ def build_engine(
         mesh=mesh,
         layout=layout,
         loss_scale=LossScale() if train.precision == "fp16" else None,
-        grad_clip=train.grad_clip,
-        seed=config.seed,
-        rate=partial(learning_rate, config.scheduler, steps=train.steps),
-        peak_rate=config.optimizer.lr,
+        rule=StepRule(
+            seed=config.seed,
+            grad_clip=train.grad_clip,
+            rate=partial(learning_rate, config.scheduler, steps=train.steps),
+            peak_rate=config.optimizer.lr,
+        ),
     )
 
 

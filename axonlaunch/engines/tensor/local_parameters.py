@@ -86,8 +86,8 @@ class TensorAxis:
             for key, parameter in list(owner._parameters.items()):
                 if parameter is None:
                     continue
-                found = cuts.get(key)
-                cut = Cut(found) if isinstance(found, int) else found
+                dim_or_cut = cuts.get(key)
+                cut = Cut(dim_or_cut) if isinstance(dim_or_cut, int) else dim_or_cut
                 if parameter not in made:
                     made[parameter] = cut, self._placed(parameter, cut)
                 its_cut, placed = made[parameter]
@@ -114,7 +114,8 @@ class TensorAxis:
         """Return this rank's part of a tensor, contiguous."""
         pieces = whole.chunk(cut.pieces, cut.dim)
         length = pieces[0].shape[cut.dim] // self.group.size
-        parts = [one.narrow(cut.dim, self.group.rank * length, length) for one in pieces]
+        start = self.group.rank * length
+        parts = [piece.narrow(cut.dim, start, length) for piece in pieces]
         if len(parts) == 1:
             return parts[0].clone(memory_format=torch.contiguous_format)
         return torch.cat(parts, cut.dim)
@@ -161,6 +162,10 @@ _to_local: Any = _LocalPart.apply
 class ReadsLocally(nn.Module):
     """Comes before a module's own class and gives its forward plain parameters.
 
+    An example, of 2 ranks that divide ``nn.Linear(8, 6)`` by its outputs: outside of a forward
+    ``layer.weight`` is a DTensor of shape [6, 8]; in ``Linear.forward`` the same expression gives a
+    plain tensor [3, 8], this rank's rows, whose gradient arrives in the DTensor's ``grad``.
+
     What looks from outside, and whatever goes through ``named_parameters`` or ``state_dict``,
     meets the DTensors. While FSDP holds a parameter sharded it lies on another mesh, and stays
     what it is: nothing can compute with that.
@@ -191,7 +196,12 @@ class ReadsLocally(nn.Module):
 def convert_module(module: nn.Module, kind: type[ModuleT], *, beneath: bool = False) -> ModuleT:
     """Turn a module into another kind in place: it keeps its name, parameters and attributes.
 
-    A module of a subclass stays one of it too.
+    A module of a subclass stays one of it too. Its class is swapped, rather than the module, for
+    others may refer to it. Two examples, with the bases of the class that a module gets:
+
+        a subclass of nn.Linear           (ColumnParallelLinear, Subclass)
+        an embedding whose forward is     (Subclass, VocabParallelEmbedding), ``beneath``:
+        ``super().forward(x) * scale``    now ``super()`` is the vocabulary-parallel one
 
     Args:
         module: To be changed.

@@ -67,7 +67,7 @@ class RunRecorder:
 
 
 class LogTail:
-    """Prints what is added to a log: the main rank's words reach the console."""
+    """Prints what is added to a log: the main rank's output reaches the console."""
 
     def __init__(self, log: Path, console: RunConsole) -> None:
         self._log = log
@@ -105,8 +105,22 @@ def finish_run(
 ) -> tuple[int, dict[str, Any]]:
     """Write ``summary.json``, print the run's figures, and return the exit status.
 
-    With a context of the fork server, what a run that ran out of memory needs is estimated.
-    ``again`` is what is to be added to the command to resume; None: the run's name.
+    In the order of what may go wrong, so that the most important is done first: the failure
+    summary, the deletion of an interrupted save, ``summary.json`` without an estimate, then the
+    estimate, which takes seconds and may be skipped by Ctrl-C, and ``summary.json`` with it.
+
+        every rank done                 status done           exit status 0
+        Ctrl-C, or killed by it         status interrupted    130, and how to resume
+        a rank crashed                  status failed         1, and the failure summary
+        done, but the disk is full      status done           1
+
+    Args:
+        config: The run's.
+        outcome: How its ranks ended.
+        record: What was reported while they ran.
+        console: Where the figures are shown.
+        context: Of the fork server: what a run that ran out of memory needs is then estimated.
+        again: What is to be added to the command to resume; None: the run's name.
     """
     finished = outcome.finished
     last = finished or record.last  # a run that failed is reported by its last logged step
@@ -139,8 +153,8 @@ def finish_run(
     if finished is not None or outcome.killed:
         rows = _rows(config, summary, counted=record.counted)
         if interrupted:
-            words = f" with name={config.name}" if again is None else again
-            rows.append(("to resume", _how_to_resume(config, words)))
+            change = f" with name={config.name}" if again is None else again
+            rows.append(("to resume", _how_to_resume(config, change)))
         console.summary(rows)
     if interrupted:
         return 130, summary
@@ -235,13 +249,13 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
     return rows
 
 
-def _how_to_resume(config: RunConfig, words: str) -> str:
+def _how_to_resume(config: RunConfig, change: str) -> str:
     if is_url(config.checkpoint.path or ""):
-        return f"the same command{words}"
+        return f"the same command{change}"
     try:
         last = run_dir.last_saved(config)
     except OSError as error:
-        return f"the same command{words}; its checkpoints can't be read now: {error}"
+        return f"the same command{change}; its checkpoints can't be read now: {error}"
     if last is None:
         return "no checkpoint was saved; the same command starts from step 0"
-    return f"the same command{words}, from step {last.step}"
+    return f"the same command{change}, from step {last.step}"
