@@ -90,15 +90,15 @@ class ReducedRun:
         split = self.config.strategy.pipeline.split
         return [self.num_blocks] if self.layout.pipeline == 1 or split == "auto" else split
 
-    def built(self, num_blocks: int | None = None) -> nn.Module:
+    def build(self, num_blocks: int | None = None) -> nn.Module:
         """Return a model of as many of the first blocks, or ``num_blocks``, on the meta device."""
         spec, fewer = spec_for(self.config.model), {}
         count = num_blocks or self.num_blocks
         if count < len(spec.blocks(self.model)):
             assert spec.layers is not None
-            held = self.model.get_submodule(spec.layers)
-            assert isinstance(held, nn.ModuleList)
-            fewer[id(held)] = copy.deepcopy(held[:count])  # the others cost time
+            layers = self.model.get_submodule(spec.layers)
+            assert isinstance(layers, nn.ModuleList)
+            fewer[id(layers)] = copy.deepcopy(layers[:count])  # the others cost time
         return copy.deepcopy(self.model, fewer)
 
     @property
@@ -127,11 +127,18 @@ class ReducedRun:
             [count - blocks if stage in stages else 1 for stage, count in enumerate(self.counts)]
         )
 
-    def shorter(self, place: int) -> tuple[Self, int]:
+    def reduce(self, place: int) -> tuple[Self, int]:
         """Return the run with the shortest step that shows what a rank of this one does, and where.
 
         The rank does fewer micro-batches and, if blocks repeat, holds its stages in a shorter
-        pipeline.
+        pipeline. An example: a pipeline of 8 ranks under 1f1b, 32 micro-batches, 2 blocks a stage.
+        It is reduced to 4 ranks and 6 micro-batches, where these ranks stand for those of 8:
+
+            rank of 8    0    1 2 3 4 5    6    7
+            rank of 4    0    1            2    3
+
+        The rank in question holds its 2 blocks there, all others one. Ranks near the end differ,
+        for how many forwards go ahead of the first backward is counted from the last rank.
 
         Args:
             place: The rank's, on the pp axis.
@@ -141,26 +148,26 @@ class ReducedRun:
         """
         layout = self.layout
         if layout.pipeline == 1:
-            few = min(_FEW, layout.micro_batches)
-            return self._with(degree=1, microbatches=few, rounds=1), 0
+            microbatches = min(_FEW, layout.micro_batches)
+            return self._with(degree=1, microbatches=microbatches, rounds=1), 0
         if not self.repeats:
             return self, place
         degree = min(_SHORT, layout.pipeline)
         fits = SCHEDULES[layout.schedule].fits
         # The first rank's forwards may all go ahead of its backwards, or all but one.
         rest = 2 if place else min(2, layout.round_microbatches - layout.pipeline)
-        few = next(
+        microbatches = next(
             n
             for n in itertools.count(degree + rest if rest < 2 else _SETTLED)
             if fits(n, degree=degree, stages_per_rank=layout.stages_per_rank)
         )
-        few = min(few, layout.round_microbatches)
-        short = self._with(degree=degree, microbatches=few, rounds=min(2, layout.rounds))
-        like = min(place, max(1, degree - layout.pipeline + place))
+        microbatches = min(microbatches, layout.round_microbatches)
+        short = self._with(degree=degree, microbatches=microbatches, rounds=min(2, layout.rounds))
+        short_place = min(place, max(1, degree - layout.pipeline + place))
         counts = [1] * short.layout.num_stages
-        for stage, other in zip(self.stages_of(place), short.stages_of(like), strict=True):
+        for stage, other in zip(self.stages_of(place), short.stages_of(short_place), strict=True):
             counts[other] = self.counts[stage]
-        return short._of_blocks(counts), like
+        return short._of_blocks(counts), short_place
 
     def _with(self, *, degree: int, microbatches: int, rounds: int) -> Self:
         """Return the same over a shorter pipeline, in a world to fit, with fewer micro-batches."""
@@ -196,11 +203,11 @@ def _are_divided_alike(
     if tensor.degree == 1 or not tensor.plan:
         return True
     styles: dict[str, set[Any]] = {name: set() for name in blocks}
-    for one in styled(model, tensor.plan):
+    for module in styled(model, tensor.plan):
         for block in blocks:
-            if one.name == block or one.name.startswith(f"{block}."):
-                inside = one.name.removeprefix(block)
-                styles[block].add((inside, one.style, one.in_region, one.in_sequence))
+            if module.name == block or module.name.startswith(f"{block}."):
+                inside = module.name.removeprefix(block)
+                styles[block].add((inside, module.style, module.in_region, module.in_sequence))
     first, *others = styles.values()
     return all(other == first for other in others)
 
@@ -210,13 +217,13 @@ def _are_updated_alike(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
     if not getattr(config.optimizer, "groups", None):
         return True
     blocks = spec.blocks(model)
-    kept: dict[str, set[str]] = {name: set() for name in blocks}
-    for name, one in parameter_facts(spec, model).items():
+    states_in: dict[str, set[str]] = {name: set() for name in blocks}
+    for name, parameter in parameter_facts(spec, model).items():
         for block in blocks:
             if name.startswith(f"{block}."):
-                states = states_of(with_options(config.optimizer, one), one.shape)
-                kept[block].add(f"{name.removeprefix(block)}: {sorted(states)}")
-    first, *others = kept.values()
+                states = states_of(with_options(config.optimizer, parameter), parameter.shape)
+                states_in[block].add(f"{name.removeprefix(block)}: {sorted(states)}")
+    first, *others = states_in.values()
     return all(other == first for other in others)
 
 

@@ -64,27 +64,27 @@ class StageTrace:
         whole: The run.
         place: Its place there.
         short: A run of fewer micro-batches in a shorter pipeline.
-        like: Its place there.
+        short_place: Of a rank like its own, there.
         spare: Blocks of each of its stages that need not be traced.
     """
 
     whole: ReducedRun
     place: int
     short: ReducedRun
-    like: int
+    short_place: int
     spare: int
 
     @classmethod
-    def of(cls, blueprint: ReducedRun, place: int, *, exact: bool) -> Self:
+    def of(cls, reduced: ReducedRun, place: int, *, exact: bool) -> Self:
         """Choose the runs that represent a place; with ``exact`` it is the whole run."""
-        short, like = (blueprint, place) if exact else blueprint.shorter(place)
-        spare = 0 if exact else short.spare_blocks(short.stages_of(like))
-        return cls(blueprint, place, short, like, spare if spare > 1 else 0)
+        short, short_place = (reduced, place) if exact else reduced.reduce(place)
+        spare = 0 if exact else short.spare_blocks(short.stages_of(short_place))
+        return cls(reduced, place, short, short_place, spare if spare > 1 else 0)
 
     @property
     def short_rank(self) -> int:
         """The first rank of the place in the short run."""
-        return self.like * self.short.world_size // self.short.layout.pipeline
+        return self.short_place * self.short.world_size // self.short.layout.pipeline
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -125,17 +125,14 @@ class StageTrace:
 
     def sharded(self, done: Mapping[TraceKey, Traced]) -> dict[str, int] | None:
         """Return bytes of the rank's sharded parameters, by name; None where there are none."""
-        few, *more = (_of_parameters(done[key].sharded) for key in self._keys())
-        if not more or not few:
-            return few or None
+        shallow, *deeper = (_of_parameters(done[key].sharded) for key in self._keys())
+        if not deeper or not shallow:
+            return shallow or None
         # They grow by as much with every block, as a moment of a step does.
-        return dict(
-            zip(
-                few,
-                extrapolate_depth.linear_extrapolate(few.values(), more[0].values(), self.spare),
-                strict=True,
-            )
+        grown = extrapolate_depth.linear_extrapolate(
+            shallow.values(), deeper[0].values(), self.spare
         )
+        return dict(zip(shallow, grown, strict=True))
 
     def left_by_forward(self, short_step: list[TraceEvent]) -> list[int]:
         """Return what a micro-batch leaves for its backward on each of the rank's stages."""
@@ -144,31 +141,35 @@ class StageTrace:
         return [*extrapolate_schedule.left_by_forward(short_step).values()]
 
     def _keys(self) -> dict[TraceKey, int]:
+        """Return the traces by how many blocks are left out of each stage of the rank.
+
+        Of a rank with 10 blocks, 6 of them spare: one trace of 4 blocks and one of 5.
+        """
         depths = (self.spare, self.spare - 1) if self.spare else (0,)
-        return {(self.like, tuple(self._without(fewer).counts)): fewer for fewer in depths}
+        return {(self.short_place, tuple(self._without(fewer).counts)): fewer for fewer in depths}
 
     def _without(self, blocks: int) -> ReducedRun:
         if not blocks:
             return self.short
-        return self.short.without(blocks, self.short.stages_of(self.like))
+        return self.short.without(blocks, self.short.stages_of(self.short_place))
 
 
-def traced(blueprint: ReducedRun, rank: int) -> Traced:
+def traced(reduced: ReducedRun, rank: int) -> Traced:
     """Trace one rank's step; this process must be forked for it.
 
     Raises:
         ConfigError: It can't be traced.
     """
-    trace = StorageTrace(on_host=host_categories(blueprint.config))
+    trace = StorageTrace(on_host=host_categories(reduced.config))
     extrapolate_schedule.watch_actions(trace)
-    world = fake_world.join_fake_world(rank=rank, world_size=blueprint.world_size)
-    with refusing_untraceable(blueprint.config):
-        dry = FakeRank(blueprint, world, trace=trace)
-        batch, spec = dry.batch(), spec_for(blueprint.config.model)
+    world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
+    with refusing_untraceable(reduced.config):
+        dry = FakeRank(reduced, world, trace=trace)
+        batch, spec = dry.batch(), spec_for(reduced.config.model)
         with dry.storing():
             dry.settle()
             measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
-    layout = blueprint.layout
+    layout = reduced.layout
     fed = (batch.inputs.nbytes + batch.targets.nbytes) // (layout.micro_batches * layout.context)
     if layout.pipeline == 1:
         fed += torch.float32.itemsize
