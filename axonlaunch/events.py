@@ -128,7 +128,7 @@ class Finished:
 
 def merge_finished(finished: Sequence[Finished]) -> Finished:
     """Return what the main rank, the first, reports, with the peak of the highest."""
-    peaks = [one.peak_memory_bytes for one in finished if one.peak_memory_bytes is not None]
+    peaks = [rank.peak_memory_bytes for rank in finished if rank.peak_memory_bytes is not None]
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
 
 

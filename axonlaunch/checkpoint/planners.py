@@ -42,15 +42,15 @@ class WritesBoxes(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank writes."""
         plan, packed = super().create_local_plan(), _packed(self.state_dict)
-        items = [one for one in plan.items if one.index.fqn not in packed]
-        items += [one for key, tensor in packed.items() for one in _writes(key, tensor)]
+        items = [item for item in plan.items if item.index.fqn not in packed]
+        items += [item for key, tensor in packed.items() for item in _writes(key, tensor)]
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return what an item of the plan writes."""
-        found = _box_of(self.state_dict.get(index.fqn), index)
-        return super().lookup_object(index) if found is None else found
+        box = _box_of(self.state_dict.get(index.fqn), index)
+        return super().lookup_object(index) if box is None else box
 
 
 class ReadsBoxes(DefaultLoadPlanner):
@@ -60,7 +60,7 @@ class ReadsBoxes(DefaultLoadPlanner):
         """Plan what this rank reads."""
         assert self.metadata is not None
         plan, packed = super().create_local_plan(), _packed(self.state_dict)
-        items = [one for one in plan.items if one.dest_index.fqn not in packed]
+        items = [item for item in plan.items if item.dest_index.fqn not in packed]
         for key, tensor in packed.items():
             saved: Any = self.metadata.state_dict_metadata[key]
             chunks = [_chunk(box) for box in local_boxes(tensor)]
@@ -69,8 +69,8 @@ class ReadsBoxes(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return what an item of the plan fills."""
-        found = _box_of(self.state_dict.get(index.fqn), index)
-        return super().lookup_tensor(index) if found is None else found
+        box = _box_of(self.state_dict.get(index.fqn), index)
+        return super().lookup_tensor(index) if box is None else box
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
         """Refuse what is not a tensor, which torch unpickles with ``weights_only``."""

@@ -136,10 +136,10 @@ def _rounds_problem(config: RunConfig, layout: Layout, wants: str) -> ConfigIssu
     return ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
 
 
-def _unused_pipeline(given: PipelineConfig) -> Iterator[ConfigIssue]:
+def _unused_pipeline(pipeline: PipelineConfig) -> Iterator[ConfigIssue]:
     defaults = PipelineConfig()
-    for field in dataclasses.fields(given):
-        value = getattr(given, field.name)
+    for field in dataclasses.fields(pipeline):
+        value = getattr(pipeline, field.name)
         if value != getattr(defaults, field.name):
             message = "strategy.pipeline.degree is 1; use 2 or more, or remove this setting"
             yield ConfigIssue(f"strategy.pipeline.{field.name}", message, value)

@@ -51,8 +51,8 @@ class Needs:
     @property
     def is_missing(self) -> bool:
         """Whether it is not installed; a folder that is only named like it does not count."""
-        found = importlib.util.find_spec(self.module)
-        return found is None or found.origin is None
+        spec = importlib.util.find_spec(self.module)
+        return spec is None or spec.origin is None
 
     def __str__(self) -> str:
         return f"{self.package} is not installed; pip install '{self.requirement}'"
@@ -245,19 +245,19 @@ class Registry(Generic[_T, F]):
 
     def summaries(self) -> dict[str, str]:
         """Return ``{name: summary}``, sorted by name; of an offered one the package that does."""
-        found = {name: entry.summary for name, entry in self._entries.items()}
+        lines = {name: entry.summary for name, entry in self._entries.items()}
         for point in self.offers():
-            target = self._entries[point.name].target if point.name in found else None
+            target = self._entries[point.name].target if point.name in lines else None
             module = point.value.partition(":")[0]
             if target is None:
-                found[point.name] = f"from {_package(point)}"
+                lines[point.name] = f"from {_package(point)}"
             elif isinstance(target, str) and target.partition(":")[0] != module:
                 warnings.warn(
                     f"{_package(point)} is passed over where it offers {point.name} = "
                     f"{point.value}: {point.name} is an included {self.kind}",
                     stacklevel=2,
                 )
-        return dict(sorted(found.items()))
+        return dict(sorted(lines.items()))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries or bool(isinstance(name, str) and self.offers(name))
