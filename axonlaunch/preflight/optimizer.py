@@ -90,14 +90,14 @@ def _of_others(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue
         yield from unknown_options
         return
     declared = OPTIMIZERS.facts(config.name)
-    for one, ndim in _different(config, facts):
-        tried, shape = probe(one, ndim), tuple(range(2, 2 + ndim))
+    for options, ndim in _different(config, facts):
+        tried, shape = probe(options, ndim), tuple(range(2, 2 + ndim))
         if declared.states is not None:
-            found = {state.name: state.shape(shape) for state in tried.states}
-            said = {name: state.shape(shape) for name, state in states_of(one, shape).items()}
-            if found != said:
+            shapes = {state.name: state.shape(shape) for state in tried.states}
+            said = {name: state.shape(shape) for name, state in states_of(options, shape).items()}
+            if shapes != said:
                 message = (
-                    f"it is registered with states {_listed(said)}, and keeps {_listed(found)} of "
+                    f"it is registered with states {_listed(said)}, and keeps {_listed(shapes)} of "
                     f"a parameter of shape {list(shape)}; register it with states of these shapes"
                 )
                 yield ConfigIssue("optimizer.name", message, config.name)
@@ -115,10 +115,10 @@ def _different(config: Any, facts: list[ParameterFacts]) -> Iterator[tuple[Any, 
     """Yield the configurations that update the parameters, each once for each number of dims."""
     seen = set()
     for parameter in facts:
-        one, ndim = with_options(config, parameter), len(parameter.shape)
-        if (repr(one), ndim) not in seen:
-            seen.add((repr(one), ndim))
-            yield one, ndim
+        options, ndim = with_options(config, parameter), len(parameter.shape)
+        if (repr(options), ndim) not in seen:
+            seen.add((repr(options), ndim))
+            yield options, ndim
 
 
 def _unknown_options(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue]:

@@ -64,7 +64,7 @@ def run(
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
         load_initial_weights(engine, config.model, world=world)
-    kept = storage.root(config)
+    root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
     monitor = dataclasses.replace(monitor, report=report)
     monitor.report(
@@ -79,7 +79,7 @@ def run(
             steps=config.train.steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
             corrupt=resumed.aside,
-            notes=(*notes, *_swept(kept, world), *_notes(config, world)),
+            notes=(*notes, *_swept(root, world), *_notes(config, world)),
         )
     )
 
@@ -88,7 +88,7 @@ def run(
         if world.is_main:
             storage.describe(config)
         saver = Saver(
-            kept,
+            root,
             world=world,
             retention=Retention(
                 newest=config.checkpoint.keep_last,
@@ -139,9 +139,9 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
             world=world,
             passes_over=config.checkpoint.fallback,
         )
-    elif (found := checkpoint.find_checkpoint(storage.storage_path(resume))) is not None:
+    elif (saved := checkpoint.find_checkpoint(storage.storage_path(resume))) is not None:
         resumed = Resumed(
-            found, checkpoint.load_checkpoint(found, engine.state_dict(), world=world)
+            saved, checkpoint.load_checkpoint(saved, engine.state_dict(), world=world)
         )
     else:
         raise checkpoint.CorruptCheckpointError(
@@ -181,9 +181,9 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
     report(SampleGenerated(prompt, dataset.decode(tokens)))
 
 
-def _swept(kept: Path, world: World) -> list[str]:
+def _swept(root: Path, world: World) -> list[str]:
     """Delete what interrupted saves left, and name it."""
-    left = checkpoint.sweep_partial(kept) if world.is_main else []
+    left = checkpoint.sweep_partial(root) if world.is_main else []
     return [
         f"checkpoints/{name}: deleted, a save that was interrupted had left it" for name in left
     ]

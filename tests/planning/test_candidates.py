@@ -22,7 +22,7 @@ TINY = [
 
 def listed(*words: str, devices: int = 8, **kept: Any) -> list[Candidate]:
     chosen = config.load([*TINY, *words])
-    return [*candidates(chosen, devices=devices, in_node=4, kept=kept)]
+    return [*candidates(chosen, devices=devices, in_node=4, fixed=kept)]
 
 
 def test_each_fills_the_devices_and_breaks_no_rule() -> None:
@@ -65,7 +65,7 @@ def test_every_kind_of_sharding_schedule_and_recomputation_is_among_them() -> No
 
 def test_shards_are_offloaded_where_there_is_a_host_to_take_them() -> None:
     chosen = config.load(TINY)
-    found = [*candidates(chosen, devices=2, in_node=2, kept={}, offloads=True)]
+    found = [*candidates(chosen, devices=2, in_node=2, fixed={}, offloads=True)]
     offloads = {(one.layout.data_parallel, one.offload) for one in found}
     assert {kind for kind, offload in offloads if offload != "none"} == {"fsdp"}
     assert {offload for _, offload in offloads} == {"none", "optimizer_states", "params"}
@@ -102,6 +102,6 @@ def test_a_batch_that_nothing_divides_leaves_none() -> None:
 
 def test_an_optimizer_that_exchanges_parts_is_offered_no_offload() -> None:
     chosen = config.load([*TINY, "optimizer=muon"])
-    found = [*candidates(chosen, devices=2, in_node=2, kept={}, offloads=True)]
+    found = [*candidates(chosen, devices=2, in_node=2, fixed={}, offloads=True)]
     assert {one.offload for one in found} == {"none"}
     assert "fsdp" in {one.layout.data_parallel for one in found}

@@ -97,7 +97,7 @@ def test_memory_by_formulas_is_near_what_is_traced(
 ) -> None:
     chosen = estimate_config([*MODEL, *words.split()])
     layout = Layout.of(chosen, world_size=2)
-    reported = analytic.peak_bytes(chosen, layout, one=one, held=held, layers=4)
+    reported = analytic.peak_bytes(chosen, layout, work=one, activations=held, layers=4)
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
 
 

@@ -76,8 +76,8 @@ class Formulas:
             partial(step_work, alone, world_size=1),
             partial(activations, alone),
         ]
-        one, held = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
-        return cls(one, held, share_of_states(config))
+        work, by_mode = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
+        return cls(work, by_mode, share_of_states(config))
 
     def process_bytes(self, config: RunConfig, layout: Layout | None = None) -> float:
         """Return what the highest rank of a layout holds of its device, about.
@@ -91,8 +91,8 @@ class Formulas:
         tensors = peak_bytes(
             config,
             layout,
-            one=self.one,
-            held=self.held,
+            work=self.one,
+            activations=self.held,
             layers=layers,
             state_share=self.state_share,
         )
@@ -138,19 +138,19 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
             short = reduced_config(changed, world_size=2, layers=layers, micro_batches=1)
             runs.append(partial(_activations, short))
     traced = iter(forked_map.map_forked(runs, memory=fake_tensor_cache.recipes))
-    found = {}
+    activations_by_mode = {}
     for mode in _MODES:
         few, more = (next(traced) / SAMPLES for _ in depths)
-        found[mode] = ActivationBytes(more - few, _WITH_GRADIENT * (2 * few - more))
-    return found
+        activations_by_mode[mode] = ActivationBytes(more - few, _WITH_GRADIENT * (2 * few - more))
+    return activations_by_mode
 
 
 def peak_bytes(
     config: RunConfig,
     layout: Layout,
     *,
-    one: StepWork,
-    held: dict[str, ActivationBytes],
+    work: StepWork,
+    activations: dict[str, ActivationBytes],
     layers: int,
     state_share: float = 2.0,
 ) -> float:
@@ -159,23 +159,23 @@ def peak_bytes(
     Args:
         config: The layout's run.
         layout: Its layout.
-        one: Work of one device, for the sizes of parameters.
-        held: As ``activations`` gives it.
+        work: Work of one device, for the sizes of parameters.
+        activations: As ``activations`` gives it.
         layers: Of the stage that has most, all of a rank's stages together; 0 of a model whose
             layers are not known: it is cut evenly.
         state_share: Bytes of the optimizer's states beside those of the parameters.
     """
     half = 1.0 if config.train.precision == "fp32" else 0.5
-    a_layer = one.first.step_layer.gradient_bytes
+    a_layer = work.first.step_layer.gradient_bytes
     cut = 1.0 if layers else 1 / layout.pipeline
-    ends = cut * one.first.step_ends.gradient_bytes
+    ends = cut * work.first.step_ends.gradient_bytes
     whole = layers * a_layer + ends
     state_bytes = states(
         config, layout, whole=whole, layer=a_layer, ends=ends, state_share=state_share
     )
     held_of_states = sum(state_bytes.values())
     mode = config.train.activation_checkpointing
-    saved = held[mode]
+    saved = activations[mode]
     divided = 1 / layout.tensor
     if not config.strategy.tensor.sequence_parallel:
         divided = 1 - _DIVIDED + _DIVIDED / layout.tensor
@@ -183,7 +183,7 @@ def peak_bytes(
     a_layer_keeps = divided * saved.layer
     if mode == "selective" and layout.tensor > 1:
         # It keeps what is gathered and reduced, twice each in a layer's forward.
-        hidden = getattr(config.model, "hidden_size", 0) * one.sample_length * _FP32 * half
+        hidden = getattr(config.model, "hidden_size", 0) * work.sample_length * _FP32 * half
         a_layer_keeps += 2 * hidden * (1 + divided)
     in_flight = _in_flight(layout)
     kept_of_ends = saved.ends if layers else cut * in_flight * saved.ends
@@ -225,9 +225,14 @@ def states(
     elif config.strategy.fsdp.sharding == "shard_grad_op":
         working = whole * half + max(layer, ends)
     offload, shard = config.strategy.fsdp.cpu_offload, 1 / layout.parameter_shards
-    kept = 0.0 if offload in ("params", "full") else whole * shard
+    on_device = 0.0 if offload in ("params", "full") else whole * shard
     moments = 0.0 if offload in ("optimizer_states", "full") else moments * shard
-    return {"parameters": kept, "gradients": kept, "optimizer": moments, "communication": working}
+    return {
+        "parameters": on_device,
+        "gradients": on_device,
+        "optimizer": moments,
+        "communication": working,
+    }
 
 
 def _in_flight(layout: Layout) -> float:

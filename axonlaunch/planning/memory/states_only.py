@@ -33,7 +33,7 @@ def estimate_states(config: RunConfig) -> Estimate:
     """
     reduced = ReducedRun.of(config)
     ranks = [_of_rank(reduced, place) for place in range(reduced.layout.pipeline)]
-    peak = max(one.peak_bytes for one in ranks)
+    peak = max(rank.peak_bytes for rank in ranks)
     return Estimate(
         world_size=reduced.world_size,
         mesh=reduced.layout.axes,
@@ -57,7 +57,7 @@ def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
     ties = tied_names(reduced.model)
     names = [ties.get(n, n) for module in modules for n, _ in module.named_parameters()]
     share = state_share(config.optimizer, [facts[name] for name in names if name in facts])
-    held = states(
+    bytes_of = states(
         config,
         layout,
         whole=whole,
@@ -65,13 +65,13 @@ def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
         ends=whole - sum(blocks),
         state_share=share,
     )
-    breakdown = {category: round(held.get(category, 0)) for category in CATEGORIES}
+    breakdown = {category: round(bytes_of.get(category, 0)) for category in CATEGORIES}
     breakdown["parameters"] += sum(b.nbytes for module in modules for b in module.buffers())
-    kept = sum(held[category] for category in ("parameters", "gradients", "optimizer"))
+    total = sum(bytes_of[category] for category in ("parameters", "gradients", "optimizer"))
     host = 0.0
     if layout.facts.shards_parameters and config.strategy.fsdp.cpu_offload != "none":
         shard = whole / layout.tensor / layout.parameter_shards
-        host = (2 + share) * shard - kept
+        host = (2 + share) * shard - total
     rank = place * reduced.world_size // layout.pipeline
     return RankEstimate(
         rank=rank,

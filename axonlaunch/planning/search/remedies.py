@@ -69,7 +69,7 @@ def candidate_changes(config: RunConfig) -> list[Lever]:
 
 def search_changes(
     config: RunConfig,
-    found: Estimate,
+    now: Estimate,
     *,
     memory: float,
     formula: Callable[[RunConfig], float],
@@ -80,7 +80,7 @@ def search_changes(
 
     Args:
         config: Of a run that does not fit, with ``launch.nproc`` resolved.
-        found: Its estimate.
+        now: Its estimate.
         memory: Bytes of a device that a run may be estimated to take.
         formula: The bytes of the highest rank of a changed configuration, about.
         estimate: Of a changed configuration; None where it is seen early not to fit; raises
@@ -93,8 +93,10 @@ def search_changes(
     fitting: list[set[int]] = []
     traced = untried = 0
     # Formulas are judged by themselves and by how far they are off where the answer is known.
-    off = min(1.0, found.process_bytes / formula(config))
-    for which, change in _likely(config, memory=memory, formula=lambda one: off * formula(one)):
+    off = min(1.0, now.process_bytes / formula(config))
+    for which, change in _likely(
+        config, memory=memory, formula=lambda changed: off * formula(changed)
+    ):
         if len(fitting) == MOST or traced + untried == TRACED:
             break
         if any(fewer <= set(which) for fewer in fitting):
@@ -138,15 +140,15 @@ def _likely(
     Those that fit by the formulas come first, the cheapest of them before the others; those that
     don't by little come last, for most of their traces would be in vain.
     """
-    found: list[tuple[tuple[int, ...], _Change]] = []
+    changes: list[tuple[tuple[int, ...], _Change]] = []
     last: list[tuple[tuple[int, ...], _Change]] = []
     for which, options in _candidates(candidate_changes(config)):
         settings = {key: value for option in options for key, value in option.settings.items()}
         num_bytes = formula(with_values(config, settings))
         if num_bytes <= _LIKELY * memory:
-            kept = found if num_bytes <= memory else last
-            kept.append((which, _Change(settings, [option.cost for option in options])))
-    return found + last
+            members = changes if num_bytes <= memory else last
+            members.append((which, _Change(settings, [option.cost for option in options])))
+    return changes + last
 
 
 def _candidates(available: Sequence[Lever]) -> Iterator[tuple[tuple[int, ...], tuple[Option, ...]]]:
@@ -295,8 +297,8 @@ def _same_micro_batch(config: RunConfig, layout: Layout) -> Settings:
 
 def _doubled(degree: int, layout: Layout) -> list[int]:
     """Return degrees that data-parallel ranks can be turned into."""
-    found, left = [], layout.data_ranks
+    doubled, left = [], layout.data_ranks
     while left % 2 == 0:
         degree, left = degree * 2, left // 2
-        found.append(degree)
-    return found
+        doubled.append(degree)
+    return doubled

@@ -68,10 +68,10 @@ class StepTime:
 
     def parts(self, work: StepWork) -> Parts:
         """Return where the seconds of a step go, on the rank that has most to do."""
-        parts = self._alone(work) if self._layout.pipeline == 1 else self._pipelined(work)
-        if copied := self._copied(work, parts.total):
-            parts.put("host memory", copied)
-        return parts
+        times = self._alone(work) if self._layout.pipeline == 1 else self._pipelined(work)
+        if copied := self._copied(work, times.total):
+            times.put("host memory", copied)
+        return times
 
     def about(self, work: StepWork) -> float:
         """Return the seconds of a step by a closed formula of the pipeline's bubble.
@@ -92,7 +92,7 @@ class StepTime:
                 self._pass(stage, layers, phases).total for phases in (_FORWARD, _BACKWARD)
             )
             times.append((forward + backward, self._once(stage, layers).total))
-        a_turn = max(one for one, _ in times)
+        a_turn = max(seconds for seconds, _ in times)
         split = SCHEDULES[layout.schedule].splits_backward
         waits = (layout.pipeline - 1) * (1 / 3 if split else 1.0) * layout.rounds
         turns = layout.micro_batches * layout.stages_per_rank
@@ -116,16 +116,16 @@ class StepTime:
             message = "the speed of updates on the host's cores can't be estimated; use params"
             raise ConfigError([ConfigIssue("strategy.fsdp.cpu_offload", message, offload)])
         shards = layout.tensor * layout.pipeline * layout.dp_shard * layout.context
-        held = FP32 * work.parameters / shards
+        state_bytes = FP32 * work.parameters / shards
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
         if offload == "optimizer_states":
             moments = share_of_states(self._config)
-            return float(2 * moments * held / rate)
+            return float(2 * moments * state_bytes / rate)
         # The shard is read for forward and, where it was let go, for backward; its gradient is
         # written. An update reads both and writes the shard.
         reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
-        beside = (reads + 1) * layout.micro_batches * held / rate
-        return float(max(0.0, beside - step_s) + 3 * held / rate)
+        beside = (reads + 1) * layout.micro_batches * state_bytes / rate
+        return float(max(0.0, beside - step_s) + 3 * state_bytes / rate)
 
     def _alone(self, work: StepWork) -> Parts:
         stage, layers = work.first, work.layers[0]
@@ -177,7 +177,7 @@ class StepTime:
             total.put_all(busy)
             total.put("pipeline bubble", span - busy.total)
             ranks.append(total)
-        return max(ranks, key=lambda parts: parts.total)
+        return max(ranks, key=lambda times: times.total)
 
     def _stage(self, work: StepWork, index: int) -> StageWork:
         """Return the work of a stage: ends are with the first and the last, layers with all."""
@@ -242,7 +242,9 @@ class StepTime:
         for key, amount in work.items():
             if isinstance(key, CollectiveOp) and not self._is_gathered(key):
                 beside = () if self._links.takes_cores else key.under
-                under = sum(self._roofline.seconds(one, Amount(amount.count)) for one in beside)
+                under = sum(
+                    self._roofline.seconds(operation, Amount(amount.count)) for operation in beside
+                )
                 waited = max(0.0, self._links.seconds(key, amount) - under)
                 total.put(f"communication {_axis(key.axes)}", waited)
         return total

@@ -52,15 +52,15 @@ def timed(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throug
     """Estimate the speed of a run whose work is known."""
     ranks = num_ranks(config)
     layout = Layout.of(config, world_size=ranks)
-    parts = StepTime(config, layout, hardware).parts(work)
-    seconds = parts.total
+    times = StepTime(config, layout, hardware).parts(work)
+    seconds = times.total
     samples = layout.micro_batch_size * layout.micro_batches * layout.data_ranks
     rate = samples * work.sample_length / seconds / ranks
     mfu = None
     if work.sample_length > 1:
         peak = figure(hardware, f"{config.train.precision}_tflops") * 1e12
         mfu = rate * flops_per_token(config.model, work) / peak
-    return Throughput(seconds, rate, mfu, dict(parts))
+    return Throughput(seconds, rate, mfu, dict(times))
 
 
 def flops_per_token(model: Any, work: StepWork) -> float:

@@ -117,17 +117,17 @@ class FakeRank:
         shape = [layout.micro_batch_size, *self._reduced.sample.shape]
         if layout.context > 1:
             shape[1] //= layout.context
-        parts: list[Part] = list(stages)
+        segments: list[Part] = list(stages)
         with self._mode:
             materialize(model, device="cpu")
             ends = stage_boundaries.find(
                 model,
                 blocks=block_names(spec, model),
-                stages=parts,
+                stages=segments,
                 inputs=torch.empty(shape, dtype=self._reduced.sample.dtype),
                 takes_first=spec.flow is not None,
             )
-        for part in parts:
+        for part in segments:
             takes, gives = ends[part.index]
             if part.index in self._stages:
                 below, above = (index in self._stages for index in (part.index - 1, part.index + 1))

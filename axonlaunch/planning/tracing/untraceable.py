@@ -86,9 +86,9 @@ def _module(error: BaseException) -> str | None:
     """Return the innermost module that an error passed."""
     module = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module):
-            module = _name(found)
+        receiver = frame.f_locals.get("self")
+        if isinstance(receiver, nn.Module):
+            module = _name(receiver)
     return module
 
 
