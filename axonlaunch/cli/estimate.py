@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from axonlaunch.planning.records import Forecast, Remedy, Searched
 
 _LABEL = 14
-"""Columns of the words before a conclusion."""
+"""Columns of the label before a conclusion."""
 _UNSEARCHED = "can't search on one device for changes that make it fit: "
 
 HELP = "Estimate peak memory per rank. No GPU, no data, any world size."

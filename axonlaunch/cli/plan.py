@@ -94,7 +94,7 @@ def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
-    """Print a table, the words to paste and why the second is second."""
+    """Print a table, the overrides to paste and why the second is second."""
     from rich.text import Text
 
     from axonlaunch.planning.reports import plan_table

@@ -114,7 +114,7 @@ def command(
                 context=server(), started=STARTED, as_json=as_json, render=render
             )
             # What torch's store says of strangers that knock is not for the user; set after the
-            # server was started, whose ranks keep their words.
+            # server was started, whose ranks may still write.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             runs = Runs.load(request, environment.of_node(), options)
             for config, chosen in runs:

@@ -46,7 +46,7 @@ def too_much(text: str) -> str:
 
 
 def without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[ConfigIssue]]:
-    """Part words from ``key = value``, of which a shell makes three."""
+    """Separate ``key = value``, which a shell passes as three arguments, and report it."""
     rest, problems = [*overrides], []
     while "=" in rest:
         at = rest.index("=")

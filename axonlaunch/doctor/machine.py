@@ -1,4 +1,4 @@
-"""What this machine has and what works on it, tried rather than assumed.
+"""What this node has and what works on it, tried rather than assumed.
 
 It runs in a process of its own; it changes nothing.
 """

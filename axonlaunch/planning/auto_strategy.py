@@ -33,8 +33,8 @@ def load_auto_strategy(
     """Return the run that overrides ask for, with a layout.
 
     Args:
-        overrides: The words.
-        compose: Composes a configuration of words, for the node that is to run it.
+        overrides: Of the run.
+        compose: Composes a configuration of overrides, for the node that is to run it.
         server: Starts the fork server, if none runs yet.
         config_dirs: Folders of a user's own YAML.
 

@@ -79,7 +79,7 @@ def estimates_folder() -> Path:
 
 
 def _is_ours(config: RunConfig) -> bool:
-    """Tell whether all that is traced is of this package."""
+    """Return whether all that is traced is of this package."""
     kind = config.strategy.data_parallel
     if kind is not None and not DATA_PARALLEL.is_included(kind):
         return False

@@ -114,7 +114,7 @@ def search(config: RunConfig, devices: int, overridden: Sequence[str], wanted: i
 
 
 def experiment(overrides: Sequence[str], layout: Sequence[str]) -> str:
-    """Return YAML of the group ``experiment`` that says what these words say.
+    """Return YAML of the group ``experiment`` that says what these overrides say.
 
     Args:
         overrides: Of the run, as given.

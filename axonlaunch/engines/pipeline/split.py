@@ -131,8 +131,8 @@ def cut(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
                 del owner._modules[child]
             else:
                 owner._modules[child] = None
-    for ends, kept in zip(spec.ends or ((), ()), (part.is_first, part.is_last), strict=True):
-        for name in () if kept else ends:
+    for ends, is_kept in zip(spec.ends or ((), ()), (part.is_first, part.is_last), strict=True):
+        for name in () if is_kept else ends:
             setattr(model, name, None)
     return model
 
@@ -158,14 +158,14 @@ def balanced(costs: Sequence[float], *, num_stages: int, first: float, last: flo
     # best[stop]: (costliest stage, sum of squares, counts) of the stages so far over blocks[:stop].
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for index in range(num_stages):
-        found: dict[int, tuple[float, float, list[int]]] = {}
+        candidates: dict[int, tuple[float, float, list[int]]] = {}
         for start, (most, squares, counts) in best.items():
             for stop in range(start + 1, len(costs) - (num_stages - 1 - index) + 1):
                 mine = cost(index, start, stop)
                 option = (max(most, mine), squares + mine**2, [*counts, stop - start])
-                if stop not in found or option < found[stop]:
-                    found[stop] = option
-        best = found
+                if stop not in candidates or option < candidates[stop]:
+                    candidates[stop] = option
+        best = candidates
     return best[len(costs)][2]
 
 

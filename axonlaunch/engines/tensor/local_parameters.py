@@ -115,10 +115,10 @@ class TensorAxis:
         pieces = whole.chunk(cut.pieces, cut.dim)
         length = pieces[0].shape[cut.dim] // self.group.size
         start = self.group.rank * length
-        parts = [piece.narrow(cut.dim, start, length) for piece in pieces]
-        if len(parts) == 1:
-            return parts[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(parts, cut.dim)
+        own = [piece.narrow(cut.dim, start, length) for piece in pieces]
+        if len(own) == 1:
+            return own[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(own, cut.dim)
 
 
 def to_local(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> Tensor:

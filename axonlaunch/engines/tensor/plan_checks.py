@@ -319,7 +319,7 @@ def _head_problems(modules: list[Styled], degree: int) -> list[str]:
 
 
 def _tied_otherwise(modules: list[Styled]) -> Iterator[str]:
-    """Tell parameters that two modules share and only one of them cuts."""
+    """Report parameters that two modules share and only one of them cuts."""
     first: dict[nn.Parameter, tuple[str, str | None]] = {}
     for one in modules:
         style = one.style if _divided(one)[0] else None
@@ -338,7 +338,7 @@ def _tied_otherwise(modules: list[Styled]) -> Iterator[str]:
 
 
 def _left_out(modules: list[Styled]) -> Iterator[str]:
-    """Tell what may see a part of the sequence without the plan's saying so."""
+    """Report what may see a part of the sequence without the plan's saying so."""
     for one in modules:
         owns = any(p is not None and p.requires_grad for p in one.module._parameters.values())
         if owns and one.style is None and not (one.in_region or one.in_sequence):

@@ -47,8 +47,8 @@ class Frame:
     name: str
 
     def __str__(self) -> str:
-        parts = Path(self.file).parts
-        return f"{self.name} ({'/'.join(parts[-2:])}:{self.line})"
+        folders = Path(self.file).parts
+        return f"{self.name} ({'/'.join(folders[-2:])}:{self.line})"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
             os.kill(pid, SIGNAL)
         except ProcessLookupError:
             continue
-    found: dict[int, Whereabouts] = {}
+    places: dict[int, Whereabouts] = {}
     silent = dict(pids)
     deadline = time.monotonic() + _ANSWER_S
     while silent and time.monotonic() < deadline:
@@ -100,10 +100,10 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
             written = _since(logs[rank], sizes[rank])
             if frames := main_stack(written):
                 where, record = locate(frames, is_asleep=state(pid) == "S"), _record(written)
-                found[rank] = replace(where, record=record)
+                places[rank] = replace(where, record=record)
                 if record is not None:
                     del silent[rank]
-    return {rank: found.get(rank) or _silent(state(pid)) for rank, pid in pids.items()}
+    return {rank: places.get(rank) or _silent(state(pid)) for rank, pid in pids.items()}
 
 
 def write(log: Path) -> None:

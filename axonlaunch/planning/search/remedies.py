@@ -291,8 +291,8 @@ def _offload(config: RunConfig, layout: Layout) -> Lever:
 
 def _same_micro_batch(config: RunConfig, layout: Layout) -> Settings:
     """A rank's share of the batch grows with fewer data-parallel ranks; what it holds must not."""
-    is_told = config.train.micro_batch_size != "auto"
-    return {} if is_told else {"train.micro_batch_size": layout.micro_batch_size}
+    is_set = config.train.micro_batch_size != "auto"
+    return {} if is_set else {"train.micro_batch_size": layout.micro_batch_size}
 
 
 def _doubled(degree: int, layout: Layout) -> list[int]:
