@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -105,6 +106,7 @@ def join_ranks(
             about=about,
             timeout_s=JOIN_S,
             announce=lambda text: print(f"rank {text}", file=sys.stderr),
+            confirm=partial(run_identity.keep_identity, job, named),
         )
     except TimeoutError as missing:
         message = f"ranks {missing} did not join within {JOIN_S:g} s"
@@ -132,8 +134,8 @@ def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> 
     return dataclasses.replace(found, local_world_size=nproc)
 
 
-def frozen_by_rank_0(peers: Coordinator) -> RunConfig | None:
-    """Take the configuration that rank 0 froze; None where it refused."""
+def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
+    """Take the configuration that rank 0 froze, or the exit status where it launches nothing."""
     try:
         frozen = peers.wait_for("frozen", timeout_s=JOIN_S)
     except TimeoutError:
@@ -141,11 +143,12 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | None:
         raise ConfigError([ConfigIssue("", message)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED)]) from None
-    if "refused" in frozen:
+    if "status" in frozen:
         peers.watch()
         peers.leave()
-        time.sleep(_REPORT_S)  # a launcher ends all ranks with the first: rank 0 says why before
-        return None
+        if frozen["status"]:
+            time.sleep(_REPORT_S)  # a launcher ends all ranks with the first: rank 0 says why
+        return int(frozen["status"])
     config = configuration.parsed(frozen["config"])
     run_dir.adopt(config)
     return config
