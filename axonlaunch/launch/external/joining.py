@@ -29,6 +29,8 @@ from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
 """Seconds in which all ranks have to have been started."""
+_AGENT_S = 10.0
+"""Seconds in which torchrun's agent has to answer: it listened before it started a rank."""
 _REPORT_S = 1.0
 """Seconds that rank 0 has to print why a run is refused."""
 _FORGED = (
@@ -72,17 +74,19 @@ def join_ranks(
     assert found.master_addr is not None
     assert found.master_port is not None
     where = f"{found.master_addr}:{found.master_port}"
+    waits_s = _AGENT_S if found.agent_hosts_store else JOIN_S
     try:
         store = meet_at(
             found.master_addr,
             found.master_port,
             listens=found.rank == 0 and not found.agent_hosts_store,
-            timeout=timedelta(seconds=JOIN_S),
+            timeout=timedelta(seconds=waits_s),
         )
     except ValueError as error:
         raise ConfigError([ConfigIssue("", str(error))]) from None
     except (dist.DistNetworkError, dist.DistStoreError):
-        message = f"rank {found.rank} waited {JOIN_S:g} s, and rank 0 does not listen there"
+        listener = found.launcher if found.agent_hosts_store else "rank 0"
+        message = f"rank {found.rank} waited {waits_s:g} s, and {listener} does not listen there"
         raise ConfigError([ConfigIssue("MASTER_ADDR", message, where)]) from None
     job = dist.PrefixStore(f"axonlaunch/{found.run_id}", store)
     try:
