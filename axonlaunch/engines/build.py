@@ -6,6 +6,7 @@ replication: each takes what the one before left, and none knows of the next.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -298,6 +299,8 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
 
         # Under DDP it would cut a block where a bucket ends, for which a whole model has reason.
         torch._dynamo.config.optimize_ddp = False
+        # The compiler runs `python -c "from ctypes import ..."`: not what lies in this folder.
+        os.environ["PYTHONSAFEPATH"] = "1"
         for block in blocks or [model]:
             # Not the module: what fully_shard hooks to its call is not for a compiler.
             block.forward = torch.compile(block.forward)
