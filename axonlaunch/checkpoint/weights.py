@@ -42,11 +42,11 @@ def load_initial_weights(engine: Engine, model: Any, *, world: World) -> None:
     spelled = initial_weights(model)
     if spelled is None:
         return
-    state = engine.state_dict()
+    model_state = engine.model_state_dict()
     where = storage_path(spelled[1])
     checkpoint = step_folders.find_checkpoint(where)
     if checkpoint is not None:
-        reader.load_checkpoint(checkpoint, {"model": state["model"]}, world=world)
+        reader.load_checkpoint(checkpoint, {"model": model_state}, world=world)
     else:
         import torch.distributed.checkpoint as dcp
 
@@ -55,9 +55,9 @@ def load_initial_weights(engine: Engine, model: Any, *, world: World) -> None:
 
         source = Reader(where, model)
         known = source.shapes()
-        named = {name: tensor for name, tensor in state["model"].items() if name in known}
+        named = {name: tensor for name, tensor in model_state.items() if name in known}
         dcp.load({"model": named}, storage_reader=source, planner=ReadsBoxes())
-    engine.load_state_dict(state)
+    engine.load_model_state_dict(model_state)
 
 
 def differences(path: Path, config: Any, model: nn.Module) -> list[str]:

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import platform
-import tempfile
 from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from typing import Any
 
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.system import cache, forked_call, host
+from axonlaunch.system.temporary_folders import temporary_folder
 
 _ROUND = 4
 """Digits of a figure that a measurement bears."""
@@ -45,8 +45,8 @@ def of_this_node(
 def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
     """Measure this node with so many ranks at once, and keep what was found."""
     threads = host.threads(ranks=ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
+    with temporary_folder() as folder:
+        store = str(folder / "store")
         calls = [(rank, ranks, threads, store) for rank in range(ranks)]
         measured, *_ = forked_call.call_together(
             context, "axonlaunch.doctor.microbenchmarks:run_microbenchmarks", calls

@@ -6,6 +6,7 @@ replication: each takes what the one before left, and none knows of the next.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from axonlaunch.comm import World
-from axonlaunch.comm.autograd import collect_from
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
@@ -52,8 +52,8 @@ from axonlaunch.engines.pipeline.split import (
 )
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
 from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded_policy
-from axonlaunch.engines.tensor.loss import vocab_parallel_cross_entropy_sum
-from axonlaunch.engines.tensor.parallelize import has_divided_logits, parallelize
+from axonlaunch.engines.tensor.loss import gather_logits, vocab_parallel_cross_entropy_sum
+from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.loss import with_auxiliary_loss
 from axonlaunch.models.parameter_facts import parameter_facts
@@ -147,7 +147,7 @@ def build_engine(
         assert sample is not None, "a pipeline is balanced by what a sample takes"
         counts = stage_blocks(config, layout, whole, sample=sample)
     _parallelize(plan, whole)
-    divided_logits = has_divided_logits(whole)
+    classes = divided_classes(whole)
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
     passes: ForwardBackward
     if layout.pipeline == 1:
@@ -166,10 +166,10 @@ def build_engine(
     train, tensor_group = config.train, mesh.group("tp")
     loss: Loss = plan.spec.loss
     gather: Callable[[Tensor], Tensor] = _as_is
-    if divided_logits:
-        divided = partial(vocab_parallel_cross_entropy_sum, group=tensor_group)
+    if classes is not None:
+        divided = partial(vocab_parallel_cross_entropy_sum, group=tensor_group, classes=classes)
         loss = partial(with_auxiliary_loss, divided)
-        gather = partial(collect_from, group=tensor_group, dim=-1)
+        gather = partial(gather_logits, group=tensor_group, classes=classes)
     return MeshEngine(
         passes,
         update=_update(plan, trained, {n: facts[crossing.get(n, n)] for n in trained}),
@@ -299,6 +299,8 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
 
         # Under DDP it would cut a block where a bucket ends, for which a whole model has reason.
         torch._dynamo.config.optimize_ddp = False
+        # The compiler runs `python -c "from ctypes import ..."`: not what lies in this folder.
+        os.environ["PYTHONSAFEPATH"] = "1"
         for block in blocks or [model]:
             # Not the module: what fully_shard hooks to its call is not for a compiler.
             block.forward = torch.compile(block.forward)

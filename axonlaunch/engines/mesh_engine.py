@@ -239,9 +239,7 @@ class MeshEngine:
             "loss_scale": torch.tensor(scale.value, dtype=torch.float64),
             "good_steps": torch.tensor(scale.good_steps),
         }
-        model: dict[str, Tensor] = {}
-        for name, tensor in self._named_tensors().items():
-            model.setdefault(self._aliases.get(name, name), tensor)
+        model = self._model_state()
         optimizer: dict[str, Tensor] = {}
         for key, value in self._update.state_dict().items():
             optimizer.setdefault(self._state_name(key), value)
@@ -249,13 +247,32 @@ class MeshEngine:
             self._replicas.agree([*model.values(), *optimizer.values()])
         return {"model": model, "optimizer": optimizer, "counters": counters}
 
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and buffers alone, and make no optimizer states for it."""
+        self._agree_on_buffers()
+        model = self._model_state()
+        if self._replicas is not None:
+            self._replicas.agree(model.values())
+        return model
+
+    def _model_state(self) -> dict[str, Tensor]:
+        model: dict[str, Tensor] = {}
+        for name, tensor in self._named_tensors().items():
+            model.setdefault(self._aliases.get(name, name), tensor)
+        return model
+
+    @torch.no_grad()
+    def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over parameters and buffers that ``model_state_dict`` gave."""
+        for name, tensor in self._named_tensors().items():
+            saved = state[self._aliases.get(name, name)]
+            if tensor is not saved:
+                tensor.copy_(saved)
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that ``state_dict`` of any layout gave."""
-        for name, tensor in self._named_tensors().items():
-            saved = state["model"][self._aliases.get(name, name)]
-            if tensor is not saved:
-                tensor.copy_(saved)
+        self.load_model_state_dict(state["model"])
         saved_states = state["optimizer"]
         counters = state["counters"]
         self.step = int(counters["step"])

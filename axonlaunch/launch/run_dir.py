@@ -187,6 +187,14 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     return summary
 
 
+def finished_text(config: RunConfig, summary: dict[str, Any]) -> str:
+    """Say that a run has nothing left to do, whose summary ``finished`` returned."""
+    return (
+        f"{with_run_dir(config).name} is finished: it has trained all of its {summary['steps']} "
+        "steps; to continue, use more train.steps; to start over, use another name"
+    )
+
+
 def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
     """Return the checkpoint that a run resumes from; of a bucket none is looked for."""
     if is_url(config.checkpoint.path or ""):

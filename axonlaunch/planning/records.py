@@ -28,6 +28,8 @@ class RankEstimate:
             rest, ``peak_bytes``, ``total_bytes``; None where nothing is.
         microbatch_bytes: Of each of its pipeline stages: activations that a micro-batch's forward
             leaves for its backward; [] without a pipeline.
+        read_bytes: Most bytes of host memory that reading initial weights takes at once, beside
+            what the rank holds; 0 where there are none to read.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class RankEstimate:
     breakdown: dict[Category, int]
     sharded_parameters: dict[str, int] | None = None
     microbatch_bytes: list[int] = field(default_factory=list)
+    read_bytes: int = 0
 
 
 @dataclass(frozen=True)

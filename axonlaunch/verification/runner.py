@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing.context import ForkServerContext
@@ -16,6 +15,7 @@ from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
+from axonlaunch.system.temporary_folders import temporary_folder
 from axonlaunch.verification.result import ParityResult, failed
 
 _log = logging.getLogger(__name__)
@@ -57,13 +57,12 @@ def verify(
 
 
 def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> ParityResult:
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         run = "axonlaunch.verification.compare:"
-        arguments = (config, steps, folder)
-        if (
-            no_reference := forked_call.call(context, f"{run}save_reference", *arguments)
-        ) is not None:
-            return cast("ParityResult", no_reference)
+        arguments = (config, steps, str(folder))
+        reference = forked_call.call(context, f"{run}save_reference", *arguments)
+        if reference is not None:  # there is none: it says why
+            return cast("ParityResult", reference)
         ranks = [(*arguments, rank) for rank in range(num_ranks(config))]
         try:
             verdict, *_ = forked_call.call_together(context, f"{run}verify_on_rank", ranks)

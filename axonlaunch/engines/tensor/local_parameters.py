@@ -112,10 +112,10 @@ class TensorAxis:
 
     def part_of(self, whole: Tensor, cut: Cut) -> Tensor:
         """Return this rank's part of a tensor, contiguous."""
-        pieces = whole.chunk(cut.pieces, cut.dim)
-        length = pieces[0].shape[cut.dim] // self.group.size
-        start = self.group.rank * length
-        own = [piece.narrow(cut.dim, start, length) for piece in pieces]
+        own = [
+            piece.narrow(cut.dim, *rank_part(piece.shape[cut.dim], self.group))
+            for piece in whole.chunk(cut.pieces, cut.dim)
+        ]
         if len(own) == 1:
             return own[0].clone(memory_format=torch.contiguous_format)
         return torch.cat(own, cut.dim)
@@ -222,13 +222,31 @@ def _joined(kind: Any, own: Any, beneath: bool) -> Any:
     return type(own.__name__, (own, kind) if beneath else (kind, own), named)
 
 
-def own_entries(entries: Tensor, group: ProcessGroup, *, count: int) -> tuple[Tensor, Tensor]:
-    """Find this rank's among numbers of a vocabulary of which each rank holds ``count``.
+def rank_part(size: int, group: ProcessGroup) -> tuple[int, int]:
+    """Return first and number of a rank's among ``size``: equal parts, the last may be shorter.
+
+    They are those of torch.chunk and of ``Shard``. All but a vocabulary has equal ones.
+    """
+    length = -(-size // group.size)
+    first = min(group.rank * length, size)
+    return first, min(length, size - first)
+
+
+def empty_part(name: str, size: int, ranks: int) -> str | None:
+    """Say which numbers of ranks a vocabulary can be dealt out to; None if this is one."""
+    if -(-size // ranks) * (ranks - 1) < size:
+        return None
+    return f"{name}={size} leaves the last of {ranks} ranks without any; use {divisor_of(size)}"
+
+
+def own_entries(entries: Tensor, group: ProcessGroup, *, size: int) -> tuple[Tensor, Tensor]:
+    """Find this rank's among numbers of a vocabulary of ``size``.
 
     Returns:
         The numbers counted from this rank's first, 0 where another rank has them; and where.
     """
-    entries = entries - group.rank * count
+    first, count = rank_part(size, group)
+    entries = entries - first
     elsewhere = (entries < 0) | (entries >= count)
     return entries.masked_fill(elsewhere, 0), elsewhere
 

@@ -17,7 +17,7 @@ from axonlaunch.config.did_you_mean import unknown
 from axonlaunch.config.errors import divisor_of
 from axonlaunch.engines.tensor.heads import indivisible_heads, key_value_heads
 from axonlaunch.engines.tensor.kinds import is_embedding, linear_sizes
-from axonlaunch.engines.tensor.local_parameters import Cut
+from axonlaunch.engines.tensor.local_parameters import Cut, empty_part
 from axonlaunch.models.attention import Attention
 
 STYLES = (
@@ -255,16 +255,13 @@ def _indivisible(one: Styled, degree: int) -> str | None:
             use = divisor_of(size // cut.pieces)
             return f"{one.name}.{key} has {size} there, which {degree} does not divide; use {use}"
     size, what = _divided(one)
+    if one.style == "vocabulary":
+        return empty_part(f"{one.name}'s {what}", size, degree)
     heads = key_value_heads(one.holder, one.module) if one.style == "key_value" else None
     if size % (degree * one.pieces) == 0 or (heads and degree % heads == 0):
         return None
-    message = (
-        f"{one.name} has {size} {what}, which {degree} does not divide; use a degree of "
-        f"{divisor_of(size // one.pieces)}"
-    )
-    if one.style == "vocabulary":
-        message += f", or pad it to {-(-size // degree) * degree}"
-    return message
+    use = divisor_of(size // one.pieces)
+    return f"{one.name} has {size} {what}, which {degree} does not divide; use a degree of {use}"
 
 
 def _divided(one: Styled) -> tuple[int, str]:

@@ -11,7 +11,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.events import Finished
@@ -21,6 +24,8 @@ from axonlaunch.system.authentication import ForgedMessageError
 
 _BEAT_S = 0.3
 _FAREWELL_S = 2.0
+_ANSWER_S = 10.0
+"""Seconds in which the store answers that a key is there: whatever is read is written already."""
 _AGAIN = "again"
 _SETTLE_S = 1.5
 """How long member 0 waits for other nodes' reports after the first failure."""
@@ -71,7 +76,7 @@ class Coordinator:
             lost_s: Seconds of silence after which a member is lost.
             are_nodes: Whether each supervises a node's ranks and does nothing else, so that
                 its silence fails the run. One that is a rank may be silent while it works; its
-                silence only explains another's failure.
+                silence only explains another's failure, until all have nothing left to do.
             newcomers: Whether somebody waits to join who could; member 0 alone asks, in the
                 thread that listens.
         """
@@ -125,7 +130,7 @@ class Coordinator:
                 message of an old run has another nonce.
         """
         self.channel.wait(key, timeout_s=timeout_s)
-        content = self.channel.get(key, sender=member_name(0))
+        content = _read(self.channel, key, member_name(0))
         nonces = content["nonces"]
         if len(nonces) != self.members or [nonces[self.member]] != self._nonces:
             raise ForgedMessageError(f"{key}: was written for an earlier start of this node")
@@ -145,7 +150,8 @@ class Coordinator:
         if not self.is_lead:
             return self._verdict is not None or self._lead_is_lost()
         with self._lock:
-            return bool(self._reports) or self._gone or (self._are_nodes and bool(self._lost()))
+            watches = self._are_nodes or self._is_done
+            return bool(self._reports) or self._gone or (watches and bool(self._lost()))
 
     def is_awaited(self) -> bool:
         """Return whether somebody waits to join; only member 0 knows."""
@@ -233,7 +239,8 @@ class Coordinator:
         return Report(rank=rank, kind="lost", reason=reason)
 
     def _lead_is_lost(self) -> bool:
-        return self._gone or time.monotonic() - self._contact > self._lost_s
+        is_silent = time.monotonic() - self._contact > self._lost_s or bool(self._lost())
+        return self._gone or is_silent
 
     def _lost(self) -> list[int]:
         now = time.monotonic()
@@ -265,8 +272,7 @@ class Coordinator:
         """
         with self._lock:
             reports = [] if self.is_lead else [report.to_json() for report in self._reports]
-        beat = {"count": count, "done": self._is_done, "reports": reports}
-        self.channel.put(f"beat/{self.member}", beat)
+        self.channel.put(f"beat/{self.member}", {"count": count, "reports": reports})
 
     def _flush(self) -> None:
         """Write every message again: what a stranger wrote over one of them does not last."""
@@ -284,6 +290,14 @@ class Coordinator:
         elif self._is_done and (over := self._said("over")) is not None:
             self.will_restart = over == _AGAIN
             self._is_over = True
+        elif self._is_done:  # the store may live on without member 0
+            self._hear(0, self._said("beat/0"))
+
+    def _hear(self, member: int, beat: Any | None) -> None:
+        """Take a member's beat, if it is new: it beats until it has left."""
+        if beat is not None and beat["count"] > self._heard.get(member, -1):
+            self._heard[member] = beat["count"]
+            self._heard_at[member] = time.monotonic()
 
     def _said(self, name: str) -> Any | None:
         """Return a message of member 0; None where there is none, or another's."""
@@ -295,16 +309,11 @@ class Coordinator:
         """Take the others' beats and reports, and their ends."""
         others = range(1, self.members)
         beats = self.channel.get_each(self._names("beat", others))
-        now = time.monotonic()
         with self._lock:
             for member, beat in zip(others, beats, strict=True):
                 if beat is None:
                     continue
-                if beat["done"]:
-                    self._heard_at.pop(member, None)
-                elif beat["count"] > self._heard.get(member, -1):
-                    self._heard[member] = beat["count"]
-                    self._heard_at[member] = now
+                self._hear(member, beat)
                 new = beat["reports"][self._read[member] :]
                 self._reports += [Report.from_json(line) for line in new]
                 self._read[member] += len(new)
@@ -338,6 +347,18 @@ def member_name(member: int) -> str:
     return f"member {member}"
 
 
+def _read(channel: Channel, name: str, sender: str) -> Any:
+    """Read a message that stood there a moment ago.
+
+    Raises:
+        ForgedMessageError: Another wrote it, or deleted it since.
+    """
+    try:
+        return channel.get(name, sender=sender)
+    except dist.DistStoreError as error:
+        raise ForgedMessageError(f"{name}: was deleted") from error
+
+
 def meet(
     channel: Channel,
     *,
@@ -346,8 +367,19 @@ def meet(
     about: Any,
     timeout_s: float,
     announce: Callable[[str], None],
+    confirm: Callable[[], None],
 ) -> tuple[list[Any] | None, list[str]]:
     """Wait until every member has joined.
+
+    Args:
+        channel: Where they meet. From now on none of its operations waits for long: what a
+            stranger deletes is not waited for.
+        member: Which one this is.
+        members: How many there are.
+        about: What this one says of itself.
+        timeout_s: How long member 0 waits for the others.
+        announce: Takes a line for the user.
+        confirm: Raises where the others can't come any more; member 0 asks again and again.
 
     Returns:
         What each said of itself, on member 0 alone, and the nonces for ``Coordinator``.
@@ -356,8 +388,9 @@ def meet(
         TimeoutError: Some did not come; the message says which.
         ForgedMessageError: Another than the member wrote what it said.
     """
+    channel.store.set_timeout(timedelta(seconds=_ANSWER_S))
     nonce = secrets.token_hex(16)
-    channel.put(f"beat/{member}", {"count": 0, "done": False, "reports": []})
+    channel.put(f"beat/{member}", {"count": 0, "reports": []})
     channel.put(f"joined/{member}", {"nonce": nonce, "about": about})
     if member:
         return None, [nonce]
@@ -370,6 +403,7 @@ def meet(
         if time.monotonic() > announce_at and missing:
             announce(f"waiting for {len(missing)} of {members}: {', '.join(map(str, missing))}")
             announce_at = deadline
+        confirm()
         time.sleep(0.05)
-    joined = [channel.get(name, sender=sender) for name, sender in names.items()]
+    joined = [_read(channel, name, sender) for name, sender in names.items()]
     return [member["about"] for member in joined], [member["nonce"] for member in joined]

@@ -135,6 +135,7 @@ def finish_run(
         "first_step_s": record.first_step_s,
         "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
         "corrupt_checkpoints": list(record.corrupt),
+        "console_refused": console.refusal,
         "run_dir": config.run_dir,
     }
     if outcome.crash is not None:
@@ -156,6 +157,8 @@ def finish_run(
             change = f" with name={config.name}" if again is None else again
             rows.append(("to resume", _how_to_resume(config, change)))
         console.summary(rows)
+    if console.refusal is not None:
+        _log(config, f"the console did not take all that was printed: {console.refusal}\n")
     if interrupted:
         return 130, summary
     # Who started this and looks at the summary alone must not take an older one for this run's.
@@ -170,6 +173,14 @@ def _write(config: RunConfig, name: str, content: dict[str, Any]) -> bool:
         _say_refused(f"{name} could not be written", error)
         return False
     return True
+
+
+def _log(config: RunConfig, text: str) -> None:
+    """Add lines to rank 0's log, or print the first where it takes none."""
+    try:
+        append_text(log_of(config, 0), text)
+    except OSError as error:
+        _say_refused(text.partition("\n")[0], error)
 
 
 def _say_refused(what: str, error: OSError) -> None:
@@ -190,10 +201,7 @@ def _estimated(
         prediction.wait(0)
     if prediction.peak_bytes is None:
         text = f"summary.json has no predicted_peak_bytes: {prediction.reason}\n"
-        try:
-            append_text(log_of(config, 0), text + prediction.traceback)
-        except OSError as error:
-            _say_refused(text.rstrip(), error)
+        _log(config, text + prediction.traceback)
         return {}
     return {"predicted_peak_bytes": prediction.peak_bytes}
 

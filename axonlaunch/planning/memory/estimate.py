@@ -206,4 +206,5 @@ def _of_rank(
         breakdown=dict(zip(CATEGORIES, point, strict=False)),
         sharded_parameters=place.sharded(done),
         microbatch_bytes=place.left_by_forward(short_step),
+        read_bytes=place.read(done),
     )

@@ -146,7 +146,7 @@ def _degrees(
     ):
         if devices % (tensor * pipeline * around) or pipeline > min(depth, _MOST_STAGES):
             continue
-        if heads % tensor or shared % tensor or getattr(model, "vocab_size", tensor) % tensor:
+        if heads % tensor or shared % tensor:
             continue
         if around > 1:
             if length % (2 * around * tensor) or config.train.compile:

@@ -6,6 +6,7 @@ What can't be traced so is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
-from axonlaunch.models.build import spec_for
+from axonlaunch.models.build import initial_weights, spec_for
+from axonlaunch.models.dtensor_regions import local_boxes
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule, fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
@@ -48,12 +50,14 @@ class Traced:
             also its loss, which is kept.
         received: Buffers for what other stages give of one, by category.
         sharded: What the rank holds of parameters that are sharded; None where none are.
+        read: Most bytes of host memory that reading initial weights takes at once.
     """
 
     events: list[TraceEvent]
     fed: int
     received: Mapping[Category, int]
     sharded: FSDPMemoryStats | None
+    read: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,10 @@ class StageTrace:
         )
         return dict(zip(shallow, grown, strict=True))
 
+    def read(self, done: Mapping[TraceKey, Traced]) -> int:
+        """Return the most bytes of host memory that reading initial weights takes at once."""
+        return max(done[key].read for key in self._keys())
+
     def left_by_forward(self, short_step: list[TraceEvent]) -> list[int]:
         """Return what a micro-batch leaves for its backward on each of the rank's stages."""
         if self.whole.layout.pipeline == 1:
@@ -173,7 +181,20 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
     fed = (batch.inputs.nbytes + batch.targets.nbytes) // (layout.micro_batches * layout.context)
     if layout.pipeline == 1:
         fed += torch.float32.itemsize
-    return Traced(trace.events, fed, dry.received, dry.engine.memory_stats())
+    read = _most_read_at_once(dry.engine) if initial_weights(reduced.config.model) else 0
+    return Traced(trace.events, fed, dry.received, dry.engine.memory_stats(), read)
+
+
+def _most_read_at_once(engine: Engine) -> int:
+    """Return the bytes of the largest box of a parameter that a rank reads, of fp32 at most.
+
+    What is read goes into the parameter, and only then is the next read. The few parameters that a
+    model's authors compute from several tensors are read whole.
+    """
+    tensors = (tensor for _, tensor in engine.named_parameters() if tensor.ndim)
+    boxes = (box for tensor in tensors for box in local_boxes(tensor))
+    sizes = (math.prod(length for _, length in box.region) for box in boxes)
+    return torch.float32.itemsize * max(sizes, default=0)
 
 
 def _of_parameters(stats: FSDPMemoryStats | None) -> dict[str, int]:
