@@ -15,12 +15,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hf_page
 import hf_tiny
+from hf_page import Row
 
 if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
@@ -57,25 +59,6 @@ SETTINGS = [
     *("optimizer.lr=3e-3", "optimizer.eps=1e-6", "checkpoint.every=0"),
 ]
 STEPS = 2
-
-
-@dataclass(frozen=True)
-class Row:
-    """What was seen of a class under a layout.
-
-    Attributes:
-        model_type: Its configuration's.
-        layout: As ``LAYOUTS`` names it.
-        outcome: equal, different, refused (before anything starts), failed or late.
-        reason: Why not equal, or with what settings, in words.
-        versions: Of what it was seen with.
-    """
-
-    model_type: str
-    layout: str
-    outcome: str
-    reason: str = ""
-    versions: str = ""
 
 
 def versions() -> dict[str, str]:
@@ -210,8 +193,6 @@ def main() -> None:
         print(f"{layout}: {equal} of {sum(one.layout == layout for one in seen)}")
     every = [one for one in read(chosen.rows) if one.versions == seen[0].versions]
     if {(one.model_type, one.layout) for one in every} >= {(k, x) for k in kinds for x in LAYOUTS}:
-        import hf_page
-
         hf_page.write([one for one in every if one.model_type in kinds], versions(), LAYOUTS)
 
 
