@@ -323,8 +323,9 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
             config.train.precision, reduce_dtype=DTYPES[config.strategy.reduce_dtype]
         ),
         # torch's schedules of several stages a rank gather a stage before its first micro-batch and
-        # reshard it after its last; they look for the gathered parameters in between.
-        keep_gathered=plan.layout.stages_per_rank > 1,
+        # reshard it after its last; they look for the gathered parameters in between. With one
+        # stage a rank they would be gathered again for each micro-batch.
+        keep_gathered=plan.layout.pipeline > 1,
     )
     sharded.ignore_returned_view()
     _fill(plan, model)
