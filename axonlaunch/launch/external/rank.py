@@ -160,8 +160,10 @@ def _run(
         monitor = ranks.monitor(
             place, report=record if found.rank == 0 else _unshown, stop=asked.is_set
         )
-        with ranks.join_world(config, place) as world:
-            finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
+        # Not in a with statement: an error is reported before anything waits for the peers.
+        world = ranks.join_world(config, place)
+        finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
+        world.close()
     except BaseException as error:
         peers.report(ranks.report_of(error, place))
         traceback.print_exception(error)
