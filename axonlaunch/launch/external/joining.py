@@ -26,7 +26,8 @@ from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token
-from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
+from axonlaunch.launch.multinode.coordination import Coordinator
+from axonlaunch.launch.multinode.meeting import meet, member_name
 from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
