@@ -15,6 +15,8 @@ from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory import states_only
 from axonlaunch.preflight import checks
 
+pytestmark = pytest.mark.costly
+
 NO_MOMENTUM = ["optimizer=sgd", "optimizer.momentum=0"]
 
 

@@ -13,6 +13,8 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.planning.memory.estimate import estimate
 
+pytestmark = pytest.mark.costly
+
 PIPELINE = "strategy=pipeline strategy.pipeline.schedule"
 FSDP = "strategy=fsdp strategy.fsdp"
 CASES: dict[int, list[str]] = {
