@@ -35,10 +35,10 @@ def of_this_node(
         ranks: Of the run, all on this node.
     """
     figures = _kept(ranks) or measure_hardware(context, ranks=ranks)
-    given = dataclasses.asdict(hardware)
+    fields = dataclasses.asdict(hardware)
     empty = dataclasses.asdict(HardwareConfig(name=hardware.name))
     return HardwareConfig(
-        **{"name": hardware.name, **figures, **{k: v for k, v in given.items() if v != empty[k]}}
+        **{"name": hardware.name, **figures, **{k: v for k, v in fields.items() if v != empty[k]}}
     )
 
 
@@ -48,10 +48,10 @@ def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any
     with temporary_folder() as folder:
         store = str(folder / "store")
         calls = [(rank, ranks, threads, store) for rank in range(ranks)]
-        found, *_ = forked_call.call_together(
+        measured, *_ = forked_call.call_together(
             context, "axonlaunch.doctor.microbenchmarks:run_microbenchmarks", calls
         )
-    figures = {name: _rounded(value) for name, value in found.items()}
+    figures = {name: _rounded(value) for name, value in measured.items()}
     figures |= {
         "memory_gib": _rounded(host.memory_bytes() / ranks / GIB),
         # Measured as they are reached.
@@ -67,16 +67,16 @@ def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, list):
-        return [_rounded(one) for one in value]
+        return [_rounded(item) for item in value]
     return float(f"{value:.{_ROUND}g}") if isinstance(value, float) else value
 
 
 def _kept(ranks: int) -> dict[str, Any] | None:
     try:
-        kept: dict[str, Any] = json.loads(_file(ranks).read_text())
+        measured: dict[str, Any] = json.loads(_file(ranks).read_text())
     except (OSError, ValueError):
         return None
-    return kept
+    return measured
 
 
 def _keep(ranks: int, figures: dict[str, Any]) -> None:

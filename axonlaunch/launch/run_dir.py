@@ -29,7 +29,7 @@ from axonlaunch.config import (
     with_values,
 )
 from axonlaunch.config.errors import plain
-from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
 from axonlaunch.system import host
@@ -278,9 +278,9 @@ def free_name(name: str) -> str:
 
 def default_name(config: RunConfig) -> str:
     """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
-    shares = layout(config, world_size=num_ranks(config))
-    degrees = {"context": shares.context, "tensor": shares.tensor, "pipeline": shares.pipeline}
-    kinds: list[str] = [] if shares.facts.averages == "nothing" else [shares.data_parallel]
+    layout = Layout.of(config, world_size=num_ranks(config))
+    degrees = {"context": layout.context, "tensor": layout.tensor, "pipeline": layout.pipeline}
+    kinds: list[str] = [] if layout.facts.averages == "nothing" else [layout.data_parallel]
     kinds += [axis for axis, degree in degrees.items() if degree > 1]
     return "-".join([config.model.name, *(kinds or ["single"])])
 

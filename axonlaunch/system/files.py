@@ -72,8 +72,8 @@ def hub_blob(file: Path) -> Path:
     All files of a snapshot are links to ``../../blobs/<digest>``. They stay in the folder of their
     repository, so that they lead nowhere that whoever made the folder could not have put a file.
     """
-    if file.is_symlink() and (found := re.fullmatch(_BLOB, str(file.readlink()))):
-        return file.parent.parent.parent / "blobs" / found[1]
+    if file.is_symlink() and (blob := re.fullmatch(_BLOB, str(file.readlink()))):
+        return file.parent.parent.parent / "blobs" / blob[1]
     return file
 
 

@@ -243,9 +243,9 @@ def test_what_is_exported_beside_weights_is_of_the_models_folder(
     file.symlink_to("/etc/hostname") if prepared == "link" else os.mkfifo(file)
     out.mkdir()
     config = HuggingFaceConfig(path=str(tmp_path / "model"))
-    with pytest.raises(ConfigError, match="tokenizer.json can't be copied: is not a regular file"):
+    with pytest.raises(ConfigError, match="can't be copied: is not a regular file"):
         exported.copy_besides(config, out)
-    assert list(out.iterdir()) == []
+    assert not os.path.lexists(out / "tokenizer.json")
 
 
 def test_an_index_whose_values_are_no_names_is_refused(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def join_ranks(
     """Meet the other ranks; rank 0 learns what each said of itself.
 
     Returns:
-        Where they meet, what each said, and the nonces for ``Peers``.
+        Where they meet, what each said, and the nonces for ``Coordinator``.
 
     Raises:
         ConfigError: They can't meet.

@@ -28,11 +28,23 @@ _ANSWER_S = 10.0
 """Seconds in which the store answers that a key is there: whatever is read is written already."""
 _AGAIN = "again"
 _SETTLE_S = 1.5
-"""How long member 0 waits for other nodes' words after the first failure."""
+"""How long member 0 waits for other nodes' reports after the first failure."""
 
 
 class Coordinator:
     """This process among the members of a run.
+
+    One class for member 0, which leads, and the others: most of what they do is the same. A run of
+    two nodes, in which a rank of node 1 crashes; each line is a key of the store and who writes it:
+
+        beat/0, beat/1    both, every 0.3 s: count, whether done, and this member's failures
+        beat/1            member 1: with the report of its rank, as soon as it is known
+        verdict           member 0, as soon as that explains it: which rank failed first, and why
+        left/1, left/0    both: read, and gone; member 0 waits for the others, for it has the store
+
+    In a run that succeeds ``done/0`` and ``done/1`` come instead, with what ranks reported, then
+    ``over`` of member 0, then ``left``. Member 0 is in ``_judge``, ``_poll_members`` and
+    ``_all_of``; the others are in ``_await_verdict``, ``_poll_leader`` and ``_said``.
 
     Attributes:
         channel: Where they meet, under what is the run's alone.
@@ -155,7 +167,7 @@ class Coordinator:
         """Agree with the others on who failed first; ``reports`` are this member's failures."""
         for report in reports:
             self.report(report)
-        return self._judged() if self.is_lead else self._told(reports)
+        return self._judge() if self.is_lead else self._await_verdict(reports)
 
     def finish(self, finished: list[Finished], *, again: bool = False) -> list[Finished] | Crash:
         """Wait until all members have ended; return what all ranks reported, in their order.
@@ -165,36 +177,36 @@ class Coordinator:
             again: Whether all are to meet again, with newcomers; member 0 decides.
         """
         self.will_restart = again
-        records = [dataclasses.asdict(one) for one in finished]
+        records = [dataclasses.asdict(record) for record in finished]
         self._send(f"done/{self.member}", records)
         self._is_done = True
         while not self._is_over:
             if self.failure():
-                return self._judged() if self.is_lead else self._told([])
+                return self._judge() if self.is_lead else self._await_verdict([])
             time.sleep(0.02)
         self.leave()
-        return [Finished(**one) for found in self._finished for one in found] or finished
+        return [Finished(**record) for node in self._finished for record in node] or finished
 
-    def _judged(self) -> Crash:
+    def _judge(self) -> Crash:
         """Wait for what explains a failure, find the root cause, and publish it."""
         begun = time.monotonic()
         while True:
             with self._lock:
-                found, lost = [*self._reports], self._lost()
+                reports, lost = [*self._reports], self._lost()
             waited = time.monotonic() - begun
-            explained = lost or (is_conclusive(found) and waited > _SETTLE_S)
+            explained = lost or (is_conclusive(reports) and waited > _SETTLE_S)
             if explained or self._gone or waited > self._lost_s + 1:
                 break
             time.sleep(0.02)
         if self._gone:
             reason = "the store by which it follows the others can't be used any more"
-            found.append(Report(rank=self._first_ranks[0], kind="connection", reason=reason))
-        crash = find_root_cause([*found, *(self._silence(member) for member in lost)])
+            reports.append(Report(rank=self._first_ranks[0], kind="connection", reason=reason))
+        crash = find_root_cause([*reports, *(self._silence(member) for member in lost)])
         self._send("verdict", crash.to_json())
         self.leave()
         return crash
 
-    def _told(self, reports: list[Report]) -> Crash:
+    def _await_verdict(self, reports: list[Report]) -> Crash:
         """Wait for member 0's verdict; where it never comes, member 0 is to blame."""
         deadline = time.monotonic() + 2 * self._lost_s + _SETTLE_S
         while self._verdict is None and time.monotonic() < deadline and not self._lead_is_lost():
@@ -370,7 +382,7 @@ def meet(
         confirm: Raises where the others can't come any more; member 0 asks again and again.
 
     Returns:
-        What each said of itself, on member 0 alone, and the nonces for ``Peers``.
+        What each said of itself, on member 0 alone, and the nonces for ``Coordinator``.
 
     Raises:
         TimeoutError: Some did not come; the message says which.
@@ -396,4 +408,4 @@ def meet(
         confirm()
         time.sleep(0.05)
     joined = [_read(channel, name, sender) for name, sender in names.items()]
-    return [one["about"] for one in joined], [one["nonce"] for one in joined]
+    return [member["about"] for member in joined], [member["nonce"] for member in joined]

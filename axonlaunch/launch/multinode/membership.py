@@ -196,7 +196,7 @@ class NodeMembership:
         return again
 
     def leave(self) -> None:
-        """Tell nodes that come later that the run has ended."""
+        """Let nodes that come later know that the run has ended."""
         if self._rounds is not None and self._hosts:
             self._rounds.leave()
 

@@ -26,7 +26,6 @@ from rich.status import Status
 from rich.text import Text
 
 from axonlaunch.config.url import is_url
-from axonlaunch.diagnostics.frame_origin import frame_owner
 from axonlaunch.events import (
     Evaluated,
     Event,
@@ -41,6 +40,7 @@ from axonlaunch.events import (
 )
 from axonlaunch.launch.failures.report import Crash, Report, plain_ranks
 from axonlaunch.system.formatting import quantity, size
+from axonlaunch.system.frame_origin import frame_owner
 from axonlaunch.system.streams import refusal
 
 SLOW = 0.2
