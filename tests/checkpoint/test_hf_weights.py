@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stranger
 import torch
 from configured import run_config
 from hf_families import FAMILIES, save
@@ -253,3 +254,12 @@ def test_an_index_whose_values_are_no_names_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="which is not a file name"):
         safetensors._files(tmp_path)
+
+
+def test_a_folder_of_pickled_weights_is_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(stranger.bomb(tmp_path / "executed"))
+    with pytest.raises(ConfigError, match=r"contains no \*\.safetensors"):
+        chosen(tmp_path / "model", "strategy=single", "model.init=pretrained")
+    assert not (tmp_path / "executed").exists()
