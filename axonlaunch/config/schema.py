@@ -164,6 +164,11 @@ class TrainConfig:
     """
     compile: bool = False
     """torch.compile each block"""
+    prove: Literal["auto", "always", "never"] = "auto"
+    """compare the layout with one process before the first step, on a small model of the same
+    architecture. auto: models of transformers in layouts of several ranks, once; always: every
+    model, and anew
+    """
     deterministic: bool = False
     """refuse operations that are not deterministic"""
     log_every: int = field(default=10, metadata={"min": 1})

@@ -122,10 +122,10 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
     shares = layout(config, world_size=num_ranks(config))
 
     def run(world: World) -> Reference:
-        engine, loader = _engine(_in_one_process(config, micro_batch_size="auto"), world)
+        engine, loader = prepared_engine(_in_one_process(config, micro_batch_size="auto"), world)
         if spec_for(config.model).mixes_samples or _mixes_samples(engine.modules):
             same = _in_one_process(config, micro_batch_size=shares.micro_batch_size)
-            engine, loader = _engine(same, world)
+            engine, loader = prepared_engine(same, world)
         losses, norms, gradients = [], [], []
         for step in range(steps):
             batch = loader.batch(step)
@@ -160,7 +160,7 @@ def compare(
     config: RunConfig, world: World, reference: Reference, *, steps: int
 ) -> list[Difference]:
     """Run the same steps as one rank of the layout; return every quantity's difference here."""
-    engine, loader = _engine(config, world)
+    engine, loader = prepared_engine(config, world)
     found = []
     for step in range(steps):
         loss, _ = engine.backward(loader.batch(step))
@@ -291,7 +291,8 @@ def _missing(reference: Reference, found: list[Difference]) -> Iterator[Differen
                 yield Difference(step, "gradient", name, math.inf)
 
 
-def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
+def prepared_engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
+    """Build a rank's engine without dropout, with its initial weights, and its data."""
     shares = layout(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data)
     loader = rank_loader(config, dataset, shares=shares, rank=world.rank)

@@ -6,6 +6,7 @@ It holds numbers and words; ``verification`` finds them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import layout, num_ranks
@@ -76,3 +77,36 @@ def failed(config: RunConfig, steps: int, why: str) -> ParityResult:
 def layout_of(config: RunConfig) -> str:
     """Return the layout in words."""
     return str(layout(config, world_size=num_ranks(config)))
+
+
+Outcome = Literal["proved", "proved before", "to be proved", "not proved"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What is known of a layout before its first step.
+
+    Attributes:
+        layout: In words.
+        outcome: Whether it gives one process's losses and gradients.
+        seconds: That it took to know.
+        parameters: Of the small model that was compared; 0 where none was.
+        reason: Why it is not proved; empty where it is.
+    """
+
+    layout: str
+    outcome: Outcome = "not proved"
+    seconds: float = 0.0
+    parameters: int = 0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"not proved: {self.reason}; axonlaunch verify with the same arguments proves it"
+        what = f"{self.layout} gives one process's losses and gradients"
+        if self.outcome == "to be proved":
+            return f"to be proved: {what} (a small model, {self.parameters:,} parameters)"
+        if self.outcome == "proved before":
+            return f"proved before: {what} ({self.seconds:.1f} s to know)"
+        how = f"a small model of the same architecture, {self.parameters:,} parameters"
+        return f"proved: {what} ({how}, {self.seconds:.1f} s)"

@@ -39,6 +39,8 @@ from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.system.streams import tolerant
 from axonlaunch.training import worker
+from axonlaunch.verification.result import Proof
+from axonlaunch.verification.runner import prove
 
 RANK_LOST_S = 20.0
 """Seconds of silence after which a rank is lost. Its watching thread shares the interpreter with
@@ -83,11 +85,16 @@ def main(
         lost_s=RANK_LOST_S,
         are_nodes=False,
     )
+    proof = None
     with ExitStack() as folder:
         if found.rank == 0:
             try:
                 given = resolve(counted(found, members))
                 announce = partial(print, file=sys.stderr)
+                # The others wait for what this sends them; no device is held yet by any.
+                proof = prove(multiprocessing.get_context("spawn"), given)
+                if proof is not None:
+                    announce(proof)
                 config = folder.enter_context(
                     run_dir.open_run_dir(given, announce=announce, sharing=_sharing(given))
                 )
@@ -102,7 +109,7 @@ def main(
             if frozen is None:
                 return 2, None
             config = frozen
-        return _run(config, found, peers, launcher, started=started, as_json=as_json)
+        return _run(config, found, peers, launcher, proof, started=started, as_json=as_json)
 
 
 def _run(
@@ -110,6 +117,7 @@ def _run(
     found: ClusterEnvironment,
     peers: Coordinator,
     launcher: LauncherProcess,
+    proof: Proof | None,
     *,
     started: float,
     as_json: bool,
@@ -123,7 +131,7 @@ def _run(
     ranks.redirect(log)
     stream = tolerant(os.fdopen(errors if as_json else output, "w", buffering=1))
     console = RunConsole(stream=stream, is_plain=True)
-    record = RunRecorder(started, console)
+    record = RunRecorder(started, console, proof=proof)
     # Not forked from this process, which has threads and a device.
     record.prediction = BackgroundEstimate(multiprocessing.get_context("spawn"), config)
     place = RankSpec(
