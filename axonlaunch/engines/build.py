@@ -23,6 +23,7 @@ from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
+from axonlaunch.engines.chunked_loss import ChunkedLoss
 from axonlaunch.engines.context.context import CHUNKS, ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
@@ -51,7 +52,14 @@ from axonlaunch.engines.pipeline.split import (
     stage_blocks,
 )
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
-from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded_policy
+from axonlaunch.engines.precision import (
+    DTYPES,
+    LossScale,
+    autocasting,
+    casting_inputs,
+    keep_parameters_in,
+    sharded_policy,
+)
 from axonlaunch.engines.tensor.loss import vocab_parallel_cross_entropy_sum
 from axonlaunch.engines.tensor.parallelize import has_divided_logits, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
@@ -87,6 +95,7 @@ class _Plan:
     """What the steps of building share.
 
     Attributes:
+        chunked: Of the loss, if it is computed in chunks.
         owners: The global rank that holds each of the two ends of a tied weight.
         sharded: What of the model fully_shard divides.
     """
@@ -98,6 +107,7 @@ class _Plan:
     spec: ModelSpec
     source: Source
     context: ContextAxis | None = None
+    chunked: ChunkedLoss | None = None
     owners: dict[str, int] = field(default_factory=dict)
     sharded: list[FSDP] = field(default_factory=list)
 
@@ -114,7 +124,10 @@ class _Plan:
 
     def construct(self) -> nn.Module:
         """Build the whole model, undivided."""
-        return self.source.construct(self.config.model, seed=self.config.seed)
+        model = self.source.construct(self.config.model, seed=self.config.seed)
+        if self.config.train.param_dtype != "fp32":
+            keep_parameters_in(model, DTYPES[self.config.train.param_dtype])
+        return model
 
 
 def build_engine(
@@ -148,6 +161,16 @@ def build_engine(
         counts = stage_blocks(config, shares, whole, sample=sample)
     _parallelize(plan, whole)
     divided_logits = has_divided_logits(whole)
+    tensor_group = mesh.group("tp")
+    loss: Loss = plan.spec.loss
+    gather: Callable[[Tensor], Tensor] = _as_is
+    summed: Callable[[Tensor, Tensor], Tensor] = plan.spec.loss
+    if divided_logits:
+        summed = partial(vocab_parallel_cross_entropy_sum, group=tensor_group)
+        loss = partial(with_auxiliary_loss, summed)
+        gather = partial(collect_from, group=tensor_group, dim=-1)
+    if config.train.loss_chunk is not None:
+        loss = plan.chunked = ChunkedLoss(summed, chunk=config.train.loss_chunk)
     crossing = crossing_ties(plan.spec, ties) if shares.pipeline > 1 else {}
     passes: ForwardBackward
     if shares.pipeline == 1:
@@ -163,13 +186,7 @@ def build_engine(
     tied = None
     if crossing.keys() & trained.keys() or set(crossing.values()) & trained.keys():
         tied = TiedGradients(trained, ties=crossing, owners=plan.owners, group=mesh.group("pp"))
-    train, tensor_group = config.train, mesh.group("tp")
-    loss: Loss = plan.spec.loss
-    gather: Callable[[Tensor], Tensor] = _as_is
-    if divided_logits:
-        divided = partial(vocab_parallel_cross_entropy_sum, group=tensor_group)
-        loss = partial(with_auxiliary_loss, divided)
-        gather = partial(collect_from, group=tensor_group, dim=-1)
+    train = config.train
     return MeshEngine(
         passes,
         update=_update(plan, trained, {n: facts[crossing.get(n, n)] for n in trained}),
@@ -179,6 +196,7 @@ def build_engine(
         aliases={n: crossing[n] for n in trained if n in crossing},
         loss=loss,
         gather_outputs=gather,
+        whole_logits=nullcontext if plan.chunked is None else plan.chunked.whole_logits,
         context=plan.context,
         input_multiple=_length_multiple(config),
         num_parameters=num_parameters,
@@ -271,6 +289,8 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
 
     def divide(model: nn.Module) -> None:
         _parallelize(plan, model)
+        if plan.chunked is not None and (head := plan.spec.head_of(model)) is not None:
+            ChunkedLoss(plan.spec.loss, chunk=1).defer(head)
         if plan.shares.facts.shards_parameters:
             model.to(DTYPES[plan.config.train.precision])  # as it is gathered
         else:
@@ -281,6 +301,8 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
 
 def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
     """Recompute, compile, then shard; and fill the model, or a stage, with its weights."""
+    if plan.chunked is not None and (head := plan.spec.head_of(stage)) is not None:
+        plan.chunked.defer(head)
     _wrap_blocks(plan, stage)
     if plan.shares.facts.shards_parameters:
         _shard(plan, stage)
@@ -331,7 +353,9 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
 def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> None:
     """Compute in the lower precision, which sharded parameters are gathered in anyway."""
     precision = plan.config.train.precision
-    if precision != "fp32":
+    if plan.config.train.param_dtype != "fp32":
+        model.forward = casting_inputs(model.forward, DTYPES[plan.config.train.param_dtype])
+    elif precision != "fp32":
         model.forward = autocasting(model.forward, precision, plan.world.device)
 
 

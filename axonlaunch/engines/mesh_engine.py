@@ -6,7 +6,7 @@ It composes what the other files offer; how a layout computes or synchronises is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class MeshEngine:
         aliases: Mapping[str, str],
         loss: Loss,
         gather_outputs: Callable[[Tensor], Tensor],
+        whole_logits: Callable[[], AbstractContextManager[Any]],
         context: ContextAxis | None,
         input_multiple: int,
         num_parameters: int,
@@ -67,6 +68,7 @@ class MeshEngine:
                 that another stage owns.
             loss: ``(outputs, targets) -> sum over counted targets``, 0-dim fp32.
             gather_outputs: Makes a rank's outputs whole.
+            whole_logits: Lets a model give logits that the loss would compute itself.
             context: Divides sequences; None: every rank sees whole ones.
             input_multiple: What the length of a sequence must be a multiple of.
             num_parameters: Of the whole model.
@@ -91,6 +93,7 @@ class MeshEngine:
         self._aliases = dict(aliases)
         self._loss = loss
         self._gather_outputs = gather_outputs
+        self._whole_logits = whole_logits
         self._context = context
         self._multiple = input_multiple
         self._world = world
@@ -197,7 +200,7 @@ class MeshEngine:
             inputs = torch.nn.functional.pad(inputs, (0, missing))
         if self._context is not None:
             inputs = inputs[:, self._context.positions(inputs.shape[1])]
-        with evaluating(self.modules):
+        with evaluating(self.modules), self._whole_logits():
             outputs = self._gather_outputs(self._passes.predict(inputs))
         if self._context is not None:
             outputs = self._context.join(outputs)

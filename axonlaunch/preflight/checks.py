@@ -28,7 +28,7 @@ from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.preflight.checkpoint import checkpoint_problems
-from axonlaunch.preflight.model_outputs import output_problems
+from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
@@ -40,9 +40,6 @@ from axonlaunch.preflight.parallelism import (
 from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
-
-FP32_BYTES = 4
-"""Bytes of a parameter's element and of its gradient."""
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -108,6 +105,9 @@ def find_issues(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
         if not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
             unfit = list(_named(config, output_problems(model, spec, dataset)))
         problems += unfit
+        chunk = config.train.loss_chunk
+        if not unfit and model is not None and chunk is not None:
+            problems += head_problems(model, spec, dataset, chunk=chunk)
     if model is not None and spec is not None:
         problems += sharding_problems(config, spec, model)
         problems += context_problems(config, spec)
@@ -301,10 +301,11 @@ def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[Con
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
     held = count // (shares.tensor * shares.pipeline)
-    states = FP32_BYTES * share_of_states(config)
+    element = config.train.parameter_bytes
+    states = element * share_of_states(config)
     per_element = (
-        FP32_BYTES / shares.parameter_shards
-        + FP32_BYTES / shares.gradient_shards
+        element / shares.parameter_shards
+        + element / shares.gradient_shards
         + states / shares.optimizer_shards
     )
     per_rank = int(held * per_element)
@@ -339,7 +340,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     kept = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    needed = int(count * FP32_BYTES * (1 + share_of_states(config))) * kept
+    needed = int(count * config.train.parameter_bytes * (1 + share_of_states(config))) * kept
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
         return

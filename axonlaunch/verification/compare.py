@@ -304,7 +304,8 @@ def prepared_engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
 
 def _in_one_process(config: RunConfig, *, micro_batch_size: int | Literal["auto"]) -> RunConfig:
     alone = StrategyConfig(data_parallel="none")
-    return with_values(config, {"strategy": alone, "train.micro_batch_size": micro_batch_size})
+    plain = {"train.micro_batch_size": micro_batch_size, "train.loss_chunk": None}
+    return with_values(config, {"strategy": alone, **plain})
 
 
 def _mixes_samples(modules: Iterable[nn.Module]) -> bool:

@@ -32,7 +32,11 @@ def first_difference(config: RunConfig) -> str:
     Args:
         config: Checked, small enough to be run on the mock world twice.
     """
-    alone = {"strategy": StrategyConfig(data_parallel="none"), "launch.nproc": 1}
+    alone = {
+        "strategy": StrategyConfig(data_parallel="none"),
+        "launch.nproc": 1,
+        "train.loss_chunk": None,
+    }
     [(expected, gradients)] = World.mock(1).run(
         lambda world: _run(with_values(config, alone), world)
     )

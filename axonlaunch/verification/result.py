@@ -21,7 +21,8 @@ _NORM_TOLERANCE = 1e-3
 
 def tolerance_of(config: RunConfig) -> float:
     """Return the largest relative difference that passes, by the lowest precision in use."""
-    lowest = (config.train.precision, config.strategy.reduce_dtype)
+    train = config.train
+    lowest = (train.precision, train.param_dtype, config.strategy.reduce_dtype)
     return max(TOLERANCES[precision] for precision in lowest)
 
 

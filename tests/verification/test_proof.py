@@ -20,8 +20,10 @@ Patch = pytest.MonkeyPatch
 TENSOR = ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"]
 FSDP = ["strategy=fsdp", "launch.nproc=2"]
 WIDE = {
-    **{"hidden_size": 128, "intermediate_size": 256},
-    **{"num_attention_heads": 8, "num_key_value_heads": 4},
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
 }
 
 

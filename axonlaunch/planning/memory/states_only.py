@@ -19,8 +19,6 @@ from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 
-_FP32 = 4
-
 
 def estimate_states(config: RunConfig) -> Estimate:
     """Estimate the states of every rank of a run.
@@ -51,12 +49,17 @@ def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
     if shares.pipeline > 1:
         stages = parts(blueprint.counts)
         modules = [cut(spec, blueprint.built(), stages[n]) for n in blueprint.stages_of(place)]
-    whole = sum(_bytes(module) for module in modules)
-    blocks = [_bytes(block) for module in modules for block in spec.blocks(module).values()]
+    element = config.train.parameter_bytes
+    whole = sum(_elements(module) for module in modules) * element
+    blocks = [
+        element * _elements(block) for module in modules for block in spec.blocks(module).values()
+    ]
     facts = parameter_facts(spec, blueprint.model)
     ties = tied_names(blueprint.model)
     names = [ties.get(n, n) for module in modules for n, _ in module.named_parameters()]
-    share = state_share(config.optimizer, [facts[name] for name in names if name in facts])
+    share = state_share(
+        config.optimizer, [facts[name] for name in names if name in facts], parameter_bytes=element
+    )
     held = states(
         config,
         shares,
@@ -82,5 +85,5 @@ def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
     )
 
 
-def _bytes(module: nn.Module) -> int:
-    return _FP32 * sum(parameter.numel() for parameter in module.parameters())
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
