@@ -33,8 +33,8 @@ def status() -> NcclStatus:
             reason=f"this torch ({torch.__version__}) is built without NCCL: install a CUDA or "
             "ROCm build of torch, or use backend=gloo",
         )
-    found = torch.cuda.nccl.version()
-    version = ".".join(map(str, found))
+    nccl_version = torch.cuda.nccl.version()
+    version = ".".join(map(str, nccl_version))
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if not devices:
         return NcclStatus(

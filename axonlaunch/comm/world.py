@@ -257,13 +257,13 @@ def _device(backend: Backend, local_rank: int) -> torch.device:
     """Return where a rank computes, and make it the current device."""
     if backend is not Backend.NCCL:
         return torch.device("cpu")
-    found = nccl.status()
-    if not found.available:
-        raise NcclError(f"backend=nccl: {found.reason}")
-    if local_rank >= len(found.devices):
+    nccl_status = nccl.status()
+    if not nccl_status.available:
+        raise NcclError(f"backend=nccl: {nccl_status.reason}")
+    if local_rank >= len(nccl_status.devices):
         raise NcclError(
             f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees "
-            f"{len(found.devices)}; start fewer ranks on this node, or use backend=gloo"
+            f"{len(nccl_status.devices)}; start fewer ranks on this node, or use backend=gloo"
         )
     torch.accelerator.set_device_index(local_rank)
     accelerator = torch.accelerator.current_accelerator()

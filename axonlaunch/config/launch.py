@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from axonlaunch.registry import Entry, Registry
+from axonlaunch.config.registry import Entry, Registry
 
 
 @dataclass(frozen=True, kw_only=True)

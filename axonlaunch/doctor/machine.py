@@ -1,4 +1,4 @@
-"""What this machine has and what works on it, tried rather than assumed.
+"""What this node has and what works on it, tried rather than assumed.
 
 It runs in a process of its own; it changes nothing.
 """
@@ -44,12 +44,12 @@ def machine() -> dict[str, Any]:
 def _devices() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         memory = round(about.total_memory / GIB, 1)
-        found.append({"index": index, "name": about.name, "memory_gib": memory})
-    return found
+        devices.append({"index": index, "name": about.name, "memory_gib": memory})
+    return devices
 
 
 def _driver() -> str | None:

@@ -17,7 +17,7 @@ from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, layout, num_ranks, resolved
+from axonlaunch.config.layout import Layout, num_ranks, resolved
 from axonlaunch.config.loggers import CustomLoggerConfig
 from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
 from axonlaunch.config.plugins import import_callable, import_plugins
@@ -87,17 +87,17 @@ def find_issues(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
             then have to suffice.
     """
     ranks = num_ranks(config)
-    shares = layout(config, world_size=ranks)
+    layout = Layout.of(config, world_size=ranks)
     # Again, now that all is resolved: each rank holds what it reads of the run against them.
     problems = find_rule_violations(config)
     if here:
         problems += _backend(config)
         problems += _custom_loggers(config)
         problems += _attention(config)
-    dataset, found = _dataset(config)
-    problems += found
-    spec, model, found = _model(config)
-    problems += found
+    dataset, issues = _dataset(config)
+    problems += issues
+    spec, model, issues = _model(config)
+    problems += issues
     if here and dataset is not None:
         problems += _samples(config, dataset)
     if spec is not None and dataset is not None:
@@ -116,7 +116,7 @@ def find_issues(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
     unfit = [] if spec is None or model is None else optimizer_problems(config, spec, model)
     problems += unfit
     if here and model is not None and not unfit:
-        problems += _memory(config, model, shares)
+        problems += _memory(config, model, layout)
         problems += _disk(config, model)
         problems += checkpoint_problems(config, model)
     return problems
@@ -152,10 +152,10 @@ def accelerators() -> int:
 
 
 def _backend(config: RunConfig) -> Iterator[ConfigIssue]:
-    backend, found, nproc = config.launch.backend, accelerators(), config.launch.nproc
+    backend, num_accelerators, nproc = config.launch.backend, accelerators(), config.launch.nproc
     assert nproc != "auto"
-    if backend == "nccl" and found < nproc:
-        have = f"this node has {found}" if found else "this node has none"
+    if backend == "nccl" and num_accelerators < nproc:
+        have = f"this node has {num_accelerators}" if num_accelerators else "this node has none"
         yield ConfigIssue(
             "launch.backend",
             f"{nproc} ranks need an accelerator each; {have}; use gloo",
@@ -263,14 +263,14 @@ def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Ite
 
 def _named(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[ConfigIssue]:
     """Say of which model the problems are: by what the user chose it."""
-    for one in problems:
+    for problem in problems:
         if isinstance(config.model, CustomConfig):
-            yield ConfigIssue("model.target", one.message, config.model.target)
+            yield ConfigIssue("model.target", problem.message, config.model.target)
         elif isinstance(config.model, HuggingFaceConfig):
             key = "model.config" if config.model.path is None else "model.path"
-            yield ConfigIssue(key, one.message, config.model.path or ...)
+            yield ConfigIssue(key, problem.message, config.model.path or ...)
         else:
-            yield ConfigIssue("model.name", one.message, config.model.name)
+            yield ConfigIssue("model.name", problem.message, config.model.name)
 
 
 def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
@@ -279,13 +279,17 @@ def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
         return
     shape = dataset.sample_shape
     numel = torch.Size(shape).numel()
-    given = getattr(config.model, "input_size", None)
-    if given is not None and given != numel:
-        yield ConfigIssue("model.input_size", f"the images are {_by(shape)}; use {numel}", given)
+    input_size = getattr(config.model, "input_size", None)
+    if input_size is not None and input_size != numel:
+        yield ConfigIssue(
+            "model.input_size", f"the images are {_by(shape)}; use {numel}", input_size
+        )
     for field, seen in (("num_channels", shape[0]), ("image_size", shape[-1])):
-        given = getattr(config.model, field, None)
-        if given is not None and given != seen:
-            yield ConfigIssue(f"model.{field}", f"the images are {_by(shape)}; use {seen}", given)
+        input_size = getattr(config.model, field, None)
+        if input_size is not None and input_size != seen:
+            yield ConfigIssue(
+                f"model.{field}", f"the images are {_by(shape)}; use {seen}", input_size
+            )
 
 
 def _by(shape: tuple[int, ...]) -> str:
@@ -297,18 +301,18 @@ def _length(config: RunConfig) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[ConfigIssue]:
+def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[ConfigIssue]:
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
-    held = count // (shares.tensor * shares.pipeline)
+    parameters = count // (layout.tensor * layout.pipeline)
     element = config.train.parameter_bytes
     states = element * share_of_states(config)
     per_element = (
-        element / shares.parameter_shards
-        + element / shares.gradient_shards
-        + states / shares.optimizer_shards
+        element / layout.parameter_shards
+        + element / layout.gradient_shards
+        + states / layout.optimizer_shards
     )
-    per_rank = int(held * per_element)
+    per_rank = int(parameters * per_element)
     memory, where = min(_rooms(config))
     offload = config.strategy.fsdp.cpu_offload
     if per_rank > memory and offload == "none":
@@ -337,10 +341,11 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     if not config.checkpoint.every:
         return
     count = sum(p.numel() for p in model.parameters())
-    kept = (
+    num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    needed = int(count * config.train.parameter_bytes * (1 + share_of_states(config))) * kept
+    per_checkpoint = count * config.train.parameter_bytes * (1 + share_of_states(config))
+    needed = int(per_checkpoint) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
         return

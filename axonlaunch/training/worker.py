@@ -19,7 +19,7 @@ from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
@@ -48,12 +48,12 @@ def run(
     """
     monitor.beat("building", step=None)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    shares = layout(config, world_size=world.world_size)
+    layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data)
     loader = rank_loader(
         config,
         dataset,
-        shares=shares,
+        layout=layout,
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
     )
@@ -64,13 +64,13 @@ def run(
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
         load_initial_weights(engine, config.model, world=world)
-    kept = storage.root(config)
+    root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
     monitor = dataclasses.replace(monitor, report=report)
     monitor.report(
         Started(
             run_dir=config.run_dir,
-            layout=str(shares),
+            layout=str(layout),
             device=str(world.device),
             parameters=engine.num_parameters,
             samples=dataset.num_samples,
@@ -79,7 +79,7 @@ def run(
             steps=config.train.steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
             corrupt=resumed.aside,
-            notes=(*notes, *_swept(kept, world), *_notes(config, world)),
+            notes=(*notes, *_swept(root, world), *_notes(config, world)),
         )
     )
 
@@ -88,7 +88,7 @@ def run(
         if world.is_main:
             storage.describe(config)
         saver = Saver(
-            kept,
+            root,
             world=world,
             retention=Retention(
                 newest=config.checkpoint.keep_last,
@@ -96,7 +96,7 @@ def run(
                 best=config.checkpoint.keep_best,
             ),
             every=config.checkpoint.every,
-            layout=str(shares),
+            layout=str(layout),
             background=config.checkpoint.async_save,
         )
     with loggers:
@@ -139,9 +139,9 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
             world=world,
             passes_over=config.checkpoint.fallback,
         )
-    elif (found := checkpoint.find_checkpoint(storage.storage_path(resume))) is not None:
+    elif (saved := checkpoint.find_checkpoint(storage.storage_path(resume))) is not None:
         resumed = Resumed(
-            found, checkpoint.load_checkpoint(found, engine.state_dict(), world=world)
+            saved, checkpoint.load_checkpoint(saved, engine.state_dict(), world=world)
         )
     else:
         raise checkpoint.CorruptCheckpointError(
@@ -181,9 +181,9 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
     report(SampleGenerated(prompt, dataset.decode(tokens)))
 
 
-def _swept(kept: Path, world: World) -> list[str]:
+def _swept(root: Path, world: World) -> list[str]:
     """Delete what interrupted saves left, and name it."""
-    left = checkpoint.sweep_partial(kept) if world.is_main else []
+    left = checkpoint.sweep_partial(root) if world.is_main else []
     return [
         f"checkpoints/{name}: deleted, a save that was interrupted had left it" for name in left
     ]
@@ -193,9 +193,9 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
     """Say what a setting can't do on this device, or in this world."""
     notes = []
     strategy = config.strategy
-    shares = layout(config, world_size=world.world_size)
-    is_hybrid = shares.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"
-    if is_hybrid and shares.dp_replicate == 1:
+    layout = Layout.of(config, world_size=world.world_size)
+    is_hybrid = layout.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"
+    if is_hybrid and layout.dp_replicate == 1:
         notes.append(
             "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
             "strategy.fsdp.replicate=2 makes two"

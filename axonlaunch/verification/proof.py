@@ -17,7 +17,7 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
 from axonlaunch.config.data import SyntheticTokensConfig
-from axonlaunch.config.layout import Layout, layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.config.optimizer import AdamWConfig, ConstantConfig
 from axonlaunch.config.plugins import import_plugins
@@ -86,7 +86,7 @@ def reduced(config: RunConfig) -> RunConfig:
         ConfigError: The model can't be described.
         _NotReducibleError: There is no small model of its shape.
     """
-    before = layout(config, world_size=num_ranks(config))
+    before = Layout.of(config, world_size=num_ranks(config))
     degrees = _degrees(before)
     per_rank = 2
     if before.pipeline > 1:

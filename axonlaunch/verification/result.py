@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 0.1, "fp16": 0.02}
 """Largest relative difference that rounding explains, by ``train.precision``."""
@@ -77,7 +77,7 @@ def failed(config: RunConfig, steps: int, why: str) -> ParityResult:
 
 def layout_of(config: RunConfig) -> str:
     """Return the layout in words."""
-    return str(layout(config, world_size=num_ranks(config)))
+    return str(Layout.of(config, world_size=num_ranks(config)))
 
 
 Outcome = Literal["proved", "proved before", "to be proved", "not proved"]

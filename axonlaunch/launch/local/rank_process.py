@@ -248,10 +248,10 @@ def _cause(error: BaseException) -> str:
 
 
 def _is_connection(error: BaseException) -> bool:
-    """Tell an error that a lost peer causes from one of this rank's own."""
+    """Return whether a lost peer causes an error, and not this rank."""
     if isinstance(error, UnreachableRankError):
         return False  # nobody failed before it
-    words = (
+    phrases = (
         "connection closed",
         "connection reset",
         "connection refused",
@@ -261,4 +261,4 @@ def _is_connection(error: BaseException) -> bool:
     )
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | ConnectionError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in phrases)
