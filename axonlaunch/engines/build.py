@@ -33,9 +33,9 @@ from axonlaunch.engines.device_mesh import context_group, run_mesh, sharding_mes
 from axonlaunch.engines.forward_backward import (
     ForwardBackward,
     LocalForwardBackward,
-    Loss,
     PipelineForwardBackward,
 )
+from axonlaunch.engines.losses import losses_of
 from axonlaunch.engines.mesh_engine import MeshEngine, StepRule
 from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
 from axonlaunch.engines.optimizer.optimizers import learning_rate
@@ -60,10 +60,8 @@ from axonlaunch.engines.precision import (
     keep_parameters_in,
     sharded_policy,
 )
-from axonlaunch.engines.tensor.loss import gather_logits, vocab_parallel_cross_entropy_sum
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
-from axonlaunch.models.loss import with_auxiliary_loss
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
@@ -161,16 +159,10 @@ def build_engine(
         counts = stage_blocks(config, layout, whole, sample=sample)
     _parallelize(plan, whole)
     classes = divided_classes(whole)
-    tensor_group = mesh.group("tp")
-    loss: Loss = plan.spec.loss
-    gather: Callable[[Tensor], Tensor] = _as_is
-    summed: Callable[[Tensor, Tensor], Tensor] = plan.spec.loss
-    if classes is not None:
-        summed = partial(vocab_parallel_cross_entropy_sum, group=tensor_group, classes=classes)
-        loss = partial(with_auxiliary_loss, summed)
-        gather = partial(gather_logits, group=tensor_group, classes=classes)
-    if config.train.loss_chunk is not None:
-        loss = plan.chunked = ChunkedLoss(summed, chunk=config.train.loss_chunk)
+    losses = losses_of(
+        plan.spec, classes=classes, group=mesh.group("tp"), chunk=config.train.loss_chunk
+    )
+    plan.chunked = losses.chunked
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
     passes: ForwardBackward
     if layout.pipeline == 1:
@@ -194,9 +186,7 @@ def build_engine(
         sharded=plan.sharded,
         tied=tied,
         aliases={n: crossing[n] for n in trained if n in crossing},
-        loss=loss,
-        gather_outputs=gather,
-        whole_logits=nullcontext if plan.chunked is None else plan.chunked.whole_logits,
+        losses=losses,
         context=plan.context,
         input_multiple=_length_multiple(config),
         num_parameters=num_parameters,
@@ -404,7 +394,3 @@ def _update(
         if offload is CPUOffload.OPTIMIZER_STATES:
             return stream(states_on=HOST)
     return Update(config.optimizer, trained, parameters=facts)
-
-
-def _as_is(outputs: Tensor) -> Tensor:
-    return outputs

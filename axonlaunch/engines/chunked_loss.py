@@ -24,13 +24,13 @@ from axonlaunch.engines.tensor.layers import ColumnParallelLinear
 from axonlaunch.models.loss import with_auxiliary_loss
 from axonlaunch.models.spec import ModelOutputs
 
-Sum = Callable[[Tensor, Tensor], Tensor]
+_Sum = Callable[[Tensor, Tensor], Tensor]
 
 
 class ChunkedLoss:
     """The summed loss of hidden states that a head was to turn into logits."""
 
-    def __init__(self, loss: Sum, *, chunk: int) -> None:
+    def __init__(self, loss: _Sum, *, chunk: int) -> None:
         """Prepare the loss.
 
         Args:

@@ -25,7 +25,7 @@ from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
 from axonlaunch.verification.result import Proof
-from axonlaunch.verification.runner import is_to_be_proved, prove
+from axonlaunch.verification.runner import is_to_be_proved, prove_layout
 
 INTERRUPTED = 130
 """The exit status of a command that Ctrl-C ended."""
@@ -227,7 +227,7 @@ class Runs:
         if not any(is_to_be_proved(config) for config in configs):
             return [None] * len(configs)
         with spinner("proving that the layout computes what one process does (Ctrl-C ends it)"):
-            proofs = [prove(self.options.context, config) for config in configs]
+            proofs = [prove_layout(self.options.context, config) for config in configs]
         for line in dict.fromkeys(str(one) for one in proofs if one is not None):
             print(line, file=self._stream)
         return proofs

@@ -103,7 +103,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "exact": exact,
         "axonlaunch": version("axonlaunch"),
         "torch": version("torch"),
-        "source": cache.source(),
+        "source": cache.source_hash(),
     }
     return estimates_folder() / f"{_hash(json.dumps(matters, sort_keys=True))[:32]}.json"
 

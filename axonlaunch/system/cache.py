@@ -29,7 +29,7 @@ def keep(file: Path, text: str) -> None:
 
 
 @lru_cache(maxsize=1)
-def source() -> str:
+def source_hash() -> str:
     """Return a hash of every file of this package, which its version does not distinguish."""
     package = Path(__file__).resolve().parent.parent
     found = sha256()

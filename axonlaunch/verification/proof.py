@@ -139,7 +139,7 @@ def _with_small_model(config: RunConfig, before: Layout, degrees: dict[str, int]
     if isinstance(config.model, HuggingFaceConfig):
         from axonlaunch.models.hf import reduced as hf
 
-        division = hf.Division(
+        division = hf.ModelDivision(
             stages=degrees["pp"] * before.stages_per_rank,
             tensor=degrees["tp"],
             before=before.tensor,
@@ -193,7 +193,7 @@ def _file(small: RunConfig) -> Path | None:
         "torch": version("torch"),
         "transformers": version("transformers"),
         "axonlaunch": version("axonlaunch"),
-        "source": cache.source(),
+        "source": cache.source_hash(),
     }
     digest = sha256(json.dumps(matters, sort_keys=True, default=str).encode()).hexdigest()
     return cache.cache_folder() / "proofs" / f"{digest[:32]}.json"

@@ -80,7 +80,7 @@ def layout_of(config: RunConfig) -> str:
     return str(Layout.of(config, world_size=num_ranks(config)))
 
 
-Outcome = Literal["proved", "proved before", "to be proved", "not proved"]
+ProofOutcome = Literal["proved", "proved before", "to be proved", "not proved"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Proof:
     """
 
     layout: str
-    outcome: Outcome = "not proved"
+    outcome: ProofOutcome = "not proved"
     seconds: float = 0.0
     parameters: int = 0
     reason: str = ""

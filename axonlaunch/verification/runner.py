@@ -71,7 +71,7 @@ def is_to_be_proved(config: RunConfig) -> bool:
     return asked == "always" or isinstance(config.model, HuggingFaceConfig)
 
 
-def prove(context: Starter, config: RunConfig) -> Proof | None:
+def prove_layout(context: Starter, config: RunConfig) -> Proof | None:
     """Compare a checked run's layout with one process, on a small model; None: nobody asks for it.
 
     Ctrl-C ends it, and leaves no process behind.

@@ -40,7 +40,7 @@ from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.system.streams import tolerant
 from axonlaunch.training import worker
 from axonlaunch.verification.result import Proof
-from axonlaunch.verification.runner import prove
+from axonlaunch.verification.runner import prove_layout
 
 RANK_LOST_S = 20.0
 """Seconds of silence after which a rank is lost. Its watching thread shares the interpreter with
@@ -97,7 +97,7 @@ def main(
                     return 0, summary
                 announce = partial(print, file=sys.stderr)
                 # The others wait for what this sends them; no device is held yet by any.
-                proof = prove(multiprocessing.get_context("spawn"), given)
+                proof = prove_layout(multiprocessing.get_context("spawn"), given)
                 if proof is not None:
                     announce(proof)
                 config = folder.enter_context(

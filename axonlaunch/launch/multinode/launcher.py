@@ -18,7 +18,7 @@ from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, report_crash
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system import forked_call
-from axonlaunch.verification.runner import prove
+from axonlaunch.verification.runner import prove_layout
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
@@ -53,7 +53,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     proof = None
     if not problems and config.launch.node_rank == 0:
         try:
-            proof = prove(context, config)
+            proof = prove_layout(context, config)
         except ConfigError as error:
             problems = error.problems
         if proof is not None:

@@ -90,7 +90,7 @@ class NotReducibleError(Exception):
 
 
 @dataclass(frozen=True)
-class Division:
+class ModelDivision:
     """How a layout divides a model, and the smaller one in which it is to be divided likewise.
 
     Attributes:
@@ -104,7 +104,7 @@ class Division:
     before: int = 1
 
 
-def reduce_model(config: HuggingFaceConfig, division: Division) -> HuggingFaceConfig:
+def reduce_model(config: HuggingFaceConfig, division: ModelDivision) -> HuggingFaceConfig:
     """Return a configuration of a small model of the same architecture, with random weights.
 
     Raises:
@@ -189,7 +189,7 @@ def _wild(names: Mapping[str, Any] | set[str]) -> set[str]:
     return {re.sub(r"\.\d+(?=[. ]|$)", ".*", name) for name in names}
 
 
-def _figures(typed: Any, division: Division) -> Iterator[tuple[str, Any]]:
+def _figures(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any]]:
     """Yield keys of a configuration and the values that make its model small."""
     yield from _blocks(typed, division.stages)
     for queries in _HEADS:
@@ -212,7 +212,7 @@ def _figures(typed: Any, division: Division) -> Iterator[tuple[str, Any]]:
             yield name, _WINDOW
 
 
-def _hidden(typed: Any, division: Division) -> tuple[int, int]:
+def _hidden(typed: Any, division: ModelDivision) -> tuple[int, int]:
     """Return the width of the residual stream, and that of the small model."""
     hidden = _number(typed, "hidden_size") or 1
     count = _number(typed, "num_attention_heads")
@@ -226,7 +226,7 @@ def _hidden(typed: Any, division: Division) -> tuple[int, int]:
     return hidden, _rounded(hidden * width, math.lcm(few, 8 * division.tensor))
 
 
-def _token_figures(typed: Any, division: Division) -> Iterator[tuple[str, Any]]:
+def _token_figures(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any]]:
     vocabulary = _number(typed, "vocab_size") or 1
     tokens = _TOKENS * division.tensor + (1 if vocabulary % division.before else 0)
     for name in _VOCABULARIES:
@@ -252,7 +252,7 @@ def _state_figures(typed: Any, hidden: int) -> Iterator[tuple[str, Any]]:
             yield name, min(given, figure)
 
 
-def _head_figures(typed: Any, division: Division) -> Iterator[tuple[str, Any]]:
+def _head_figures(typed: Any, division: ModelDivision) -> Iterator[tuple[str, Any]]:
     few, _ = _heads(typed, "num_attention_heads", division)
     is_latent = _number(typed, "qk_rope_head_dim") is not None
     for name in _HEAD_SIZES:
@@ -283,7 +283,7 @@ def _expert_figures(typed: Any) -> Iterator[tuple[str, Any]]:
         yield "topk_group", 1 if chosen < groups else min(groups, 2)
 
 
-def _heads(typed: Any, queries: str, division: Division) -> tuple[int, int]:
+def _heads(typed: Any, queries: str, division: ModelDivision) -> tuple[int, int]:
     """Return fewer heads in the same ratio, that the layout divides as it divides those."""
     count = _number(typed, queries) or 1
     keys = next(filter(None, (_number(typed, name) for name in _HEADS[queries])), count)

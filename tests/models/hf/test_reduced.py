@@ -9,7 +9,7 @@ from hf_families import FAMILIES, SPECIAL
 
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf.reduced import (
-    Division,
+    ModelDivision,
     NotReducibleError,
     reduce_model,
     refuse_unlike,
@@ -17,7 +17,7 @@ from axonlaunch.models.hf.reduced import (
 )
 from axonlaunch.models.hf.structure import structure
 
-HYBRID = Division(stages=2, tensor=2, before=2)
+HYBRID = ModelDivision(stages=2, tensor=2, before=2)
 
 
 def described(kind: str, **changes: Any) -> HuggingFaceConfig:
@@ -49,15 +49,15 @@ def test_every_family_has_a_small_model_of_its_architecture(kind: str) -> None:
 @pytest.mark.parametrize(
     ("heads", "keys", "division", "few"),
     [
-        (64, 8, Division(tensor=8, before=8), (64, 8)),
-        (64, 8, Division(tensor=2, before=8), (16, 2)),
-        (64, 8, Division(tensor=2, before=16), (8, 1)),  # two ranks hold a head, as before
-        (32, 32, Division(tensor=2, before=2), (2, 2)),
-        (24, 1, Division(), (24, 1)),
+        (64, 8, ModelDivision(tensor=8, before=8), (64, 8)),
+        (64, 8, ModelDivision(tensor=2, before=8), (16, 2)),
+        (64, 8, ModelDivision(tensor=2, before=16), (8, 1)),  # two ranks hold a head, as before
+        (32, 32, ModelDivision(tensor=2, before=2), (2, 2)),
+        (24, 1, ModelDivision(), (24, 1)),
     ],
 )
 def test_heads_keep_their_ratio_and_how_they_are_divided(
-    heads: int, keys: int, division: Division, few: tuple[int, int]
+    heads: int, keys: int, division: ModelDivision, few: tuple[int, int]
 ) -> None:
     given = described(
         "llama", num_attention_heads=heads, num_key_value_heads=keys, hidden_size=heads * 64
