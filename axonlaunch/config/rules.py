@@ -45,6 +45,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
     problems = [
         *_name(config),
         *_unused(config),
+        *_parameters_in_bf16(config),
         *_averaged_parameters(config),
         *_no_replicas(config),
         *degree_issues(config),
@@ -121,6 +122,14 @@ def _unused(config: RunConfig) -> Iterator[ConfigIssue]:
                 use = f"strategy.data_parallel={engine}"
                 message = f"data_parallel is {name}; use {use} or remove this setting"
                 yield ConfigIssue(f"strategy.{section}.{field.name}", message, value)
+
+
+def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Weights in bf16 are computed with as they are."""
+    train = config.train
+    if train.param_dtype == "bf16" and train.precision != "bf16":
+        message = f"weights in bf16 compute in bf16, not in {train.precision}; use bf16"
+        yield ConfigIssue("train.precision", message, train.precision)
 
 
 def _averaged_parameters(config: RunConfig) -> Iterator[ConfigIssue]:

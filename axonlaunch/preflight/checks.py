@@ -28,7 +28,7 @@ from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.preflight.checkpoint import checkpoint_problems
-from axonlaunch.preflight.model_outputs import output_problems
+from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
@@ -40,9 +40,6 @@ from axonlaunch.preflight.parallelism import (
 from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
-
-FP32_BYTES = 4
-"""Bytes of a parameter's element and of its gradient."""
 
 
 def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
@@ -117,6 +114,9 @@ def find_issues(config: RunConfig, *, devices: int | None) -> list[ConfigIssue]:
         if not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
             unfit = list(_named(config, output_problems(model, spec, dataset)))
         problems += unfit
+        chunk = config.train.loss_chunk
+        if not unfit and model is not None and chunk is not None:
+            problems += head_problems(model, spec, dataset, chunk=chunk)
     if model is not None and spec is not None:
         problems += sharding_problems(config, spec, model)
         problems += context_problems(config, spec)
@@ -322,10 +322,11 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
     parameters = count // (layout.tensor * layout.pipeline)
-    states = FP32_BYTES * share_of_states(config)
+    element = config.train.parameter_bytes
+    states = element * share_of_states(config)
     per_element = (
-        FP32_BYTES / layout.parameter_shards
-        + FP32_BYTES / layout.gradient_shards
+        element / layout.parameter_shards
+        + element / layout.gradient_shards
         + states / layout.optimizer_shards
     )
     per_rank = int(parameters * per_element)
@@ -360,7 +361,8 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    needed = int(count * FP32_BYTES * (1 + share_of_states(config))) * num_checkpoints
+    per_checkpoint = count * config.train.parameter_bytes * (1 + share_of_states(config))
+    needed = int(per_checkpoint) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
         return

@@ -87,7 +87,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     with ExitStack() as stack:
         meeting = stack.enter_context(_meeting(config))
         config = stack.enter_context(run_dir.open_run_dir(config, announce=console.line))
-        record = RunRecorder(options.started, console)
+        record = RunRecorder(options.started, console, proof=options.proof)
         record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))
         restarts = 0
         try:

@@ -60,6 +60,16 @@ def test_tensor_and_data_parallelism_learn_together_as_a_plain_loop(
     assert by_axonlaunch(tmp_path, both) == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.parametrize("other", ["pipeline", "context"])
+def test_gpt2_learns_under_tensor_parallelism_and_another_axis_as_in_a_plain_loop(
+    other: str, tmp_path: Path
+) -> None:
+    save("gpt2", tmp_path)
+    expected = by_transformers(tmp_path)
+    both = ["strategy=tensor", "strategy.tensor.degree=2", f"strategy.{other}.degree=2"]
+    assert by_axonlaunch(tmp_path, [*both, "launch.nproc=4"]) == pytest.approx(expected, rel=2e-5)
+
+
 def tensor(degree: int) -> list[str]:
     return ["strategy=tensor", f"strategy.tensor.degree={degree}", f"launch.nproc={degree}"]
 
