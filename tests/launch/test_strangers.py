@@ -256,10 +256,11 @@ def test_a_message_that_is_deleted_is_not_waited_for(
     master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meeting, "_ANSWER_S", 0.2)
-    lead, other = channels(master)
-    met(other, 1)
-    monkeypatch.setattr(lead, "check", lambda names: True)  # they are deleted just after
-    joined(master).delete_key("joined/1")
+    [lead, _] = channels(master)
+    theirs = joined(master)
+    with pytest.raises(ForgedMessageError, match="joined/0: a stranger deleted it"):
+        met(lead, 0, confirm=lambda: theirs.delete_key("joined/0"))
+    monkeypatch.setattr(lead, "check", lambda names: True)  # it is deleted just after
     with pytest.raises(ForgedMessageError, match="joined/1: was deleted"):
         met(lead, 0)
 

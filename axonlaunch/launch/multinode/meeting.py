@@ -76,6 +76,8 @@ def meet(
     deadline, announce_at = time.monotonic() + timeout_s, time.monotonic() + 2.0
     while not channel.check([*names]):
         missing = [other for other, name in enumerate(names) if not channel.check([name])]
+        if 0 in missing:
+            raise ForgedMessageError("joined/0: a stranger deleted it")
         if time.monotonic() > deadline:
             raise TimeoutError(", ".join(map(str, missing)))
         if time.monotonic() > announce_at and missing:
