@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from axonlaunch.checkpoint import reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint
@@ -23,13 +23,22 @@ if TYPE_CHECKING:
 
     from axonlaunch.comm import World
     from axonlaunch.config.model import GPTConfig, LlamaConfig
-    from axonlaunch.engines.base import Engine
 
 TRAINED_ON = "axonlaunch"
 """Key of an exported ``config.json``: the data that the run was on, by which its text is read."""
 
 
-def load_initial_weights(engine: Engine, model: Any, *, world: World) -> None:
+class HasWeights(Protocol):
+    """What weights can be loaded into: an engine."""
+
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and buffers by name, divided ones as DTensors."""
+
+    def load_model_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what ``model_state_dict`` gave, once it is filled."""
+
+
+def load_initial_weights(engine: HasWeights, model: Any, *, world: World) -> None:
     """Fill an engine with the weights that its model names, if it names any.
 
     Args:
