@@ -22,7 +22,7 @@ from axonlaunch.config.optimizer import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from axonlaunch.registry import Registry
+from axonlaunch.config.registry import Registry
 
 
 class Named(Protocol):

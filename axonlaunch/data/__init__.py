@@ -25,10 +25,13 @@ def build_dataset(config: Any) -> Dataset:
         UnknownNameError: No dataset of that name is registered.
         ConfigError: It can't be made of what the configuration names.
     """
-    found: list[tuple[str, str]] = getattr(config, "problems", list)()
-    if found:
+    problems: list[tuple[str, str]] = getattr(config, "problems", list)()
+    if problems:
         raise ConfigError(
-            [ConfigIssue(f"data.{name}", message, getattr(config, name)) for name, message in found]
+            [
+                ConfigIssue(f"data.{name}", message, getattr(config, name))
+                for name, message in problems
+            ]
         )
     dataset: Dataset = DATASETS.get(config.name)(config)
     return dataset

@@ -70,8 +70,8 @@ def continue_prompt(
 def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int]:
     """Return a run's model, and how many bytes it was trained to look at."""
     saved = config.read_frozen(folder, trusted=trusted)
-    found = checkpoint.latest(folder)
-    if found is None:
+    newest = checkpoint.latest(folder)
+    if newest is None:
         message = f"{folder}: the run has no checkpoint; train with checkpoint.every=N"
         raise ConfigError([ConfigIssue("", message)])
     length = _length(saved.data, where=f"{folder}: the run")
@@ -79,7 +79,7 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int]:
     from axonlaunch.models.build import build_model
 
     model = build_model(saved.model, seed=saved.seed).eval()
-    checkpoint.load_model(found, model_state(model))
+    checkpoint.load_model(newest, model_state(model))
     return model, length
 
 

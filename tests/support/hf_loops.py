@@ -71,9 +71,9 @@ def by_transformers(path: Path, *more: str) -> list[float]:
 def batches(chosen: Any) -> list[Any]:
     """The first batches of a run on one rank."""
     from axonlaunch import data
-    from axonlaunch.config.layout import layout
+    from axonlaunch.config.layout import Layout
     from axonlaunch.data.loader import rank_loader
 
-    shares = layout(chosen, world_size=1)
-    loader = rank_loader(chosen, data.build_dataset(chosen.data), shares=shares, rank=0)
+    layout = Layout.of(chosen, world_size=1)
+    loader = rank_loader(chosen, data.build_dataset(chosen.data), layout=layout, rank=0)
     return [loader.batch(step) for step in range(STEPS)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -98,7 +98,31 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
             "its auxiliary loss is of all tokens together; use "
             "model.config.output_router_logits=false"
         )
-    return "" if watch.attended else _ATTENDS_BY_ITSELF
+    if not watch.attended:
+        return _ATTENDS_BY_ITSELF
+    if _finds_positions_in_tokens(model, watch.length):
+        return "it finds positions in the tokens themselves, from the first that is no padding"
+    return ""
+
+
+def _finds_positions_in_tokens(model: Any, length: int) -> bool:
+    """Say whether a model that is given no positions counts those tokens that are no padding."""
+    model._part_positions = None
+    watch = _CountsTokens()  # type: ignore[no-untyped-call]
+    with tensors_without_bytes(), watch, suppress(Exception):  # it ran before with positions
+        model(torch.zeros((1, length), dtype=torch.int64))
+    return watch.seen
+
+
+class _CountsTokens(TorchDispatchMode):
+    """Sees whether whole numbers are counted."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.seen |= name == "cumsum" and not args[0].is_floating_point()
+        return func(*args, **(kwargs or {}))
 
 
 class _Watch(TorchDispatchMode):

@@ -11,7 +11,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.data import DATASETS, SyntheticImagesConfig, SyntheticTokensConfig
-from axonlaunch.registry import EntryPointError
+from axonlaunch.config.registry import EntryPointError
 
 _MISSING = "???"
 
