@@ -214,6 +214,14 @@ def described(
     return model, SyntheticTokensConfig(vocab_size=model.vocab_size, sequence_length=length)
 
 
+def was_trained_on_text(folder: Path) -> bool:
+    """Say whether a folder of safetensors was exported of a run on text as bytes."""
+    from axonlaunch.checkpoint.safetensors import CONFIG_FILE, read_json
+
+    trained_on = read_json(folder / CONFIG_FILE).get(TRAINED_ON)
+    return isinstance(trained_on, dict) and _is_text(str(trained_on.get("data")))
+
+
 def _is_text(name: str) -> bool:
     """Say whether a dataset of this name is registered and gives bytes of text."""
     facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None

@@ -45,6 +45,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
     problems = [
         *_name(config),
         *_unused(config),
+        *_parameters_in_bf16(config),
         *_averaged_parameters(config),
         *_no_replicas(config),
         *degree_issues(config),
@@ -106,11 +107,10 @@ def _name(config: RunConfig) -> Iterator[ConfigIssue]:
 def _unused(config: RunConfig) -> Iterator[ConfigIssue]:
     """A setting of an engine that is not the chosen one would silently do nothing."""
     name, chosen = config.strategy.data_parallel or DEFAULT, data_parallel_facts(config.strategy)
-    sections = {
-        entry.section: engine
-        for engine, entry in DATA_PARALLEL.known_facts().items()
-        if entry.section
-    }
+    sections: dict[str, str] = {}
+    for engine, facts in DATA_PARALLEL.known_facts().items():
+        if facts.section:
+            sections.setdefault(facts.section, engine)
     for section, engine in sections.items():
         if chosen.section == section:
             continue
@@ -122,6 +122,14 @@ def _unused(config: RunConfig) -> Iterator[ConfigIssue]:
                 use = f"strategy.data_parallel={engine}"
                 message = f"data_parallel is {name}; use {use} or remove this setting"
                 yield ConfigIssue(f"strategy.{section}.{field.name}", message, value)
+
+
+def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Weights in bf16 are computed with as they are."""
+    train = config.train
+    if train.param_dtype == "bf16" and train.precision != "bf16":
+        message = f"weights in bf16 compute in bf16, not in {train.precision}; use bf16"
+        yield ConfigIssue("train.precision", message, train.precision)
 
 
 def _averaged_parameters(config: RunConfig) -> Iterator[ConfigIssue]:

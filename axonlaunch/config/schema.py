@@ -158,12 +158,25 @@ class TrainConfig:
     """largest norm of the whole model's gradient; null: no clipping"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """arithmetic of forward and backward; parameters and optimizer states stay fp32"""
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    """type in which weights and their gradients are kept. fp32: as the model builds them; bf16:
+    half the bytes, and updates smaller than 1/256 of a weight are lost; with precision=bf16
+    """
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """recompute activations in backward. full: each block keeps its input alone; selective:
     attention, collectives and every second matrix product are kept
     """
+    loss_chunk: int | None = field(default=None, metadata={"min": 1})
+    """tokens of a micro-batch whose logits exist at a time: the head and the loss are computed in
+    such chunks, and again in backward; null: the logits of all are kept
+    """
     compile: bool = False
     """torch.compile each block"""
+    prove: Literal["auto", "always", "never"] = "auto"
+    """compare the layout with one process before the first step, on a small model of the same
+    architecture. auto: models of transformers in layouts of several ranks, once; always: every
+    model, and anew
+    """
     deterministic: bool = False
     """refuse operations that are not deterministic"""
     log_every: int = field(default=10, metadata={"min": 1})
@@ -172,6 +185,11 @@ class TrainConfig:
     """steps between evaluations; 0: at the end alone"""
     eval_batches: int = field(default=16, metadata={"min": 0})
     """global batches per evaluation, at most what is held out; 0: no evaluation"""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of an element of the weights."""
+        return 2 if self.param_dtype == "bf16" else 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,7 @@ SPEC = ModelSpec(
     ends=(("embed_tokens", "embed_positions"), ("norm", "lm_head")),
     positions=("embed_positions",),
     inputs="tokens",
+    head="lm_head",
     initializers=transformer_initializers,
     tensor_plan={
         "embed_tokens": "vocabulary",

@@ -99,6 +99,7 @@ SPEC = ModelSpec(
     ends=(("embed_tokens",), ("norm", "lm_head")),
     positions=("rotary",),
     inputs="tokens",
+    head="lm_head",
     initializers=transformer_initializers,
     tensor_plan={
         "embed_tokens": "vocabulary",

@@ -97,6 +97,8 @@ class ModelSpec:
             ``RotaryTable``, in a model whose ``Attention`` is causal; None: see ``divide``.
         divide: Lets a module, or a stage, compute on parts of sequences; None: without positions
             they can't be divided.
+        head: Path of the module that makes the logits of hidden states, one after another; None:
+            it is not known.
         undivided: Why ``divide`` would not give what the whole gives; empty if it does.
     """
 
@@ -112,6 +114,7 @@ class ModelSpec:
     positions: tuple[str, ...] | None = None
     divide: Callable[[nn.Module, SequenceParts], None] | None = None
     undivided: Callable[[], str] = lambda: ""
+    head: str | None = None
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: bool = False
     max_positions: int | None = None
@@ -144,6 +147,16 @@ class ModelSpec:
             for name, block in container.named_children()
             if not getattr(block, "is_stand_in", False)
         }
+
+    def head_of(self, module: nn.Module) -> nn.Module | None:
+        """Return the head that a module, or a stage of it, has; None where it has none."""
+        try:
+            head = module.get_submodule(self.head or "")
+        except AttributeError:  # None in its place
+            return None
+        if self.head is None or getattr(head, "is_stand_in", False):
+            return None
+        return head
 
     def repeats(self, module: nn.Module) -> bool:
         """Say whether a module's blocks are equal, in all that can be seen without running them.

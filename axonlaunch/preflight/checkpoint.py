@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from axonlaunch.checkpoint import fallback, reader, step_folders, weights
 from axonlaunch.checkpoint.manifest import Checkpoint
@@ -20,6 +22,9 @@ from axonlaunch.models.parameter_facts import parameter_facts
 
 if TYPE_CHECKING:
     from torch import nn
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""By what ``train.param_dtype`` calls them."""
 
 
 def checkpoint_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -139,6 +144,7 @@ def _resumable(
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if reader.is_of_a_run(checkpoint):
         yield from _other_states(config, checkpoint, model)
+        yield from _other_types(config, checkpoint, model)
     else:
         message = (
             f"{checkpoint.path} contains weights only (no optimizer state); "
@@ -184,6 +190,39 @@ def _other_states(
     else:
         message = f"{checkpoint.path} was saved with a different optimizer; it has {_listed(kinds)}"
         yield ConfigIssue("optimizer.name", message, optimizer.name)
+
+
+def _other_types(config: RunConfig, found: Checkpoint, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Refuse to take weights, or states, in another type than they were saved in."""
+    saved, optimizer = reader.contents(found), config.optimizer
+    kept = _DTYPES[config.train.param_dtype]
+    facts = parameter_facts(spec_for(config.model), model)
+    for name, parameter in model.named_parameters():
+        own = parameter.dtype if kept is torch.float32 else kept
+        seen = _dtype(saved.get(f"{reader.MODEL}{name}"))
+        if seen is not None and parameter.is_floating_point() and seen != own:
+            message = f"{found.path} has {name} in {_named(seen)}; use that, or model.weights"
+            yield ConfigIssue("train.param_dtype", message, config.train.param_dtype)
+            return
+        updated = torch.float32 if getattr(optimizer, "state_dtype", None) == "fp32" else own
+        if (one := facts.get(name)) is None:
+            continue
+        for state, kind in states_of(with_options(optimizer, one), one.shape).items():
+            seen = _dtype(saved.get(f"optimizer.{name}.{state}"))
+            if kind.dtype == "parameter" and seen is not None and seen != updated:
+                use = "fp32" if seen is torch.float32 else "parameter"
+                message = f"{found.path} has {name}.{state} in {_named(seen)}; use {use}"
+                yield ConfigIssue("optimizer.state_dtype", message, optimizer.state_dtype)
+                return
+
+
+def _dtype(entry: Any) -> torch.dtype | None:
+    found: torch.dtype | None = getattr(getattr(entry, "properties", None), "dtype", None)
+    return found
+
+
+def _named(dtype: torch.dtype) -> str:
+    return next((name for name, one in _DTYPES.items() if one == dtype), str(dtype))
 
 
 def _kinds(states: set[str]) -> set[str]:

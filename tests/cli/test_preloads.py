@@ -9,6 +9,8 @@ import pytest
 
 from axonlaunch.cli.options import preloads
 
+pytestmark = pytest.mark.costly
+
 
 @pytest.mark.parametrize("word", ["model=hf", "+model=hf", "model.name=hf"])
 def test_a_model_of_transformers_is_imported_for_all_ranks_at_once(word: str) -> None:

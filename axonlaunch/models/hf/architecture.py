@@ -58,7 +58,7 @@ def _typed(config: HuggingFaceConfig, content: dict[str, Any], kind: str) -> Any
     """
     cls = library.config_types()[kind]
     _refuse_unknown(config.config, cls, content, prefix="model.config")
-    merged = _merged(_canonical(content, cls), _canonical(config.config, cls))
+    merged = _merged(canonical(content, cls), canonical(config.config, cls))
     merged.pop("model_type", None)
     _shorten_lists(merged, content, cls)
     _refuse_oversized(merged, config)
@@ -104,7 +104,7 @@ def _refuse_unknown(
         raise ConfigError(problems)
 
 
-def _canonical(content: Mapping[str, Any], cls: Any) -> dict[str, Any]:
+def canonical(content: Mapping[str, Any], cls: Any) -> dict[str, Any]:
     """Call each key as the class does: GPT-2's ``num_hidden_layers`` is ``n_layer``."""
     return {cls.attribute_map.get(key, key): value for key, value in content.items()}
 
@@ -125,7 +125,7 @@ def _merged(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 def _shorten_lists(merged: dict[str, Any], content: Mapping[str, Any], cls: Any) -> None:
     """Cut lists that have an entry for each block to fewer blocks, as ``layer_types`` is."""
     key = cls.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    before, now = _canonical(content, cls).get(key), merged.get(key)
+    before, now = canonical(content, cls).get(key), merged.get(key)
     if not isinstance(before, int) or not isinstance(now, int) or now >= before:
         return
     for name, value in merged.items():

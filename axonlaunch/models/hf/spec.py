@@ -53,6 +53,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         # By which a block finds its place in a cache, and its kind.
         index_names=("layer_idx",) if len(set(found.kinds)) == 1 else (),
         untraceable=untraceable(config),
+        head=found.head,
         mixes_samples=bool(getattr(typed, "output_router_logits", False)),
     )
 
