@@ -72,6 +72,10 @@ def versions() -> dict[str, str]:
     }
 
 
+def _here() -> str:
+    return " ".join(f"{name} {version}" for name, version in versions().items())
+
+
 def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
     """Return the checked configuration of a class under a layout.
 
@@ -178,7 +182,7 @@ def rows(kind: str, layouts: list[str], *, seconds: float) -> Iterator[Row]:
 
 def sweep(kinds: list[str], layouts: list[str], file: Path, *, seconds: float) -> list[Row]:
     """Prove what a file has no row of yet, a line for each; return all rows of these classes."""
-    here = " ".join(f"{name} {version}" for name, version in versions().items())
+    here = _here()
     file.parent.mkdir(parents=True, exist_ok=True)
     known = {(one.model_type, one.layout): one for one in read(file) if one.versions == here}
     with file.open("a") as out:
@@ -220,9 +224,18 @@ def main() -> None:
     for layout in chosen.layouts:
         equal = sum(one.outcome == "equal" for one in seen if one.layout == layout)
         print(f"{layout}: {equal} of {sum(one.layout == layout for one in seen)}")
-    every = [one for one in read(chosen.rows) if one.versions == seen[0].versions]
-    if {(one.model_type, one.layout) for one in every} >= {(k, x) for k in kinds for x in LAYOUTS}:
-        hf_page.write([one for one in every if one.model_type in kinds], versions(), LAYOUTS)
+    write(chosen.rows, kinds)
+
+
+def write(file: Path, kinds: list[str]) -> None:
+    """Write what the package ships of the classes that were run under every layout."""
+    here = [one for one in read(file) if one.versions == _here()]
+    done = {(one.model_type, one.layout) for one in here}
+    complete = [kind for kind in kinds if all((kind, layout) in done for layout in LAYOUTS)]
+    rows = [one for one in here if one.model_type in complete]
+    hf_page.write(rows, versions=versions(), classes=len(kinds), layouts=LAYOUTS)
+    if left := [kind for kind in kinds if kind not in complete]:
+        print(f"{len(left)} of {len(kinds)} classes are left: {' '.join(left)}")
 
 
 def forget(file: Path, kinds: list[str], layouts: list[str]) -> None:
