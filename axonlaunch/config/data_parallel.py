@@ -26,7 +26,7 @@ class DataParallelFacts:
         shards_parameters: Whether a rank keeps a part of each parameter between uses.
         shards_gradients: Whether it keeps a part of each gradient.
         shards_optimizer: Whether it keeps, and updates, a part of each optimizer state.
-        section: The part of ``strategy`` that this variant alone reads.
+        section: The part of ``strategy`` that this variant reads, beside what all do.
         period: From ``strategy.options`` to the steps between two averages of parameters.
     """
 
@@ -71,7 +71,7 @@ DATA_PARALLEL: Registry[Callable[..., Any], DataParallelFacts] = Registry(
         "zero1": Entry(
             None,
             "replicas with sharded optimizer states",
-            facts=DataParallelFacts(shards_optimizer=True),
+            facts=DataParallelFacts(shards_optimizer=True, section="ddp"),
         ),
         "fsdp": Entry(
             None,

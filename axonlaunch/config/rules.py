@@ -107,11 +107,10 @@ def _name(config: RunConfig) -> Iterator[ConfigIssue]:
 def _unused(config: RunConfig) -> Iterator[ConfigIssue]:
     """A setting of an engine that is not the chosen one would silently do nothing."""
     name, chosen = config.strategy.data_parallel or DEFAULT, data_parallel_facts(config.strategy)
-    sections = {
-        entry.section: engine
-        for engine, entry in DATA_PARALLEL.known_facts().items()
-        if entry.section
-    }
+    sections: dict[str, str] = {}
+    for engine, facts in DATA_PARALLEL.known_facts().items():
+        if facts.section:
+            sections.setdefault(facts.section, engine)
     for section, engine in sections.items():
         if chosen.section == section:
             continue

@@ -24,10 +24,10 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
-from axonlaunch.engines.losses import Losses
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision import LossScale
+from axonlaunch.engines.tensor.losses import Losses
 from axonlaunch.models.spec import IGNORE_INDEX
 
 
@@ -163,7 +163,7 @@ class MeshEngine:
             if factor is None:
                 _wait(counting)
                 # Gradients are averaged over the data ranks, but the losses must be summed.
-                factor = (self._layout.gradient_ranks / tokens.clamp(min=1)).to(targets.device)
+                factor = unwaited(self._layout.gradient_ranks / tokens.clamp(min=1), targets.device)
             loss = self._losses.loss(outputs, targets) * factor
             return loss if self._scale is None else loss * self._scale.value
 
@@ -375,6 +375,17 @@ def model_state(model: torch.nn.Module) -> dict[str, Tensor]:
     state = model.state_dict()
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach() for name, tensor in named if name in state}
+
+
+def unwaited(value: Tensor, device: torch.device) -> Tensor:
+    """Return a value of the host on a device, without waiting for what the device still computes.
+
+    Pageable memory is copied once the device has done everything before it: the host would then
+    launch the backward only after the whole forward.
+    """
+    if device.type != "cuda" or value.device.type != "cpu":
+        return value.to(device)
+    return value.pin_memory().to(device, non_blocking=True)
 
 
 def _wait(work: dist.Work | None) -> None:

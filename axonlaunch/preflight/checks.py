@@ -17,7 +17,7 @@ from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, num_ranks, resolved
+from axonlaunch.config.layout import Layout, num_ranks, resolved, with_backend
 from axonlaunch.config.loggers import CustomLoggerConfig
 from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
 from axonlaunch.config.plugins import import_callable, import_plugins
@@ -42,13 +42,17 @@ from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
 
-def resolve(config: RunConfig) -> RunConfig:
-    """Resolve ``launch.nproc`` and check everything that can be checked without a rank.
+def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
+    """Resolve what was left to the node and check everything that can be checked without a rank.
+
+    Args:
+        config: A run's.
+        devices: How many ranks of this node can have a device of their own; None: it is found.
 
     Raises:
         ConfigError: Every problem, all at once.
     """
-    return _resolved(config, here=True)
+    return _resolved(config, devices=accelerators() if devices is None else devices, here=True)
 
 
 def resolve_anywhere(config: RunConfig) -> RunConfig:
@@ -57,41 +61,46 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: Every problem, all at once.
     """
-    return _resolved(config, here=False)
+    nproc = config.launch.nproc
+    return _resolved(config, devices=accelerators() if nproc == "auto" else 0, here=False)
 
 
 def obstacles(config: RunConfig) -> list[ConfigIssue]:
     """Return what would stop a run here whose ``launch.nproc`` is resolved."""
     import_plugins(config.plugins)
-    return find_issues(config)
+    devices = accelerators()
+    return find_issues(with_backend(config, accelerators=devices), devices=devices)
 
 
-def _resolved(config: RunConfig, *, here: bool) -> RunConfig:
+def _resolved(config: RunConfig, *, devices: int, here: bool) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
-    config = resolved(config, accelerators=accelerators())
+    config = resolved(config, accelerators=devices)
+    if here:
+        config = with_backend(config, accelerators=devices)
     if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
     config = _wherever_it_is_read(config)
-    problems = find_issues(config, here=here)
+    problems = find_issues(config, devices=devices if here else None)
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def find_issues(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
+def find_issues(config: RunConfig, *, devices: int | None) -> list[ConfigIssue]:
     """Return what is wrong with a configuration whose ``launch.nproc`` is known.
 
     Args:
         config: The run's.
-        here: Whether this node is to run it: its devices, memory, disk, data and checkpoints
-            then have to suffice.
+        devices: How many ranks of this node, which is to run it, can have a device of their own:
+            its devices, memory, disk, data and checkpoints then have to suffice. None: it need not.
     """
+    here = devices is not None
     ranks = num_ranks(config)
     layout = Layout.of(config, world_size=ranks)
     # Again, now that all is resolved: each rank holds what it reads of the run against them.
     problems = find_rule_violations(config)
-    if here:
-        problems += _backend(config)
+    if devices is not None:
+        problems += _backend(config, devices)
         problems += _custom_loggers(config)
         problems += _attention(config)
     dataset, issues = _dataset(config)
@@ -144,18 +153,26 @@ def _wherever_it_is_read(config: RunConfig) -> RunConfig:
 
 
 def accelerators() -> int:
-    """Return the number of accelerators that NCCL can serve."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != "cuda" or not nccl.status().available:
-        return 0
-    return torch.accelerator.device_count()
+    """Return the number of accelerators that NCCL can serve.
+
+    Raises:
+        ConfigError: There is a driver, and it fails: the run would be on the CPU unnoticed.
+    """
+    try:
+        return len(nccl.devices())
+    except RuntimeError as error:
+        message = (
+            f"CUDA fails here: {str(error).splitlines()[0]}; repair it (nvidia-smi), or hide the "
+            "devices by CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+        raise ConfigError([ConfigIssue("launch.backend", message)]) from None
 
 
-def _backend(config: RunConfig) -> Iterator[ConfigIssue]:
-    backend, num_accelerators, nproc = config.launch.backend, accelerators(), config.launch.nproc
+def _backend(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
+    backend, nproc = config.launch.backend, config.launch.nproc
     assert nproc != "auto"
-    if backend == "nccl" and num_accelerators < nproc:
-        have = f"this node has {num_accelerators}" if num_accelerators else "this node has none"
+    if backend == "nccl" and devices < nproc:
+        have = f"this node has {devices}" if devices else "this node has none"
         yield ConfigIssue(
             "launch.backend",
             f"{nproc} ranks need an accelerator each; {have}; use gloo",
@@ -178,7 +195,7 @@ def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
     model = config.model
-    on_cpu = config.launch.backend in ("gloo", "mock") or not accelerators()
+    on_cpu = config.launch.backend != "nccl"
     if isinstance(model, HuggingFaceConfig) and model.attention == "flex" and on_cpu:
         message = "torch can't train with it on CPUs; use sdpa"
         yield ConfigIssue("model.attention", message, "flex")
@@ -330,8 +347,8 @@ def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
     assert nproc != "auto"
     if hardware is not None and hardware.memory_bytes is not None:
         yield hardware.memory_bytes, f"hardware={hardware.name}"
-    if accelerators() and config.launch.backend in ("auto", "nccl"):
-        yield torch.accelerator.get_memory_info(0)[1], "a device here"
+    if config.launch.backend == "nccl":
+        yield nccl.devices()[0].memory_bytes, "a device here"
     else:
         yield host.memory_bytes() // nproc, "a rank's share of this node's memory"
 

@@ -6,7 +6,7 @@ It connects the rooms; how ranks were started, and who reads the events, is not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from axonlaunch.checkpoint import Checkpoint, Retention, storage
 from axonlaunch.checkpoint.fallback import Resumed, load_newest
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import load_initial_weights
-from axonlaunch.comm import World
+from axonlaunch.comm import Backend, World
+from axonlaunch.comm.nccl import device_count
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
@@ -200,6 +201,7 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
             "strategy.fsdp.replicate=2 makes two"
         )
+    notes += device_notes(world.backend)
     offload = strategy.fsdp.cpu_offload
     if offload != "none" and world.device.type == "cpu":
         notes.append(
@@ -212,3 +214,13 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "so it may be slower than fp32"
         )
     return tuple(notes)
+
+
+def device_notes(backend: str) -> Iterator[str]:
+    """Say that devices are there, and the run is on the CPU."""
+    if backend == Backend.GLOO and (devices := device_count()):
+        yield (
+            f"launch.backend=gloo: the ranks compute on the CPU, and rank 0 sees {devices} "
+            f"{'device' if devices == 1 else 'devices'}; a rank for each would use them: "
+            f"launch.nproc={devices} launch.backend=nccl"
+        )

@@ -30,12 +30,12 @@ from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
+from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.system import host
-from axonlaunch.training.unknown_tokens import naming_unknown_tokens
 from axonlaunch.verification.result import (
     ParityResult,
     failed,

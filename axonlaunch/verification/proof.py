@@ -174,7 +174,7 @@ def _refuse_unlike(config: RunConfig, small: RunConfig) -> int:
         count = sum(p.numel() for p in on_meta(small.model, seed=0).parameters())
         if count > _LARGEST:
             raise _NotReducibleError(f"it has {count / 1e6:.0f}M parameters")
-    if problems := find_issues(small, here=False):
+    if problems := find_issues(small, devices=None):
         raise _NotReducibleError(f"with few blocks and heads, {problems[0]}")
     return count
 

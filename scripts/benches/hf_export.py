@@ -13,7 +13,7 @@ from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.step_folders import Retention
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig, to_yaml, with_values
-from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build_engine
@@ -51,9 +51,9 @@ def _trained(config: RunConfig, run_dir: Path) -> dict[str, torch.Tensor]:
 
     def on_rank(world: World) -> dict[str, torch.Tensor]:
         engine = _engine(config, world)
-        shares = layout(config, world_size=world.world_size)
+        layout = Layout.of(config, world_size=world.world_size)
         dataset = data.build_dataset(config.data)
-        loader = rank_loader(config, dataset, shares=shares, rank=world.rank)
+        loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
         engine.train_step(loader.batch(0))
         state = engine.state_dict()
         saver = Saver(run_dir, world=world, retention=Retention(newest=1))

@@ -65,7 +65,6 @@ _BLT_PART = {
     "head_dim": 16,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
-    "hidden_size_global": 64,
 }
 OWN: dict[str, dict[str, Any]] = {
     "opt": {"word_embed_proj_dim": 64},
@@ -83,11 +82,9 @@ OWN: dict[str, dict[str, Any]] = {
         "patch_in_forward": False,
         "encoder_hash_byte_group_vocab": 64,
         "patcher_config": _BLT_PART,
-        "encoder_config": _BLT_PART,
-        "decoder_config": _BLT_PART,
-        "global_config": {
-            k: v for k, v in _BLT_PART.items() if k not in ("vocab_size", "hidden_size_global")
-        },
+        "encoder_config": {**_BLT_PART, "hidden_size_global": 64},
+        "decoder_config": {**_BLT_PART, "hidden_size_global": 64},
+        "global_config": {k: v for k, v in _BLT_PART.items() if k != "vocab_size"},
     },
     "gpt_neo": {"attention_types": [[["global", "local"], BLOCKS // 2]], "window_size": 16},
 }
@@ -106,9 +103,21 @@ def model_types() -> list[str]:
 
 def tiny(kind: str) -> dict[str, Any]:
     """Return a configuration of a family that makes a model of some thousand parameters."""
-    from axonlaunch.models.hf import architecture, library
+    from axonlaunch.models.hf import library
 
     cls = library.config_types()[kind]
+    figures = _figures(cls)
+    if "text_config" in cls.sub_configs:  # of a model of images too: what makes its language model
+        with library.quiet():
+            text = type(cls().text_config)
+        figures["text_config"] = {"model_type": text.model_type, **_figures(text)}
+    return {"model_type": kind, **figures, **OWN.get(kind, {})}
+
+
+def _figures(cls: Any) -> dict[str, Any]:
+    """Return the tiny figures that a class of configurations has."""
+    from axonlaunch.models.hf import architecture, library
+
     known = architecture.known_keys(cls) | library.keys_read_by_code(cls)
     settable = {key for key in known if not isinstance(_found(cls, key), property)}
     figures = {key: value for key, value in SIZES.items() if key in settable}
@@ -124,7 +133,7 @@ def tiny(kind: str) -> dict[str, Any]:
             figures[key] = 0.0
         elif isinstance(value, list) and len(value) == depth:
             figures[key] = _spread(value)
-    return {"model_type": kind, **figures, **OWN.get(kind, {})}
+    return figures
 
 
 def _found(owner: Any, key: str) -> Any:

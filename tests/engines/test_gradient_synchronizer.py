@@ -149,6 +149,23 @@ def test_ddp_trains_with_parameters_that_a_rank_left_out_as_torchs_does(sync: st
             torch.testing.assert_close(got, one)
 
 
+@pytest.mark.parametrize("strategy", ALL)
+def test_what_no_rank_had_a_gradient_of_has_none_as_in_one_process(strategy: str) -> None:
+    def run(world: ax.World) -> list[float | None]:
+        parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        used = parameters[: 1 + world.rank]  # the second by one rank, the third by none
+        sync = ax.GradientSynchronizer(parameters, strategy=strategy)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = (
+                    torch.full((2,), 4.0) if any(parameter is x for x in used) else None
+                )
+            sync.sync_all()
+        return [None if one.grad is None else float(one.grad[0]) for one in parameters]
+
+    assert ax.World.mock(2).run(run) == [[4.0, 2.0, None]] * 2
+
+
 @pytest.mark.parametrize("unused", [True, False])
 def test_the_first_backward_has_the_buckets_of_all_others(unused: bool) -> None:
     """Sums over 3 ranks or more round as buckets are laid out: a resumed run must lay out alike.

@@ -13,6 +13,8 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.planning.memory.estimate import estimate
 
+pytestmark = pytest.mark.costly
+
 PIPELINE = "strategy=pipeline strategy.pipeline.schedule"
 FSDP = "strategy=fsdp strategy.fsdp"
 BF16 = "train.precision=bf16 train.param_dtype=bf16"

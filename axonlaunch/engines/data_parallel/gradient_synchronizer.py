@@ -34,26 +34,39 @@ class _Share:
     def __init__(self, parameters: list[nn.Parameter], *, dtype: torch.dtype | None) -> None:
         self.parameters = parameters
         elements = sum(local_part(parameter.detach()).numel() for parameter in parameters)
-        self.bucket = GradientBucket(elements, dtype=dtype)
+        # Behind the gradients, for each: whether there was one.
+        self.bucket = GradientBucket(elements + len(parameters), dtype=dtype)
         self.missing = set(parameters)
+        self._absent: list[int] = []
 
     def start(self, group: ProcessGroup) -> None:
         """Fill the bucket and send it.
 
         A missing gradient counts as zero, so that ranks which used different parts agree.
         """
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        has_room = self.bucket.add_all([p.grad for p in self.parameters if p.grad is not None])
+        self._absent = [n for n, one in enumerate(self.parameters) if one.grad is None]
+        for number in self._absent:
+            self.parameters[number].grad = torch.zeros_like(self.parameters[number])
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        present = local_part(gradients[0]).new_ones(len(gradients))
+        present[self._absent] = 0.0
+        has_room = self.bucket.add_all([*gradients, present])
         assert has_room
         self.bucket.start(group.torch_group)
 
     def finish(self, group: ProcessGroup) -> None:
-        """Wait for the mean and give each parameter its own."""
+        """Wait for the mean and give each parameter its own.
+
+        What no rank had a gradient of has none, as in one process: weight decay leaves it alone.
+        """
         self.bucket.finish(group.size)
         gradients = [local_part(p.grad) for p in self.parameters if p.grad is not None]
-        torch._foreach_copy_(gradients, self.bucket.extract())
+        *means, present = self.bucket.extract()
+        torch._foreach_copy_(gradients, means)
+        # Looked at where one was missing, for it makes the host wait for the device.
+        for number in self._absent:
+            if not present[number]:
+                self.parameters[number].grad = None
         self.clear()
 
     def clear(self) -> None:

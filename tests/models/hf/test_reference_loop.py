@@ -8,6 +8,8 @@ import pytest
 from hf_families import FAMILIES, save
 from hf_loops import by_axonlaunch, by_transformers
 
+pytestmark = pytest.mark.costly
+
 LAYOUTS = {
     "single": ["strategy=single"],
     "ddp": ["strategy=ddp", "launch.nproc=2"],
