@@ -169,7 +169,9 @@ def traced(blueprint: ReducedRun, rank: int) -> Traced:
             dry.settle()
             measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
     shares = blueprint.shares
-    fed = (batch.inputs.nbytes + batch.targets.nbytes) // (shares.micro_batches * shares.context)
+    tensors = (batch.inputs, batch.targets, batch.positions)
+    fed = sum(one.nbytes for one in tensors if one is not None)
+    fed //= shares.micro_batches * shares.context
     if shares.pipeline == 1:
         fed += torch.float32.itemsize
     return Traced(trace.events, fed, dry.received, dry.engine.memory_stats())
