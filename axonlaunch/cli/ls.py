@@ -19,6 +19,7 @@ EXAMPLES = """Examples:
 LISTS = {
     "models": "model",
     "data": "data",
+    "tokenizers": "tokenizer",
     "strategies": "strategy",
     "optimizers": "optimizer",
     "schedulers": "scheduler",

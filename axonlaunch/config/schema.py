@@ -22,6 +22,7 @@ from axonlaunch.config.optimizer import (
     OptimizerConfig,
     SchedulerConfig,
 )
+from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.registry import Registry
 
 
@@ -179,7 +180,7 @@ class SampleConfig:
     """What a run on text generates when it ends."""
 
     max_new_tokens: int = field(default=200, metadata={"min": 0})
-    """tokens to generate at the end of a run on text (one token is one byte); 0: none"""
+    """tokens to generate at the end of a run on text; 0: none"""
     prompt: str = "def "
     """text that the generated tokens continue"""
 
@@ -240,6 +241,7 @@ class RunConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
     data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(
         default_factory=AdamWConfig, metadata={"variants": OPTIMIZERS}
     )
@@ -265,6 +267,7 @@ GROUPS: dict[str, Registry[Any, Any] | None] = {
     "strategy": None,
     "model": MODELS,
     "data": DATASETS,
+    "tokenizer": None,
     "optimizer": OPTIMIZERS,
     "scheduler": SCHEDULERS,
     "launch": LAUNCHERS,

@@ -27,6 +27,7 @@ class LaunchOptions:
         as_json: Keep standard output free; the console goes to standard error.
         render: Print what would be submitted, and submit nothing.
         again: What is to be added to the command to resume the run; None: the run's name.
+        show: Takes what is being done, for who waits.
     """
 
     context: ForkServerContext
@@ -34,6 +35,7 @@ class LaunchOptions:
     as_json: bool = False
     render: bool = False
     again: str | None = None
+    show: Callable[[str], None] = lambda text: None
 
 
 Check: TypeAlias = Callable[[RunConfig, LaunchOptions], RunConfig]

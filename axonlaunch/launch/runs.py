@@ -179,8 +179,9 @@ class Runs:
     def _one(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
         [(_, given)] = self.loaded
         if (summary := run_dir.finished(given)) is None:
-            with spinner("checking"):
-                [config] = checked(self.loaded, self.options)
+            with spinner("checking") as show:
+                options = dataclasses.replace(self.options, show=show)
+                [config] = checked(self.loaded, options)
             yield config, self.options
             return
         name = run_dir.with_run_dir(given).name

@@ -293,7 +293,7 @@ def _missing(reference: Reference, found: list[Difference]) -> Iterator[Differen
 
 def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     shares = layout(config, world_size=world.world_size)
-    dataset = data.build_dataset(config.data)
+    dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(config, dataset, shares=shares, rank=world.rank)
     engine = build_engine(config, world, sample=sample_inputs(dataset))
     load_initial_weights(engine, config.model, world=world)
