@@ -6,10 +6,9 @@ It holds the records; nothing here shows or writes them.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Finished:
 
 def merge_finished(finished: Sequence[Finished]) -> Finished:
     """Return what the main rank, the first, reports, with the peak of the highest."""
-    peaks = [one.peak_memory_bytes for one in finished if one.peak_memory_bytes is not None]
+    peaks = [rank.peak_memory_bytes for rank in finished if rank.peak_memory_bytes is not None]
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
 
 
@@ -166,11 +165,3 @@ class Monitor:
 
 
 NOBODY = Monitor()
-
-
-def finite(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content with null for what is no number, which JSON can't write."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in content.items()
-    }

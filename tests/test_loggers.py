@@ -205,7 +205,7 @@ def test_a_logger_that_fails_is_reported_once_and_ends_nothing(
         (
             "{target: no_such_logger:A}",
             "loggers[0].target=no_such_logger:A: No module named 'no_such_logger'; write "
-            "package.module:Class, importable from where you start",
+            "package.module:name, importable from where you start",
         ),
         (
             "{target: faulty_logger:Faulty, arguments: {were: log}}",
@@ -251,7 +251,7 @@ def test_a_folder_that_is_named_like_a_package_is_not_that_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights & Biases makes a folder ``wandb`` where one works."""
-    from axonlaunch.registry import Needs
+    from axonlaunch.config.registry import Needs
 
     (tmp_path / "only_a_folder").mkdir()
     monkeypatch.syspath_prepend(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import axonlaunch
-from axonlaunch.diagnostics.frame_origin import Owner, frame_owner
+from axonlaunch.system.frame_origin import Owner, frame_owner
 
 STDLIB = sysconfig.get_path("stdlib")
 

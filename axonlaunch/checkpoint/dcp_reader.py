@@ -59,9 +59,9 @@ class _Guarded(FileSystemReader):
     folder: Path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        found = read_dcp_index(self.folder)
-        found.storage_meta = StorageMeta(load_id=self.load_id)
-        return found
+        metadata = read_dcp_index(self.folder)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
 
 
 class _Regular(LocalFileSystem):
@@ -95,10 +95,10 @@ class _Elsewhere(_Guarded, FsspecReader):
 
 def source(folder: Path) -> FileSystemReader:
     """Return what reads a checkpoint's folder."""
-    found: _Guarded
+    source_type: _Guarded
     if is_remote(folder):
-        found = _Elsewhere(str(folder), use_listings_cache=False)
+        source_type = _Elsewhere(str(folder), use_listings_cache=False)
     else:
-        found = _Here(folder)
-    found.folder = folder
-    return found
+        source_type = _Here(folder)
+    source_type.folder = folder
+    return source_type

@@ -101,13 +101,15 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, on the main rank, and make a checkpoint of what is there."""
-        metadata.storage_data = {one.index: one.storage_data for rank in results for one in rank}
+        metadata.storage_data = {
+            result.index: result.storage_data for rank in results for result in rank
+        }
         with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "wb") as stream:
             stream.write(index.index_to_json(metadata))
-        found = dict(self._summing.sums)
+        sums = dict(self._summing.sums)
         for of_rank in results:
-            found.update(cast("_Written", of_rank).sums)
-        complete(partial_of(self._about.path), self._about, found)
+            sums.update(cast("_Written", of_rank).sums)
+        complete(partial_of(self._about.path), self._about, sums)
         self._done()
 
 

@@ -38,9 +38,9 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
     """
     from axonlaunch.models.build import on_meta
 
-    found = [f"{name} {step_folders.CHANGED}" for name in step_folders.damage(checkpoint)]
-    if found:
-        return found
+    problems = [f"{name} {step_folders.CHANGED}" for name in step_folders.damage(checkpoint)]
+    if problems:
+        return problems
     model = on_meta(config.model, seed=config.seed)
     try:
         return reader.model_differences(checkpoint, model)
@@ -54,19 +54,19 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> list[TensorDif
     Equal tensors are left out.
     """
     ours, theirs = reader.contents(first), reader.contents(second)
-    for one in (first, second):
-        reader.refuse_damage(one)
-    found = [
+    for checkpoint in (first, second):
+        reader.refuse_damage(checkpoint)
+    differences = [
         TensorDifference(name, None, None, f"only in {(first if name in ours else second).path}")
         for name in sorted(ours.keys() ^ theirs.keys())
     ]
     alike = []
     for name in sorted(ours.keys() & theirs.keys()):
-        sizes = [list(one[name].size) for one in (ours, theirs)]
+        sizes = [list(checkpoint[name].size) for checkpoint in (ours, theirs)]
         if sizes[0] == sizes[1]:
             alike.append(name)
         else:
-            found.append(TensorDifference(name, None, None, f"{sizes[0]} and {sizes[1]}"))
+            differences.append(TensorDifference(name, None, None, f"{sizes[0]} and {sizes[1]}"))
     read = (reader.tensors(first, alike, ours), reader.tensors(second, alike, theirs))
     for name, *pair in zip(alike, *read, strict=True):
         a, b = (tensor.double() for tensor in pair)
@@ -74,10 +74,10 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> list[TensorDif
         if apart.numel() and float(apart.max()) > 0:
             norm = float(a.norm())
             relative = float(apart.norm()) / norm if norm else float("inf")
-            found.append(TensorDifference(name, float(apart.max()), relative))
-    return sorted(found, key=_order)
+            differences.append(TensorDifference(name, float(apart.max()), relative))
+    return sorted(differences, key=_order)
 
 
-def _order(one: TensorDifference) -> tuple[bool, bool, float, str]:
-    elsewhere = not one.name.startswith("model.")
-    return elsewhere, one.largest is not None, -(one.largest or 0.0), one.name
+def _order(difference: TensorDifference) -> tuple[bool, bool, float, str]:
+    elsewhere = not difference.name.startswith("model.")
+    return elsewhere, difference.largest is not None, -(difference.largest or 0.0), difference.name

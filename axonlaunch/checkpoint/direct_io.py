@@ -57,17 +57,17 @@ class DirectFile(io.RawIOBase):
         Raises:
             OSError: Earlier ones could not be stored.
         """
-        given = np.frombuffer(data, np.uint8)
+        content = np.frombuffer(data, np.uint8)
         taken = 0
-        while taken < len(given):
-            part = given[taken : taken + _BUFFER - self._filled]
+        while taken < len(content):
+            part = content[taken : taken + _BUFFER - self._filled]
             # Of memory views the copy would hold Python's lock, for which a training step waits.
             np.copyto(self._buffers[0][self._filled : self._filled + len(part)], part)
             self._filled += len(part)
             taken += len(part)
             if self._filled == _BUFFER:
                 self._hand_over()
-        return len(given)
+        return len(content)
 
     def close(self) -> None:
         """Store what is left, and wait until the disk has it all.

@@ -64,11 +64,11 @@ def newest_good(where: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
         if newest.path == step_folders.named(where)
         else step_folders.list_checkpoints(where)[:-1]
     )
-    for found in [newest, *reversed(before)]:
-        reason = reader.index_fault(found)
+    for checkpoint in [newest, *reversed(before)]:
+        reason = reader.index_fault(checkpoint)
         if reason is None:
-            return found, step_folders.corrupt_checkpoints(where, after=found) | wrong
-        wrong[found.path] = reason
+            return checkpoint, step_folders.corrupt_checkpoints(where, after=checkpoint) | wrong
+        wrong[checkpoint.path] = reason
     return None, step_folders.corrupt_checkpoints(where) | wrong | put_aside_before(where)
 
 
@@ -95,20 +95,20 @@ def load_newest(
         step = reader.sum_of_ranks(chosen, world=world)
         if step < 0:
             return Resumed(None, {}, tuple(aside))
-        found = step_folders.read_checkpoint(step_folders.path_of(run_dir, step=step))
+        checkpoint = step_folders.read_checkpoint(step_folders.path_of(run_dir, step=step))
         try:
-            if found is None:
+            if checkpoint is None:
                 raise CorruptCheckpointError(
                     f"{step_folders.path_of(run_dir, step=step)} is not seen by this rank"
                 )
-            loaded = reader.load_checkpoint(found, state(), world=world)
+            loaded = reader.load_checkpoint(checkpoint, state(), world=world)
         except CorruptCheckpointError as error:
-            if not passes_over or found is None:
+            if not passes_over or checkpoint is None:
                 raise
             if world.is_main:
-                _remember(found.path, error.reason.removeprefix(f"{found.path}: "), aside)
+                _remember(checkpoint.path, error.reason.removeprefix(f"{checkpoint.path}: "), aside)
         else:
-            return Resumed(found, loaded, tuple(aside))
+            return Resumed(checkpoint, loaded, tuple(aside))
 
 
 def _choose(run_dir: Path, aside: list[str], *, passes_over: bool) -> int:
@@ -117,18 +117,18 @@ def _choose(run_dir: Path, aside: list[str], *, passes_over: bool) -> int:
     Raises:
         CorruptCheckpointError: There are corrupt ones alone, or such are not to be passed over.
     """
-    found, wrong = newest_good(run_dir)
-    if wrong and (found is None or not passes_over):
+    checkpoint, wrong = newest_good(run_dir)
+    if wrong and (checkpoint is None or not passes_over):
         reasons = "; ".join(f"{path} {reason}" for path, reason in wrong.items())
-        raise CorruptCheckpointError(f"{reasons}; {instead(found)}")
+        raise CorruptCheckpointError(f"{reasons}; {instead(checkpoint)}")
     for folder, reason in wrong.items():
         _remember(folder, reason, aside)
-    return -1 if found is None else found.step
+    return -1 if checkpoint is None else checkpoint.step
 
 
 def _remember(folder: Path, reason: str, aside: list[str]) -> None:
-    kept = put_aside(folder, reason)
-    aside.append(f"{folder} is corrupt: {reason}; it is kept as {kept.name}")
+    folder_aside = put_aside(folder, reason)
+    aside.append(f"{folder} is corrupt: {reason}; it is kept as {folder_aside.name}")
 
 
 def put_aside(folder: Path, reason: str) -> Path:
@@ -163,9 +163,9 @@ def put_aside_before(run_dir: Path) -> dict[Path, str]:
     Raises:
         OSError: It can't be listed.
     """
-    kept = kept_by(run_dir) / CHECKPOINTS
-    found = [kept / name for name in sorted(sizes(kept)) if _ASIDE.fullmatch(name)]
-    return {folder: _reason(folder) for folder in found}
+    aside = kept_by(run_dir) / CHECKPOINTS
+    folders = [aside / name for name in sorted(sizes(aside)) if _ASIDE.fullmatch(name)]
+    return {folder: _reason(folder) for folder in folders}
 
 
 def _reason(folder: Path) -> str:
@@ -176,7 +176,7 @@ def _reason(folder: Path) -> str:
     return str(reason)
 
 
-def instead(found: Checkpoint | None) -> str:
+def instead(checkpoint: Checkpoint | None) -> str:
     """Return what to write where checkpoints are corrupt, and a run does not pass over them."""
-    choice = f"checkpoint.resume={found.path}, or " if found else ""
+    choice = f"checkpoint.resume={checkpoint.path}, or " if checkpoint else ""
     return f"use {choice}another name, or remove what is corrupt"

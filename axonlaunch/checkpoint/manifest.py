@@ -124,11 +124,11 @@ def read_manifest(folder: Path) -> Manifest:
         if _number(about["format"], above=0) > FORMAT:
             known = f"and this version knows up to {FORMAT}"
             raise CorruptCheckpointError(f"is of format {about['format']}, {known}")
-        found = Manifest(_described(folder, about), about["format"], _sums(about))
+        manifest = Manifest(_described(folder, about), about["format"], _sums(about))
     except _NOT_UNDERSTOOD:
         raise CorruptCheckpointError(f"has a {MANIFEST} that can't be understood") from None
-    _refuse_edited(found, about)
-    return found
+    _refuse_edited(manifest, about)
+    return manifest
 
 
 def is_name(name: object) -> bool:
@@ -138,32 +138,32 @@ def is_name(name: object) -> bool:
     return name.isprintable() and not any(mark in name for mark in "/\\")
 
 
-def _refuse_edited(found: Manifest, about: Mapping[str, Any]) -> None:
+def _refuse_edited(manifest: Manifest, about: Mapping[str, Any]) -> None:
     """Hold a manifest against itself.
 
     Raises:
         CorruptCheckpointError: It was edited.
     """
-    for name in found.files:
+    for name in manifest.files:
         if not is_name(name):
             raise CorruptCheckpointError(
                 f"has a {MANIFEST} that names {name!r}, which is not a file name"
             )
-    has_sums = [known.crc32 is not None for known in found.files.values()]
+    has_sums = [known.crc32 is not None for known in manifest.files.values()]
     own_sum = about.get(_OWN_SUM)
     consistent = {
         1: not any(has_sums) and not _SINCE_SECOND & about.keys() and own_sum is None,
         2: all(has_sums) and own_sum is None,
         3: all(has_sums) and own_sum is not None,
-    }[found.format]
-    if not consistent or found.foreign_index in found.files:
+    }[manifest.format]
+    if not consistent or manifest.foreign_index in manifest.files:
         raise CorruptCheckpointError(f"has a {MANIFEST} that mixes formats")
-    if found.format > 2 and own_sum != _own_sum(about):
+    if manifest.format > 2 and own_sum != _own_sum(about):
         raise CorruptCheckpointError(
             f"has a {MANIFEST} that is not what was written (its SHA-256 differs)"
         )
-    if found.index not in found.files:
-        raise CorruptCheckpointError(f"has a {MANIFEST} that does not list {found.index}")
+    if manifest.index not in manifest.files:
+        raise CorruptCheckpointError(f"has a {MANIFEST} that does not list {manifest.index}")
 
 
 def _own_sum(about: Mapping[str, Any]) -> str:
@@ -201,13 +201,13 @@ def _sums(about: Mapping[str, Any]) -> dict[str, Sum]:
     Raises:
         TypeError: A value is of another type.
     """
-    found = {}
+    sums = {}
     for name, known in about["files"].items():
         if isinstance(known, int):
-            found[name] = Sum(_number(known), None)
+            sums[name] = Sum(_number(known), None)
         else:
-            found[name] = Sum(_number(known["bytes"]), _number(known["crc32"]))
-    return found
+            sums[name] = Sum(_number(known["bytes"]), _number(known["crc32"]))
+    return sums
 
 
 def _number(value: Any, *, above: int = -1) -> int:

@@ -1,7 +1,8 @@
 """Torch's planners of what a rank writes and reads, for tensors of which it holds several boxes.
 
-Torch takes a rank's part of a tensor to be one box of the whole. What is packed, as gate and up
-projections are in one weight, is cut piece by piece. Only tensors are read: nothing is unpickled.
+Torch takes a rank's part of a tensor to be one box of the whole, and all parts to be equal. What is
+packed, as gate and up projections are in one weight, is cut piece by piece; a vocabulary may be cut
+unevenly. Only tensors are read: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from axonlaunch.models.dtensor_regions import Box, is_packed, local_boxes
+from axonlaunch.models.dtensor_regions import Box, local_boxes, needs_boxes
 
 
 class WritesBoxes(DefaultSavePlanner):
@@ -41,16 +42,16 @@ class WritesBoxes(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank writes."""
-        plan, packed = super().create_local_plan(), _packed(self.state_dict)
-        items = [one for one in plan.items if one.index.fqn not in packed]
-        items += [one for key, tensor in packed.items() for one in _writes(key, tensor)]
+        plan, boxed = super().create_local_plan(), _boxed(self.state_dict)
+        items = [item for item in plan.items if item.index.fqn not in boxed]
+        items += [item for key, tensor in boxed.items() for item in _writes(key, tensor)]
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return what an item of the plan writes."""
-        found = _box_of(self.state_dict.get(index.fqn), index)
-        return super().lookup_object(index) if found is None else found
+        box = _box_of(self.state_dict.get(index.fqn), index)
+        return super().lookup_object(index) if box is None else box
 
 
 class ReadsBoxes(DefaultLoadPlanner):
@@ -59,9 +60,9 @@ class ReadsBoxes(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank reads."""
         assert self.metadata is not None
-        plan, packed = super().create_local_plan(), _packed(self.state_dict)
-        items = [one for one in plan.items if one.dest_index.fqn not in packed]
-        for key, tensor in packed.items():
+        plan, boxed = super().create_local_plan(), _boxed(self.state_dict)
+        items = [item for item in plan.items if item.dest_index.fqn not in boxed]
+        for key, tensor in boxed.items():
             saved: Any = self.metadata.state_dict_metadata[key]
             chunks = [_chunk(box) for box in local_boxes(tensor)]
             items += create_read_items_for_chunk_list(key, saved, chunks)
@@ -69,8 +70,8 @@ class ReadsBoxes(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return what an item of the plan fills."""
-        found = _box_of(self.state_dict.get(index.fqn), index)
-        return super().lookup_tensor(index) if found is None else found
+        box = _box_of(self.state_dict.get(index.fqn), index)
+        return super().lookup_tensor(index) if box is None else box
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
         """Refuse what is not a tensor, which torch unpickles with ``weights_only``."""
@@ -79,11 +80,11 @@ class ReadsBoxes(DefaultLoadPlanner):
         )
 
 
-def _packed(state: dict[str, Any]) -> dict[str, DTensor]:
+def _boxed(state: dict[str, Any]) -> dict[str, DTensor]:
     return {
         key: value
         for key, value in state.items()
-        if isinstance(value, DTensor) and is_packed(value)
+        if isinstance(value, DTensor) and needs_boxes(value)
     }
 
 
@@ -108,8 +109,8 @@ def _writes(key: str, tensor: DTensor) -> list[WriteItem]:
 
 
 def _box_of(value: Any, index: MetadataIndex) -> Tensor | None:
-    """Return the box that an index means; None where the tensor is not packed."""
-    if not (isinstance(value, DTensor) and is_packed(value)):
+    """Return the box that an index means; None where torch finds it."""
+    if not (isinstance(value, DTensor) and needs_boxes(value)):
         return None
     for box in local_boxes(value):
         if index.offset == torch.Size(start for start, _ in box.region):

@@ -66,9 +66,9 @@ def load_checkpoint(
     raise damage or CorruptCheckpointError(f"{checkpoint.path} could not be read by another rank")
 
 
-def any_rank(found: bool, *, world: World) -> bool:
+def any_rank(is_true: bool, *, world: World) -> bool:
     """Whether any rank found something; every rank calls this, and gets the same answer."""
-    return sum_of_ranks(int(found), world=world) > 0
+    return sum_of_ranks(int(is_true), world=world) > 0
 
 
 def sum_of_ranks(number: int, *, world: World) -> int:
@@ -169,10 +169,10 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     from axonlaunch.checkpoint.dcp_reader import read_dcp_index
 
     try:
-        found: dict[str, Any] = read_dcp_index(checkpoint.path).state_dict_metadata
+        saved: dict[str, Any] = read_dcp_index(checkpoint.path).state_dict_metadata
     except (CorruptCheckpointError, NotRegularError, FileNotFoundError) as error:
         raise _corrupt(checkpoint, error) from None
-    return found
+    return saved
 
 
 def index_fault(checkpoint: Checkpoint) -> str | None:
@@ -229,16 +229,16 @@ def mismatches(
         beside: What may be there and need not.
     """
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = [f"{name} is missing" for name in wanted if name not in saved]
-    found += [
+    problems = [f"{name} is missing" for name in wanted if name not in saved]
+    problems += [
         f"{name} is unexpected" for name in saved if name not in wanted and name not in beside
     ]
-    found += [
+    problems += [
         f"{name} has shape {list(saved[name])}, not {list(shape)}"
         for name, shape in wanted.items()
         if name in saved and saved[name] != shape
     ]
-    return found
+    return problems
 
 
 def refuse_damage(checkpoint: Checkpoint) -> None:

@@ -78,8 +78,8 @@ class Reader(StorageReader):
                     self._files[name] = file
         sizes = {name: shape for name, (shape, _) in self._shapes.items()}
         if isinstance(model, HuggingFaceConfig):
-            found = conversion(structure(model).model, sizes)
-            self._parameters, self._unused = dict(found.parameters), found.unexpected
+            converted = conversion(structure(model).model, sizes)
+            self._parameters, self._unused = dict(converted.parameters), converted.unexpected
         else:
             self._parameters, self._unused = _of_ours(model, sizes)
 
@@ -88,8 +88,8 @@ class Reader(StorageReader):
 
         A part of a tensor is as large as its equal parts are.
         """
-        found = {ours: tuple(laid.shape) for ours, laid in self._parameters.items()}
-        return found | {name: self._shapes[name][0] for name in sorted(self._unused)}
+        by_name = {ours: tuple(laid.shape) for ours, laid in self._parameters.items()}
+        return by_name | {name: self._shapes[name][0] for name in sorted(self._unused)}
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Begin again: there is nothing to forget."""
@@ -157,15 +157,15 @@ def _of_ours(
     known = hugging_face.places(model)
     if known is None or not any(place.name in sizes for place in known.values()):
         return {name: Laid.whole(name, shape) for name, shape in sizes.items()}, ()
-    found: dict[str, Laid | Computed] = {}
+    sources: dict[str, Laid | Computed] = {}
     for ours, place in known.items():
         if place.name not in sizes:
             continue
         laid = Laid.whole(place.name, sizes[place.name])
         laid = laid.T if place.transposed else laid
-        found[ours] = laid.chunk(place.parts)[place.part] if place.parts > 1 else laid
+        sources[ours] = laid.chunk(place.parts)[place.part] if place.parts > 1 else laid
     used = {place.name for place in known.values()} | {"lm_head.weight"}  # also where it is tied
-    return found, tuple(sizes.keys() - used)
+    return sources, tuple(sizes.keys() - used)
 
 
 def write_safetensors(
@@ -190,7 +190,7 @@ def write_safetensors(
     """
     batch: dict[str, Tensor] = {}
     written: dict[Path, list[str]] = {}
-    held = total = 0
+    shard_bytes = total = 0
 
     def flush() -> None:
         path = folder / f"part-{len(written)}.safetensors"
@@ -198,17 +198,17 @@ def write_safetensors(
         written[path] = [*batch]
 
     if isinstance(model, HuggingFaceConfig):
-        found = structure(model)
-        named = saved(found.model, tensors, blocks=found.layers)
+        structure_of_model = structure(model)
+        named = saved(structure_of_model.model, tensors, blocks=structure_of_model.layers)
     else:
         named = _joined(tensors, hugging_face.places(model))
     for name, tensor in named:
         cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        if held and held + cast.nbytes > file_bytes:
+        if shard_bytes and shard_bytes + cast.nbytes > file_bytes:
             flush()
-            batch, held = {}, 0
+            batch, shard_bytes = {}, 0
         batch[name] = cast.contiguous()
-        held, total = held + cast.nbytes, total + cast.nbytes
+        shard_bytes, total = shard_bytes + cast.nbytes, total + cast.nbytes
     flush()
     files = _named(folder, [*written])
     if len(files) > 1:
@@ -223,29 +223,31 @@ def _joined(
     tensors: Iterator[tuple[str, Tensor]], places: Mapping[str, ParameterMapping] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors under their names, parts put together and turned."""
-    parts: dict[str, dict[int, Tensor]] = {}
+    pieces: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
         place = places[name] if places else ParameterMapping(name)
-        held = parts.setdefault(place.name, {})
-        held[place.part] = tensor
-        if len(held) < place.parts:
+        of_parameter = pieces.setdefault(place.name, {})
+        of_parameter[place.part] = tensor
+        if len(of_parameter) < place.parts:
             continue
-        whole = torch.cat([held[n] for n in range(place.parts)]) if place.parts > 1 else tensor
-        del parts[place.name]
+        whole = (
+            torch.cat([of_parameter[n] for n in range(place.parts)]) if place.parts > 1 else tensor
+        )
+        del pieces[place.name]
         yield place.name, whole.T if place.transposed else whole
-    assert not parts, "parts of a tensor are missing"
+    assert not pieces, "parts of a tensor are missing"
 
 
 def _named(folder: Path, written: Sequence[Path]) -> list[str]:
     """Give files the names that Hugging Face looks for, which say how many there are."""
     count = len(written)
-    found = [WHOLE]
+    names = [WHOLE]
     if count > 1:
-        found = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-    for path, name in zip(written, found, strict=True):
+        names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    for path, name in zip(written, names, strict=True):
         path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes them for their owner alone
         path.rename(folder / name)
-    return found
+    return names
 
 
 def _files(folder: Path) -> list[Path]:
@@ -256,13 +258,13 @@ def _files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX_FILE
     if not os.path.lexists(index):
-        found = [folder / WHOLE] if (folder / WHOLE).exists() else []
-        found = found or sorted(folder.glob("*.safetensors"))
-        if not found:
+        files = [folder / WHOLE] if (folder / WHOLE).exists() else []
+        files = files or sorted(folder.glob("*.safetensors"))
+        if not files:
             raise ConfigError(
                 [ConfigIssue("", f"{folder}: contains no *.safetensors and no checkpoint")]
             )
-        return found
+        return files
     names = list(dict.fromkeys(read_json(index, "weight_map").values()))
     if wrong := [name for name in names if not is_name(name)]:
         message = f"{index}: names {wrong[0]!r}, which is not a file name"
@@ -297,8 +299,8 @@ def _blob(file: Path) -> Path:
     All files of a snapshot are links to ``../../blobs/<digest>``. They stay in the folder of their
     repository, so that they lead nowhere that whoever made the folder could not have put a file.
     """
-    if file.is_symlink() and (found := re.fullmatch(_BLOB, str(file.readlink()))):
-        return file.parent.parent.parent / "blobs" / found[1]
+    if file.is_symlink() and (blob := re.fullmatch(_BLOB, str(file.readlink()))):
+        return file.parent.parent.parent / "blobs" / blob[1]
     return file
 
 

@@ -153,15 +153,15 @@ class Saver:
         Raises:
             SaveError: It could not be written.
         """
-        one = self._in_flight
-        if one is None or not (wait or one.done.done()):
+        save = self._in_flight
+        if save is None or not (wait or save.done.done()):
             return []
         self._in_flight = None
         try:
-            one.done.result()
+            save.done.result()
         except (CheckpointException, OSError) as error:
-            raise SaveError(f"{one.path} could not be written: {_reason(error)}") from error
-        return [Completed(one.path, one.step, time.perf_counter() - one.began, one.stalled_s)]
+            raise SaveError(f"{save.path} could not be written: {_reason(error)}") from error
+        return [Completed(save.path, save.step, time.perf_counter() - save.began, save.stalled_s)]
 
     def close(self) -> list[Completed]:
         """Wait until nothing is written or deleted any more; return what is complete.

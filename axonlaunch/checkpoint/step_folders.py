@@ -81,8 +81,8 @@ def prepare(folder: Path) -> None:
 
 def latest(run_dir: Path) -> Checkpoint | None:
     """Return the newest complete checkpoint of a run, None where there is none."""
-    found = list_checkpoints(run_dir)
-    return found[-1] if found else None
+    checkpoints = list_checkpoints(run_dir)
+    return checkpoints[-1] if checkpoints else None
 
 
 def find_checkpoint(path: Path) -> Checkpoint | None:
@@ -108,8 +108,8 @@ def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
     Raises:
         OSError: They can't be listed or read.
     """
-    found = [read_checkpoint(folder) for folder in _folders(run_dir)]
-    return sorted((c for c in found if c is not None), key=lambda c: c.step)
+    checkpoints = [read_checkpoint(folder) for folder in _folders(run_dir)]
+    return sorted((c for c in checkpoints if c is not None), key=lambda c: c.step)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
@@ -118,8 +118,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     Raises:
         OSError: It can't be read.
     """
-    found = _looked_at(folder)
-    return found if isinstance(found, Checkpoint) else None
+    checkpoint = _looked_at(folder)
+    return checkpoint if isinstance(checkpoint, Checkpoint) else None
 
 
 def fault(folder: Path) -> str | None:
@@ -130,8 +130,8 @@ def fault(folder: Path) -> str | None:
     Raises:
         OSError: It can't be read.
     """
-    found = _looked_at(folder)
-    return found if isinstance(found, str) else None
+    checkpoint = _looked_at(folder)
+    return checkpoint if isinstance(checkpoint, str) else None
 
 
 def _looked_at(folder: Path) -> Checkpoint | str:
@@ -179,10 +179,12 @@ def corrupt_checkpoints(path: Path, *, after: Checkpoint | None = None) -> dict[
     """
     since = -1 if after is None else after.step
     path = named(path)
-    given = path.name.startswith(_NAME) and CHECKPOINTS not in sizes(path)
-    found = [path] if given else sorted(_folders(path), key=_step)
-    found = [one for one in found if _step(one) > since and (given or not _is_begun(one))]
-    return {one: reason for one in found if (reason := fault(one))}
+    is_one = path.name.startswith(_NAME) and CHECKPOINTS not in sizes(path)
+    folders = [path] if is_one else sorted(_folders(path), key=_step)
+    folders = [
+        folder for folder in folders if _step(folder) > since and (is_one or not _is_begun(folder))
+    ]
+    return {folder: reason for folder in folders if (reason := fault(folder))}
 
 
 def damage(checkpoint: Checkpoint, *, part: int = 0, parts: int = 1) -> list[str]:
@@ -194,7 +196,7 @@ def damage(checkpoint: Checkpoint, *, part: int = 0, parts: int = 1) -> list[str
         parts: Shares that they are divided into: a rank each, of which as many as wrote them get
             their own.
     """
-    expected = sorted(files(checkpoint).items(), key=lambda one: _order(one[0]))
+    expected = sorted(files(checkpoint).items(), key=lambda item: _order(item[0]))
     return [
         name
         for name, known in expected[part::parts]
@@ -222,13 +224,13 @@ def prune(run_dir: Path, retention: Retention) -> None:
         delete(doomed)
 
 
-def superseded(found: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
+def superseded(checkpoints: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
     """Return which of a run's checkpoints, given by step, are not to be kept."""
-    judged = [c for c in found if c.eval_loss is not None]
+    judged = [c for c in checkpoints if c.eval_loss is not None]
     best = sorted(judged, key=lambda c: (c.eval_loss, -c.step))[: retention.best]
     return [
         c
-        for c in found[: -retention.newest]
+        for c in checkpoints[: -retention.newest]
         if c not in best and not (retention.every and c.step % retention.every == 0)
     ]
 
@@ -254,9 +256,9 @@ def sweep_partial(run_dir: Path) -> list[str]:
     if is_remote(run_dir):
         left = [folder for folder in _folders(run_dir) if _is_begun(folder)]
     else:
-        kept = run_dir / CHECKPOINTS
-        names = [name for name in sizes(kept) if name.startswith(_NAME)]
-        left = [kept / name for name in names if name.endswith(PARTIAL)]
+        checkpoints = run_dir / CHECKPOINTS
+        names = [name for name in sizes(checkpoints) if name.startswith(_NAME)]
+        left = [checkpoints / name for name in names if name.endswith(PARTIAL)]
     for folder in left:
         with suppress(OSError):
             delete(folder)
@@ -302,8 +304,10 @@ def _folders(run_dir: Path) -> list[Path]:
     Raises:
         OSError: They can't be listed.
     """
-    kept = kept_by(run_dir) / CHECKPOINTS
-    return [kept / name for name in sorted(sizes(kept)) if _step(kept / name) >= 0]
+    checkpoints = kept_by(run_dir) / CHECKPOINTS
+    return [
+        checkpoints / name for name in sorted(sizes(checkpoints)) if _step(checkpoints / name) >= 0
+    ]
 
 
 def _step(folder: Path) -> int:
@@ -324,19 +328,19 @@ def _crc32(file: Path) -> int:
     Raises:
         OSError: It can't be read for reasons that say nothing of what is in it.
     """
-    found = 0
+    checksum = 0
     buffer = memoryview(bytearray(_CHUNK))
     try:
         with opened(file) as stream:
             while count := stream.readinto(buffer):
-                found = crc32(buffer[:count], found)
+                checksum = crc32(buffer[:count], checksum)
     except (FileNotFoundError, NotRegularError):
         return -1
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         return -1
-    return found
+    return checksum
 
 
 def _locked(manifest: BinaryIO, kind: int) -> bool:

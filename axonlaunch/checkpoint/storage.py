@@ -37,14 +37,14 @@ def storage_path(text: str | Path) -> Path:
         from upath import UPath
 
         # What other ranks have written since is not to be missed.
-        found = UPath(text.rstrip("/"), use_listings_cache=False)
-        _ = found.fs
+        path = UPath(text.rstrip("/"), use_listings_cache=False)
+        _ = path.fs
     except ImportError as error:
         message = f"{text}: {error}; pip install 'axonlaunch[remote]', and what fsspec has for it"
         raise ConfigError([ConfigIssue("", message)]) from None
     except (ValueError, OSError) as error:
         raise ConfigError([ConfigIssue("", f"{text}: can't be reached: {_short(error)}")]) from None
-    return cast("Path", found)
+    return cast("Path", path)
 
 
 def root(config: RunConfig) -> Path:
@@ -66,8 +66,8 @@ def kept_by(run_dir: Path) -> Path:
         return run_dir
     except ValueError:
         return run_dir
-    kept = frozen.get("checkpoint")
-    where = kept.get("path") if isinstance(kept, dict) else None
+    settings = frozen.get("checkpoint")
+    where = settings.get("path") if isinstance(settings, dict) else None
     return storage_path(where) if where and isinstance(where, str) else run_dir
 
 
@@ -104,12 +104,12 @@ def sizes(folder: Path) -> dict[str, int | None]:
             for name, entry in _entries(folder).items()
         }
     try:
-        with os.scandir(folder) as found:
+        with os.scandir(folder) as entries:
             return {
                 entry.name: entry.stat(follow_symlinks=False).st_size
                 if entry.is_file(follow_symlinks=False)
                 else None
-                for entry in found
+                for entry in entries
             }
     except (FileNotFoundError, NotADirectoryError):
         return {}
@@ -123,12 +123,12 @@ def _entries(folder: Path) -> dict[str, dict[str, Any]]:
     """
     there = cast("Any", folder).path
     try:
-        found = filesystem(folder).ls(there, detail=True)
+        entries = filesystem(folder).ls(there, detail=True)
     except FileNotFoundError:
         # Of a folder that is not there this finds nothing, of a bucket that is not it is an error.
         filesystem(folder).find(there)
         return {}
-    return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in found}
+    return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
 
 
 def delete(folder: Path) -> None:

@@ -17,7 +17,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with
 from axonlaunch.config.data import DATASETS, NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
-from axonlaunch.data.tokenizer import PretrainedTokenizer, read_pretrained, tokenizer_files
+from axonlaunch.data.tokenizer import PretrainedTokenizer, foreign_files, read_foreign
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +41,14 @@ def load_initial_weights(engine: Engine, model: Any, *, world: World) -> None:
     """
     from axonlaunch.models.build import initial_weights
 
-    given = initial_weights(model)
-    if given is None:
+    spelled = initial_weights(model)
+    if spelled is None:
         return
-    state = engine.state_dict()
-    where = storage_path(given[1])
-    found = step_folders.find_checkpoint(where)
-    if found is not None:
-        reader.load_checkpoint(found, {"model": state["model"]}, world=world)
+    model_state = engine.model_state_dict()
+    where = storage_path(spelled[1])
+    checkpoint = step_folders.find_checkpoint(where)
+    if checkpoint is not None:
+        reader.load_checkpoint(checkpoint, {"model": model_state}, world=world)
     else:
         import torch.distributed.checkpoint as dcp
 
@@ -57,9 +57,9 @@ def load_initial_weights(engine: Engine, model: Any, *, world: World) -> None:
 
         source = Reader(where, model)
         known = source.shapes()
-        named = {name: tensor for name, tensor in state["model"].items() if name in known}
+        named = {name: tensor for name, tensor in model_state.items() if name in known}
         dcp.load({"model": named}, storage_reader=source, planner=ReadsBoxes())
-    engine.load_state_dict(state)
+    engine.load_model_state_dict(model_state)
 
 
 def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
@@ -68,9 +68,9 @@ def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
     Raises:
         ConfigError: The path holds no weights.
     """
-    found = step_folders.find_checkpoint(path)
-    if found is not None:
-        return reader.model_differences(found, model)
+    checkpoint = step_folders.find_checkpoint(path)
+    if checkpoint is not None:
+        return reader.model_differences(checkpoint, model)
     from axonlaunch.checkpoint.safetensors import Reader
 
     buffers = {name for name, _ in model.named_buffers()}
@@ -143,10 +143,10 @@ def export_weights(
 
 def _copy_tokenizer(run_dir: Path, folder: Path) -> list[str]:
     """Copy the tokenizer that a run has kept, over that of the model that it started from."""
-    files = tokenizer_files(run_dir / TOKENIZER)
-    for file in files:
-        (folder / file.name).write_bytes(file.read_bytes())
-    return [file.name for file in files]
+    files = foreign_files(run_dir / TOKENIZER)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return [*files]
 
 
 def exported_tokenizer(folder: Path) -> PretrainedTokenizer | None:
@@ -159,13 +159,13 @@ def exported_tokenizer(folder: Path) -> PretrainedTokenizer | None:
 
     if read_json(folder / CONFIG_FILE).get(TRAINED_ON, {}).get("tokenizer") is None:
         return None
-    return read_pretrained(tokenizer_files(folder), path=str(folder))
+    return read_foreign(folder)
 
 
 def _naturally(name: str) -> list[tuple[bool, int, str]]:
     """Return what sorts names so that block 2 comes before block 10, and a block stays together."""
-    parts = name.split(".")
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+    segments = name.split(".")
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in segments]
 
 
 def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:

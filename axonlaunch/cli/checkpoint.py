@@ -64,11 +64,11 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
 
     _folder(run_dir)
     with reaching(run_dir):
-        found = _all(run_dir)
-        sizes = [sum(f.bytes for f in step_folders.files(c).values()) for c in found]
+        checkpoints = _all(run_dir)
+        sizes = [sum(f.bytes for f in step_folders.files(c).values()) for c in checkpoints]
         wrong = {str(path): reason for path, reason in corrupt_checkpoints(run_dir).items()}
         aside = {str(path): why for path, why in fallback.put_aside_before(run_dir).items()}
-    rows = [{**_about(c), "bytes": size} for c, size in zip(found, sizes, strict=True)]
+    rows = [{**_about(c), "bytes": size} for c, size in zip(checkpoints, sizes, strict=True)]
     if as_json:
         print_json({"checkpoints": rows, "corrupt": wrong, "aside": aside})
         return
@@ -113,8 +113,8 @@ def check_files(run_dir: RunDir, trust: Trust = False, as_json: Json = False) ->
     _folder(run_dir)
     with spinner("reading"), reaching(run_dir):
         problems = {str(path): [reason] for path, reason in corrupt_checkpoints(run_dir).items()}
-        for found in _all(run_dir):
-            problems[str(found.path)] = diff.faults(found, _config(found, trust))
+        for checkpoint in _all(run_dir):
+            problems[str(checkpoint.path)] = diff.faults(checkpoint, _config(checkpoint, trust))
     if not problems:
         _refuse(f"{run_dir}: contains no checkpoint")
     passed = not any(problems.values())
@@ -154,34 +154,43 @@ def diff(
     from axonlaunch.checkpoint.storage import reaching
 
     with spinner("comparing"), reaching(first), reaching(second):
-        found = diff.compare_checkpoints(_checkpoint(first), _checkpoint(second))
+        differences = diff.compare_checkpoints(_checkpoint(first), _checkpoint(second))
     if as_json:
-        print_json({"equal": not found, "differences": [asdict(one) for one in found]})
-    elif found:
-        _show_differences(found)
+        print_json(
+            {
+                "equal": not differences,
+                "differences": [asdict(difference) for difference in differences],
+            }
+        )
+    elif differences:
+        _show_differences(differences)
     else:
         typer.echo("bitwise equal")
-    raise typer.Exit(1 if found else 0)
+    raise typer.Exit(1 if differences else 0)
 
 
-def _show_differences(found: list[TensorDifference]) -> None:
+def _show_differences(differences: list[TensorDifference]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.print("1 tensor differs" if len(found) == 1 else f"{len(found)} tensors differ")
+    console.print(
+        "1 tensor differs" if len(differences) == 1 else f"{len(differences)} tensors differ"
+    )
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("tensor", "largest", "relative"):
         table.add_column(name, justify="left" if name == "tensor" else "right", overflow="fold")
-    for one in found[: 2 * MAX_SHOWN_TENSORS]:
-        if one.largest is None or one.relative is None:
-            table.add_row(escape(one.name), escape(one.reason), "")
+    for difference in differences[: 2 * MAX_SHOWN_TENSORS]:
+        if difference.largest is None or difference.relative is None:
+            table.add_row(escape(difference.name), escape(difference.reason), "")
         else:
-            table.add_row(escape(one.name), f"{one.largest:.3g}", f"{one.relative:.3g}")
+            table.add_row(
+                escape(difference.name), f"{difference.largest:.3g}", f"{difference.relative:.3g}"
+            )
     console.print(table)
-    if len(found) > 2 * MAX_SHOWN_TENSORS:
-        console.print(f"{len(found) - 2 * MAX_SHOWN_TENSORS} more; --json has all")
+    if len(differences) > 2 * MAX_SHOWN_TENSORS:
+        console.print(f"{len(differences) - 2 * MAX_SHOWN_TENSORS} more; --json has all")
 
 
 @checkpoint_app.command(
@@ -207,8 +216,8 @@ def export(
         _refuse(f"--format={form}: is not supported; use safetensors")
     if dtype is not None and dtype not in dtypes:
         _refuse(f"--dtype={dtype}: is not supported; use fp32, bf16 or fp16")
-    found = _checkpoint(run_dir)
-    config = _config(found, trust)
+    checkpoint = _checkpoint(run_dir)
+    config = _config(checkpoint, trust)
     with spinner("writing"):
         import torch
 
@@ -216,9 +225,9 @@ def export(
 
         chosen = getattr(torch, dtypes[dtype]) if dtype else None
         size = int(file_gb * GB)
-        written = weights.export_weights(found, config, out, dtype=chosen, file_bytes=size)
+        written = weights.export_weights(checkpoint, config, out, dtype=chosen, file_bytes=size)
     if as_json:
-        print_json({"checkpoint": str(found.path), "folder": str(out), "files": written})
+        print_json({"checkpoint": str(checkpoint.path), "folder": str(out), "files": written})
         return
     for name in written:
         typer.echo(f"{out / name}")
@@ -248,16 +257,16 @@ def import_(
     typer.echo(f"{written}\ntrain from it with model.weights={run_dir}")
 
 
-def _about(found: Checkpoint) -> dict[str, Any]:
-    return {**asdict(found), "path": str(found.path)}
+def _about(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {**asdict(checkpoint), "path": str(checkpoint.path)}
 
 
 def _all(path: Path) -> list[Checkpoint]:
     """Return the checkpoint that a path is, or those of the run that it is."""
     from axonlaunch.checkpoint import list_checkpoints, step_folders
 
-    one = step_folders.read_checkpoint(step_folders.named(path))
-    return [one] if one else list_checkpoints(path)
+    checkpoint = step_folders.read_checkpoint(step_folders.named(path))
+    return [checkpoint] if checkpoint else list_checkpoints(path)
 
 
 def _checkpoint(path: Path) -> Checkpoint:
@@ -266,20 +275,22 @@ def _checkpoint(path: Path) -> Checkpoint:
 
     _folder(path)
     with reaching(path):
-        found = find_checkpoint(path)
+        checkpoint = find_checkpoint(path)
         wrong = (
-            "" if found else "; ".join(f"{p} {why}" for p, why in corrupt_checkpoints(path).items())
+            ""
+            if checkpoint
+            else "; ".join(f"{p} {why}" for p, why in corrupt_checkpoints(path).items())
         )
-    if found is None:
+    if checkpoint is None:
         _refuse(wrong or f"{path}: contains no checkpoint; give a run or a checkpoint")
-    assert found is not None
-    return found
+    assert checkpoint is not None
+    return checkpoint
 
 
-def _config(found: Checkpoint, trusted: bool) -> RunConfig:
+def _config(checkpoint: Checkpoint, trusted: bool) -> RunConfig:
     from axonlaunch.config import read_frozen
 
-    return read_frozen(found.path.parent.parent, trusted=trusted)
+    return read_frozen(checkpoint.path.parent.parent, trusted=trusted)
 
 
 def _folder(path: Path) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from axonlaunch.planning.records import Forecast, Remedy, Searched
 
 _LABEL = 14
-"""Columns of the words before a conclusion."""
+"""Columns of the label before a conclusion."""
 _UNSEARCHED = "can't search on one device for changes that make it fit: "
 
 HELP = "Estimate peak memory per rank. No GPU, no data, any world size."
@@ -84,28 +84,28 @@ def command(
                 config_name=config_name,
                 config_dirs=config_dir or [],
             )
-            found = forecast(context, config, exact=exact, analytic=analytic)
+            estimate = forecast(context, config, exact=exact, analytic=analytic)
         if plot is not None:
             from axonlaunch.planning.reports.memory_plot import draw_memory
 
-            save(draw_memory(found), plot)
+            save(draw_memory(estimate), plot)
         if as_json:
-            print_json(estimate_to_json(found, *search_all_changes(context, config, found)))
+            print_json(estimate_to_json(estimate, *search_all_changes(context, config, estimate)))
             return
         console = Console(file=sys.stdout, highlight=False)
-        print_estimate(found, console)
-        show_remedies(context, config, found, console)
+        print_estimate(estimate, console)
+        show_remedies(context, config, estimate, console)
     if plot is not None:
         console.print(f"\nplot          {plot}", markup=False, soft_wrap=True)
 
 
 def search_all_changes(
-    context: ForkServerContext, config: RunConfig, found: Forecast
+    context: ForkServerContext, config: RunConfig, estimate: Forecast
 ) -> tuple[list[Remedy], Searched]:
     """Return every change that makes a run fit, and how the search for them ended."""
     from axonlaunch.planning.estimate import suggest_changes
 
-    search = suggest_changes(context, config, found)
+    search = suggest_changes(context, config, estimate)
     changes: list[Remedy] = []
     while True:
         try:
@@ -114,56 +114,58 @@ def search_all_changes(
             return changes, end.value
 
 
-def estimate_to_json(found: Forecast, changes: Sequence[Remedy], ended: Searched) -> dict[str, Any]:
+def estimate_to_json(
+    estimate: Forecast, changes: Sequence[Remedy], ended: Searched
+) -> dict[str, Any]:
     """Return what ``--json`` prints."""
-    notes = [*found.notes, *([_UNSEARCHED + ended.reason] if ended.reason else [])]
+    notes = [*estimate.notes, *([_UNSEARCHED + ended.reason] if ended.reason else [])]
     return {
-        "layout": found.layout,
-        "workload": asdict(found.workload),
-        **asdict(found.estimate),
-        "fits": found.fits,
-        "verdict": found.verdict,
-        "margin": found.margin,
-        "host_memory": None if found.host_memory is None else asdict(found.host_memory),
+        "layout": estimate.layout,
+        "workload": asdict(estimate.workload),
+        **asdict(estimate.estimate),
+        "fits": estimate.fits,
+        "verdict": estimate.verdict,
+        "margin": estimate.margin,
+        "host_memory": None if estimate.host_memory is None else asdict(estimate.host_memory),
         "changes": [asdict(remedy) for remedy in changes],
         "untried": ended.untried,
         "notes": notes,
     }
 
 
-def print_estimate(found: Forecast, console: Console) -> None:
+def print_estimate(estimate: Forecast, console: Console) -> None:
     """Print an estimate: what it is of, a table, bars, and whether it fits."""
     from rich.text import Text
 
     from axonlaunch.planning.reports import memory_table
     from axonlaunch.system.formatting import quantity
 
-    known = found.estimate
+    known = estimate.estimate
     ranks = "1 rank" if known.world_size == 1 else f"{known.world_size:,} ranks"
-    of = f"{ranks}, {quantity(known.parameters)} parameters, {found.workload}"
-    console.print(f"[bold]{found.layout}[/bold]: {of}\n")
-    for note in found.notes:
+    of = f"{ranks}, {quantity(known.parameters)} parameters, {estimate.workload}"
+    console.print(f"[bold]{estimate.layout}[/bold]: {of}\n")
+    for note in estimate.notes:
         console.print(Text.assemble(("note ", "yellow"), note, "\n"), soft_wrap=True)
     console.print(memory_table.build_memory_table(known))
     console.print()
     width = console.width
     console.print(
-        memory_table.bars(known, memory_bytes=found.memory_bytes, width=width), no_wrap=True
+        memory_table.bars(known, memory_bytes=estimate.memory_bytes, width=width), no_wrap=True
     )
     console.print()
-    for label, text, style in memory_table.conclusions(found):
+    for label, text, style in memory_table.conclusions(estimate):
         lines = textwrap.wrap(text, width - _LABEL)
         for head, line in zip([label, *[""] * len(lines)], lines, strict=False):
             console.print(Text.assemble((f"{head:<{_LABEL}}", style), line))
 
 
 def show_remedies(
-    context: ForkServerContext, config: RunConfig, found: Forecast, console: Console
+    context: ForkServerContext, config: RunConfig, estimate: Forecast, console: Console
 ) -> None:
     """Print each change that makes a run fit as soon as it is found, and how the search ended."""
     from axonlaunch.planning.estimate import suggest_changes
 
-    search, count = suggest_changes(context, config, found), 0
+    search, count = suggest_changes(context, config, estimate), 0
     while True:
         try:
             with spinner("searching for changes that make it fit"):
@@ -173,7 +175,7 @@ def show_remedies(
             break
         count += 1
         show_remedy(remedy, console)
-    if found.fits is False and (text := _end(ended, count)):
+    if estimate.fits is False and (text := _end(ended, count)):
         console.print()
         console.print(text, markup=False)
 

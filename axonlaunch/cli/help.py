@@ -78,7 +78,7 @@ def _is_command(context: typer.Context, topic: str) -> bool:
 
 def _unknown_page(topic: str, pages: list[str], *, is_command: bool) -> Exception:
     from axonlaunch.config import ConfigError, ConfigIssue
-    from axonlaunch.registry import unknown
+    from axonlaunch.config.did_you_mean import unknown
 
     message = unknown("page", topic, pages)
     if is_command:

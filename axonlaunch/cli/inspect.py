@@ -54,13 +54,13 @@ def command(
                 config_name=config_name,
                 config_dirs=config_dir or [],
             )
-            found: Inspection = forked_call.call(
+            inspection: Inspection = forked_call.call(
                 context, "axonlaunch.preflight.inspection:inspect", config
             )
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(inspection))
     else:
-        _show(found, Console(file=sys.stdout, highlight=False))
+        _show(inspection, Console(file=sys.stdout, highlight=False))
 
 
 def overrides(arguments: list[str]) -> list[str]:
@@ -72,33 +72,33 @@ def overrides(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def _show(found: Inspection, console: Console) -> None:
+def _show(inspection: Inspection, console: Console) -> None:
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    blocks = ", ".join(f"{count} x {kind}" for kind, count in found.blocks.items())
-    cuts = found.cut_points
+    blocks = ", ".join(f"{count} x {kind}" for kind, count in inspection.blocks.items())
+    cuts = inspection.cut_points
     rows = {
-        "model": f"{found.model}, {found.parameters:,} parameters",
-        "blocks": f"{blocks} in {found.layers}" if blocks else "none",
+        "model": f"{inspection.model}, {inspection.parameters:,} parameters",
+        "blocks": f"{blocks} in {inspection.layers}" if blocks else "none",
         "cut points": f"{len(cuts)}: before {cuts[0]} ... {cuts[-1]}" if cuts else "none",
-        "first stage": ", ".join(found.first) or "not known",
-        "last stage": ", ".join(found.last) or "not known",
-        "ties": ", ".join(f"{other} = {name}" for other, name in found.ties.items()) or "none",
+        "first stage": ", ".join(inspection.first) or "not known",
+        "last stage": ", ".join(inspection.last) or "not known",
+        "ties": ", ".join(f"{other} = {name}" for other, name in inspection.ties.items()) or "none",
     }
     for name, text in rows.items():
         table.add_row(name, escape(text))
-    plan = [f"{pattern}: {style}" for pattern, style in found.tensor_plan.items()]
+    plan = [f"{pattern}: {style}" for pattern, style in inspection.tensor_plan.items()]
     for number, line in enumerate(plan[:SHOWN] or ["none"]):
         table.add_row("" if number else "tensor plan", escape(line))
     if len(plan) > SHOWN:
         table.add_row("", f"{len(plan) - SHOWN} more; --json has all")
-    for number, one in enumerate(found.layouts):
-        answer = "yes" if one.legal else f"no: {one.reason}"
-        table.add_row("" if number else "layouts", escape(f"{one.layout}: {answer}"))
-    for note in found.notes:
+    for number, layout in enumerate(inspection.layouts):
+        answer = "yes" if layout.legal else f"no: {layout.reason}"
+        table.add_row("" if number else "layouts", escape(f"{layout.layout}: {answer}"))
+    for note in inspection.notes:
         table.add_row("note", escape(note))
     console.print(table)

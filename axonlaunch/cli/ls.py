@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, TypeVar
 
 import typer
 
 from axonlaunch.cli.options import ConfigDir, Json, print_json
 
-HELP = "List the options of each configuration group."
+Value = TypeVar("Value")
+
+HELP = "List the options of each configuration group, or what is proved of Hugging Face models."
 EXAMPLES = """Examples:
 
 \b
   axonlaunch ls
   axonlaunch ls strategy
   axonlaunch ls models --json
+  axonlaunch ls hf --like qwen3
 """
+HF = "hf"
+SHOWS_REASONS = 12
+"""So many models, or fewer, are listed with why a layout is not proved."""
 LISTS = {
     "models": "model",
     "data": "data",
@@ -42,20 +49,27 @@ ALIASES = {group: name for name, group in LISTS.items()} | {
 def command(
     group: Annotated[
         str | None,
-        typer.Argument(help=f"One of {', '.join(LISTS.values())}, or a plural; default: all."),
+        typer.Argument(
+            help=f"One of {', '.join(LISTS.values())}, or a plural; hf: which layouts are proved "
+            "for which model_type of transformers; default: all groups."
+        ),
     ] = None,
+    like: Annotated[str | None, typer.Option(help="Only names that contain this.")] = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
-    """List the options of each configuration group."""
+    """List the options of each configuration group, or what is proved of Hugging Face models."""
     from axonlaunch.config import ConfigError, ConfigIssue, composer_of
-    from axonlaunch.registry import unknown
+    from axonlaunch.config.did_you_mean import unknown
 
+    if group == HF:
+        _list_proved(like, as_json=as_json)
+        return
     chosen = list(LISTS) if group is None else [ALIASES.get(group, group)]
     if group is not None and chosen[0] not in LISTS:
-        raise ConfigError([ConfigIssue("", unknown("group", group, LISTS.values()))])
+        raise ConfigError([ConfigIssue("", unknown("group", group, [*LISTS.values(), HF]))])
     composer = composer_of(config_dir or [])
-    listed = {name: composer.options(LISTS[name]) for name in chosen}
+    listed = {name: _like(like, composer.options(LISTS[name])) for name in chosen}
     if as_json:
         print_json(listed)
         return
@@ -72,3 +86,57 @@ def command(
         for option, summary in options.items():
             table.add_row(option if group else f"  {option}", escape(summary))
     Console(highlight=False).print(table)
+
+
+def _like(like: str | None, options: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the options whose names contain what was asked for."""
+    wanted = (like or "").lower()
+    return {name: value for name, value in options.items() if wanted in name.lower()}
+
+
+def _list_proved(like: str | None, *, as_json: bool) -> None:
+    """Show which layouts are proved for the models of transformers.
+
+    Raises:
+        ConfigError: No ``model_type`` is like what was asked for.
+    """
+    from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.config.did_you_mean import unknown
+    from axonlaunch.models.hf.proved import proved
+
+    table = proved()
+    kinds = {other: one for one in table.families.values() for other in one.also} | dict(
+        table.families
+    )
+    families = dict(sorted(_like(like, kinds).items()))
+    if not families:
+        raise ConfigError([ConfigIssue("", unknown("model_type", str(like), kinds))])
+    if as_json:
+        rows = {
+            kind: {
+                "class": one.class_name,
+                "proved": [layout for layout in table.layouts if layout not in one.refused],
+                "refused": dict(one.refused),
+            }
+            for kind, one in families.items()
+        }
+        print_json({"versions": table.versions, "layouts": table.layouts, "model_types": rows})
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    shown.add_column("model_type", style="bold", no_wrap=True)
+    for layout in table.layouts:
+        shown.add_column(layout)
+    for kind, one in families.items():
+        shown.add_row(kind, *("no" if layout in one.refused else "yes" for layout in table.layouts))
+    console = Console(highlight=False)
+    console.print(shown)
+    if len(families) <= SHOWS_REASONS:
+        for kind, one in families.items():
+            for layout, reason in one.refused.items():
+                console.print(escape(f"{kind}, {layout}: {reason}"))
+    versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
+    console.print(f"\nproved with {versions}; axonlaunch help huggingface says how")

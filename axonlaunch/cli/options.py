@@ -59,7 +59,7 @@ def print_problems(problems: Sequence[ConfigIssue], *, as_json: bool) -> None:
 
 def problems_as_objects(problems: Sequence[ConfigIssue]) -> list[dict[str, Any]]:
     """Return problems as ``--json`` prints them."""
-    return [{"key": one.key or None, "message": one.message} for one in problems]
+    return [{"key": problem.key or None, "message": problem.message} for problem in problems]
 
 
 def _printable(text: str) -> str:

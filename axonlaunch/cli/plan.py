@@ -59,7 +59,7 @@ def command(
         from rich.console import Console
 
         with spinner("searching layouts"):
-            found = plan_run(
+            plan = plan_run(
                 context,
                 overrides or [],
                 devices=count,
@@ -69,12 +69,12 @@ def command(
     seconds = time.monotonic() - began
     if write is not None:
         write.parent.mkdir(parents=True, exist_ok=True)
-        write.write_text(experiment(overrides or [], found.candidates[0].overrides))
+        write.write_text(experiment(overrides or [], plan.candidates[0].overrides))
     if as_json:
-        print_json(plan_to_json(found, seconds))
+        print_json(plan_to_json(plan, seconds))
         return
     console = Console(file=sys.stdout, highlight=False)
-    print_plan(found, console, seconds=seconds)
+    print_plan(plan, console, seconds=seconds)
     if write is not None:
         console.print(f"\nwritten to {write}", markup=False, soft_wrap=True)
         if write.parent.name == "experiment":
@@ -82,34 +82,34 @@ def command(
             console.print(f"axonlaunch train {there}", markup=False, soft_wrap=True)
 
 
-def plan_to_json(found: Plan, seconds: float) -> dict[str, Any]:
+def plan_to_json(plan: Plan, seconds: float) -> dict[str, Any]:
     """Return what ``--json`` prints."""
-    candidates = [{**asdict(planned), "fits": planned.fits} for planned in found.candidates]
+    candidates = [{**asdict(planned), "fits": planned.fits} for planned in plan.candidates]
     return {
-        "workload": asdict(found.workload),
-        "searched": found.searched,
+        "workload": asdict(plan.workload),
+        "searched": plan.searched,
         "seconds": round(seconds, 1),
         "candidates": candidates,
     }
 
 
-def print_plan(found: Plan, console: Console, *, seconds: float) -> None:
-    """Print a table, the words to paste and why the second is second."""
+def print_plan(plan: Plan, console: Console, *, seconds: float) -> None:
+    """Print a table, the overrides to paste and why the second is second."""
     from rich.text import Text
 
     from axonlaunch.planning.reports import plan_table
 
-    console.print(f"[bold]{found.workload}[/bold]")
-    console.print(f"{found.searched:,} layouts in {seconds:.0f} s, the fastest that fit first\n")
-    console.print(plan_table.build_plan_table(found))
-    for number, planned in enumerate(found.candidates, 1):
+    console.print(f"[bold]{plan.workload}[/bold]")
+    console.print(f"{plan.searched:,} layouts in {seconds:.0f} s, the fastest that fit first\n")
+    console.print(plan_table.build_plan_table(plan))
+    for number, planned in enumerate(plan.candidates, 1):
         console.print()
         console.print(Text(f"{number}  " + " ".join(planned.overrides)), soft_wrap=True)
         remark = ""
         if number == 1:
             remark = plan_table.spent(planned)
         elif number == 2:
-            remark = plan_table.why_slower(found.candidates[0], planned)
+            remark = plan_table.why_slower(plan.candidates[0], planned)
         if remark:
             lines = textwrap.fill(remark, console.width - 3)
             console.print(textwrap.indent(lines, "   "), markup=False)
@@ -125,9 +125,9 @@ def _checked(devices: int | None, write: Path | None) -> int:
 
     problems = []
     if devices is None or devices < 1:
-        given = ... if devices is None else devices
+        value = ... if devices is None else devices
         problems.append(
-            ConfigIssue("--devices", "must be the number of devices to plan for, 1 or more", given)
+            ConfigIssue("--devices", "must be the number of devices to plan for, 1 or more", value)
         )
     if write is not None and write.suffix != ".yaml":
         problems.append(ConfigIssue("--write", "must end in .yaml", str(write)))

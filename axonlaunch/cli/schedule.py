@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
 from axonlaunch.cli.plotting import check_plot, save
 from axonlaunch.launch.output.spinner import spinner
+
+if TYPE_CHECKING:
+    from axonlaunch.config import RunConfig
+    from axonlaunch.config.layout import Layout
+    from axonlaunch.engines.pipeline.schedule import PipelineSchedule
+    from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, Timeline
 
 HELP = "Draw the pipeline schedule: what each rank computes when, and where it idles."
 EXAMPLES = """Examples:
@@ -38,81 +44,115 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Draw the pipeline schedule."""
-    from axonlaunch import config as configuration
-    from axonlaunch.config import ConfigError, ConfigIssue, with_values
-    from axonlaunch.config.layout import layout, num_ranks, resolved
-    from axonlaunch.config.rules import broken_world_rules
+    from axonlaunch.config.layout import Layout, num_ranks
 
-    config = configuration.load(
-        overrides or [], config_name=config_name, config_dirs=config_dir or []
-    )
-    if config.strategy.pipeline.degree == 1:
-        message = "there is no schedule to show; use strategy=pipeline or a degree of 2 or more"
-        raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, 1)])
-    # No accelerators: as many ranks as the degrees need, whatever machine this is.
-    config = resolved(config, accelerators=0)
-    if problems := broken_world_rules(config, world_size=num_ranks(config)):
-        raise ConfigError(problems)
-    shares = layout(config, world_size=num_ranks(config))
-
+    config = _checked(overrides or [], config_name, config_dir or [])
+    layout = Layout.of(config, world_size=num_ranks(config))
     if plot is not None:
         check_plot(plot)
-    from axonlaunch.engines.pipeline import timeline_plot
     from axonlaunch.engines.pipeline.schedule import PipelineSchedule
     from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats, timeline
 
     schedule = PipelineSchedule(
-        shares.schedule,
-        degree=shares.pipeline,
-        microbatches=shares.round_microbatches,
-        stages_per_rank=shares.stages_per_rank,
+        layout.schedule,
+        degree=layout.pipeline,
+        microbatches=layout.round_microbatches,
+        stages_per_rank=layout.stages_per_rank,
     )
     # By rank, not by stage, so that schedules with different numbers of stages can be compared.
     times = timeline(
         schedule, forward=1 / schedule.stages_per_rank, backward=2 / schedule.stages_per_rank
     )
-    stats = PipelineMemoryStats.from_schedule(schedule)
-    if memory:
-        from axonlaunch.planning.estimate import estimated
-        from axonlaunch.planning.memory.engine_stats import pipeline_stats
-        from axonlaunch.system import forkserver
-
-        with forkserver.warm() as context, spinner("tracing a step"):
-            found = estimated(context, with_values(config, {"hardware": None}))
-        stats = pipeline_stats(found, schedule)
+    stats = _traced(config, schedule) if memory else PipelineMemoryStats.from_schedule(schedule)
     if plot is not None:
-        save(timeline_plot.draw_timeline(times), plot)
+        from axonlaunch.engines.pipeline.timeline_plot import draw_timeline
+
+        save(draw_timeline(times), plot)
     if as_json:
-        print_json(
+        print_json(_to_json(schedule, layout, times, stats, plot))
+    else:
+        _show(schedule, layout, times, stats, plot)
+
+
+def _checked(overrides: list[str], config_name: str, config_dirs: list[Path]) -> RunConfig:
+    """Return the configuration of a pipeline, with as many ranks as its degrees need.
+
+    No accelerators are counted: the schedule is the same whatever this node has.
+
+    Raises:
+        ConfigError: It is wrong, or has no pipeline.
+    """
+    from axonlaunch import config as configuration
+    from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.config.layout import num_ranks, resolved
+    from axonlaunch.config.rules import broken_world_rules
+
+    config = configuration.load(overrides, config_name=config_name, config_dirs=config_dirs)
+    if config.strategy.pipeline.degree == 1:
+        message = "there is no schedule to show; use strategy=pipeline or a degree of 2 or more"
+        raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, 1)])
+    config = resolved(config, accelerators=0)
+    if problems := broken_world_rules(config, world_size=num_ranks(config)):
+        raise ConfigError(problems)
+    return config
+
+
+def _traced(config: RunConfig, schedule: PipelineSchedule) -> PipelineMemoryStats:
+    """Return the statistics of a schedule with the bytes of activations, from a traced step."""
+    from axonlaunch.config import with_values
+    from axonlaunch.planning.estimate import estimated
+    from axonlaunch.planning.memory.engine_stats import pipeline_stats
+    from axonlaunch.system import forkserver
+
+    with forkserver.warm() as context, spinner("tracing a step"):
+        estimate = estimated(context, with_values(config, {"hardware": None}))
+    return pipeline_stats(estimate, schedule)
+
+
+def _to_json(
+    schedule: PipelineSchedule,
+    layout: Layout,
+    times: Timeline,
+    stats: PipelineMemoryStats,
+    plot: Path | None,
+) -> dict[str, Any]:
+    return {
+        "schedule": schedule.name,
+        "degree": schedule.degree,
+        "stages_per_rank": schedule.stages_per_rank,
+        "microbatches": schedule.microbatches,
+        "rounds": layout.rounds,
+        "bubble_fraction": stats.bubble_fraction,
+        "span": times.span,
+        "live_activations": list(stats.live_activations),
+        "activation_bytes": stats.activation_bytes,
+        "ranks": [
             {
-                "schedule": schedule.name,
-                "degree": schedule.degree,
-                "stages_per_rank": schedule.stages_per_rank,
-                "microbatches": schedule.microbatches,
-                "rounds": shares.rounds,
-                "bubble_fraction": stats.bubble_fraction,
-                "span": times.span,
-                "live_activations": list(stats.live_activations),
-                "activation_bytes": stats.activation_bytes,
-                "ranks": [
-                    {
-                        "rank": rank,
-                        "stages": list(schedule.stages_of(rank)),
-                        "actions": [str(action) for action in row],
-                    }
-                    for rank, row in enumerate(schedule.actions)
-                ],
-                "plot": None if plot is None else str(plot),
+                "rank": rank,
+                "stages": list(schedule.stages_of(rank)),
+                "actions": [str(action) for action in row],
             }
-        )
-        return
+            for rank, row in enumerate(schedule.actions)
+        ],
+        "plot": None if plot is None else str(plot),
+    }
+
+
+def _show(
+    schedule: PipelineSchedule,
+    layout: Layout,
+    times: Timeline,
+    stats: PipelineMemoryStats,
+    plot: Path | None,
+) -> None:
     from rich.console import Console
 
     from axonlaunch.engines.pipeline.timeline_text import text_stats, text_timeline
+    from axonlaunch.system.formatting import size
 
     console = Console(highlight=False)
     stages = f" of {schedule.stages_per_rank} stages" if schedule.stages_per_rank > 1 else ""
-    rounds = f", {shares.rounds} rounds per step" if shares.rounds > 1 else ""
+    rounds = f", {layout.rounds} rounds per step" if layout.rounds > 1 else ""
     console.print(
         f"[bold]{schedule.name}[/bold]: {schedule.degree} ranks{stages}, "
         f"{schedule.microbatches} micro-batches{rounds}\n"
@@ -120,9 +160,7 @@ def command(
     console.print(text_timeline(times, width=console.width), no_wrap=True)
     console.print(text_stats(stats, width=console.width), markup=False)
     if stats.activation_bytes is not None:
-        from axonlaunch.system.formatting import size
-
-        held = " ".join(f"{n}:{size(held)}" for n, held in enumerate(stats.activation_bytes))
-        console.print(f"in bytes     {held}", markup=False)
+        by_stage = " ".join(f"{n}:{size(num)}" for n, num in enumerate(stats.activation_bytes))
+        console.print(f"in bytes     {by_stage}", markup=False)
     if plot is not None:
         console.print(f"plot         {plot}", markup=False, soft_wrap=True)

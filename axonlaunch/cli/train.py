@@ -114,7 +114,7 @@ def command(
                 context=server(), started=STARTED, as_json=as_json, render=render
             )
             # What torch's store says of strangers that knock is not for the user; set after the
-            # server was started, whose ranks keep their words.
+            # server was started, whose ranks may still write.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             runs = Runs.load(request, environment.of_node(), options)
             for config, chosen in runs:
@@ -168,8 +168,10 @@ def _dry_run(
 
 
 def _as_object(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
-    found = estimate_to_json(run.forecast, *search_all_changes(context, run.config, run.forecast))
-    return {**found, "obstacles": problems_as_objects(run.obstacles)}
+    estimate = estimate_to_json(
+        run.forecast, *search_all_changes(context, run.config, run.forecast)
+    )
+    return {**estimate, "obstacles": problems_as_objects(run.obstacles)}
 
 
 def _show_obstacles(obstacles: Sequence[ConfigIssue], console: Console) -> None:
@@ -190,10 +192,10 @@ def _show_elsewhere(runs: Sequence[DryRun], overrides: Sequence[str], console: C
     """Name the commands that leave this node out, where it is what stands in the way."""
     if not any(run.obstacles for run in runs):
         return
-    words = shlex.join(overrides)
+    arguments = shlex.join(overrides)
     console.print()
     if all(run.forecast.hardware is None for run in runs):
         options = "axonlaunch ls hardware has others"
         console.print(f"whether it fits a device: add hardware=h100_80gb ({options})")
     console.print("an estimate without this node's checks:")
-    console.print(f"  axonlaunch estimate {words}".rstrip(), markup=False, soft_wrap=True)
+    console.print(f"  axonlaunch estimate {arguments}".rstrip(), markup=False, soft_wrap=True)

@@ -40,7 +40,7 @@ def command(
     with forkserver.warm(preload=preloads(overrides)) as context:
         from rich.console import Console
 
-        from axonlaunch.events import finite
+        from axonlaunch.system.strict_json import finite
         from axonlaunch.verification.runner import verify
 
         with spinner("running the layout and a single process"):

@@ -48,9 +48,9 @@ class Channel:
         """
         sealed = self.store.multi_get([*senders]) if senders else []
         contents: list[Any | None] = []
-        for (name, sender), one in zip(senders.items(), sealed, strict=True):
+        for (name, sender), text in zip(senders.items(), sealed, strict=True):
             try:
-                contents.append(self.credentials.open(name, one, sender=sender))
+                contents.append(self.credentials.open(name, text, sender=sender))
             except ForgedMessageError:
                 contents.append(None)
         return contents

@@ -174,9 +174,9 @@ def gather_tensor(
     if is_me(dst, group):
         result = tensor.new_empty((group.size, *tensor.shape), requires_grad=False)
     if tensor.numel():
-        parts = None if result is None else [_bytes(part) for part in result]
+        outputs = None if result is None else [_bytes(part) for part in result]
         source = _bytes(_plain(tensor))
-        dist.gather(source, parts, dst=dst, group=group.torch_group)
+        dist.gather(source, outputs, dst=dst, group=group.torch_group)
     return result
 
 
@@ -210,11 +210,11 @@ def scatter_tensor(
     part = [whole[0] // group.size, *whole[1:]]
     result = torch.empty(part, dtype=getattr(torch, dtype), device=device_of(group))
     if result.numel():
-        parts = None
+        inputs = None
         if tensor is not None:
             source = _plain(tensor)
-            parts = [_bytes(chunk) for chunk in source.unflatten(0, (group.size, -1))]
-        dist.scatter(_bytes(result), parts, src=src, group=group.torch_group)
+            inputs = [_bytes(chunk) for chunk in source.unflatten(0, (group.size, -1))]
+        dist.scatter(_bytes(result), inputs, src=src, group=group.torch_group)
     return result
 
 

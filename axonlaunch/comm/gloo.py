@@ -192,7 +192,7 @@ def _prove(
 def _refuse(
     store: dist.Store, rank: int, other: int, at: list[str], what: str, error: Exception | None
 ) -> NoReturn:
-    here, there = (int(store.get(_place(one)).split()[0]) for one in (rank, other))
+    here, there = (int(store.get(_place(member)).split()[0]) for member in (rank, other))
     raise UnreachableRankError(
         f"rank {here} could not reach rank {there} over gloo: the connection that stands for it "
         f"{what}; another program connected to {' or '.join(at)} in its place, or the network "

@@ -79,19 +79,19 @@ class GradientBucket:
         Raises:
             ValueError: Their dtypes or devices are not one, or not those of the tensors before.
         """
-        parts = [_local(tensor.detach()) for tensor in tensors]
-        added = sum(part.numel() for part in parts)
+        gradients = [_local(tensor.detach()) for tensor in tensors]
+        added = sum(part.numel() for part in gradients)
         if self.size + added > self.capacity:
             return False
-        if not parts:
+        if not gradients:
             return True
-        self._refuse_another_kind(parts)
+        self._refuse_another_kind(gradients)
         if self._storage is None:
-            self._source = parts[0].dtype
-            self._storage = parts[0].new_empty(self.capacity, dtype=self._dtype)
+            self._source = gradients[0].dtype
+            self._storage = gradients[0].new_empty(self.capacity, dtype=self._dtype)
         place = self._storage[self.size : self.size + added]
-        torch.cat([part.reshape(-1) for part in parts], out=place)
-        self._shapes += [part.shape for part in parts]
+        torch.cat([part.reshape(-1) for part in gradients], out=place)
+        self._shapes += [part.shape for part in gradients]
         self.size += added
         return True
 
@@ -127,13 +127,13 @@ class GradientBucket:
         dtype, source = self._dtype, self._source
         return dtype is not None and source is not None and dtype.itemsize < source.itemsize
 
-    def _refuse_another_kind(self, parts: Sequence[Tensor]) -> None:
+    def _refuse_another_kind(self, gradients: Sequence[Tensor]) -> None:
         if self._storage is None:
-            first = (parts[0].dtype, parts[0].device)
+            first = (gradients[0].dtype, gradients[0].device)
         else:
             assert self._source is not None
             first = (self._source, self._storage.device)
-        for dtype, device in ((part.dtype, part.device) for part in parts):
+        for dtype, device in ((part.dtype, part.device) for part in gradients):
             if (dtype, device) != first:
                 raise ValueError(
                     f"a tensor of {dtype} on {device} can't join those of {first[0]} on "
@@ -147,7 +147,7 @@ def buckets(tensors: Iterable[AnyTensor], *, limit: int) -> Iterator[list[AnyTen
     for tensor in tensors:
         bucket = filling.setdefault((tensor.dtype, tensor.device), [])
         bucket.append(tensor)
-        if sum(one.numel() * one.element_size() for one in bucket) >= limit:
+        if sum(gradient.numel() * gradient.element_size() for gradient in bucket) >= limit:
             yield filling.pop((tensor.dtype, tensor.device))
     yield from filling.values()
 

@@ -44,8 +44,8 @@ def sync_gradients(
         MismatchError: Ranks bring different parameters.
     """
     group = group_or_default(group)
-    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    tensors = [t for t in dict.fromkeys(given) if t.requires_grad]
+    members = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    tensors = [t for t in dict.fromkeys(members) if t.requires_grad]
     shapes = "\n".join(map(say_tensor, tensors))
     digest = hashlib.sha256(shapes.encode()).hexdigest()[:8]
     check_collective(

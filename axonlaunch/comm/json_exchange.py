@@ -35,8 +35,8 @@ def all_gather_json(value: Any, *, group: dist.ProcessGroup | None = None) -> li
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded, group=group)
     return [
-        json.loads(bytes(one[: int(size)].tolist()))
-        for one, size in zip(gathered, lengths, strict=True)
+        json.loads(bytes(text[: int(size)].tolist()))
+        for text, size in zip(gathered, lengths, strict=True)
     ]
 
 

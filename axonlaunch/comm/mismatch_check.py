@@ -29,7 +29,7 @@ LINE_BYTES = 512
 def check_collective(
     group: ProcessGroup, line: str, *, problem: Exception | None = None
 ) -> list[str]:
-    """Go on if every rank of the group says the same up to a ``|``; return what each said.
+    """Check that every rank of the group says the same up to a ``|``; return what each said.
 
     Args:
         group: The group; this rank is a member.
@@ -53,7 +53,7 @@ def check_collective(
 def check_p2p(
     peer: int, group: ProcessGroup, verb: str, what: str, *, problem: Exception | None = None
 ) -> None:
-    """Go on if one other rank of the group means the other end of the same message.
+    """Check that one other rank of the group means the other end of the same message.
 
     Args:
         peer: The other rank, a global one.

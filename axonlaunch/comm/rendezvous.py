@@ -194,8 +194,8 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     Raises:
         OSError: Nothing is known of the host.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
     return family, address
 
 
@@ -266,13 +266,13 @@ def interface_towards(host: str) -> str | None:
 
 def _addresses(interface: str) -> list[str]:
     """Return an interface's addresses: the IPv4 one and, on Linux, those of IPv6."""
-    found = []
+    addresses = []
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
+        addresses.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
         digits, *_, name = line.split()
         if name == interface:
-            found.append(str(ipaddress.IPv6Address(int(digits, 16))))
-    return found
+            addresses.append(str(ipaddress.IPv6Address(int(digits, 16))))
+    return addresses

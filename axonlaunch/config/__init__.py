@@ -160,7 +160,7 @@ def _with_registered(composed: Composed) -> Composed:
     Such a group then holds the name and what overrides set, of the default option's keys those
     alone that all entries have.
     """
-    tree, given, problems = dict(composed.tree), dict(composed.given), []
+    tree, sources, problems = dict(composed.tree), dict(composed.given), []
     for problem in composed.problems:
         registry, name = REGISTRIES.get(problem.key), str(problem.value)
         if registry is None or name not in registry:
@@ -171,8 +171,8 @@ def _with_registered(composed: Composed) -> Composed:
         keys = {key.split(".")[1] for key in composed.given if key.startswith(inside)}
         keys |= group.keys() - {"name"} if registry.shares_keys else set()
         tree[problem.key] = {"name": name, **{key: group[key] for key in sorted(keys)}}
-        given[f"{inside}name"] = f"{problem.key}={name}"
-    return dataclasses.replace(composed, tree=tree, given=given, problems=problems)
+        sources[f"{inside}name"] = f"{problem.key}={name}"
+    return dataclasses.replace(composed, tree=tree, given=sources, problems=problems)
 
 
 def read_frozen(path: str | Path, *, trusted: bool = False) -> RunConfig:

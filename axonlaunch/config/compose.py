@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.config.did_you_mean import nearest, unknown
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.other_names import FOREIGN_OPTIONS
 from axonlaunch.config.override_text import too_much, without_quoted_keys, without_spaces
 from axonlaunch.config.plain import flatten, read_yaml
-from axonlaunch.registry import Registry, nearest, unknown
+from axonlaunch.config.registry import Registry
 
 OVERRIDE_ORIGIN = "override "
 DEFAULT_ORIGIN = "default"
@@ -97,18 +98,18 @@ class Composer:
         Options are files of YAML, and what is registered or offered by installed packages.
         """
         registry = self._registries.get(group)
-        found = {} if registry is None else registry.summaries()
+        summaries = {} if registry is None else registry.summaries()
         for name in self._loader.get_group_options(group):
-            found[name] = self._summary(f"{group}/{name}.yaml")
-        return dict(sorted(found.items()))
+            summaries[name] = self._summary(f"{group}/{name}.yaml")
+        return dict(sorted(summaries.items()))
 
     def contents(self, group: str) -> dict[str, dict[str, Any]]:
         """Return ``{option: what its YAML says}`` of a group, sorted by name."""
-        found: dict[str, dict[str, Any]] = {}
+        values: dict[str, dict[str, Any]] = {}
         for name in sorted(self._loader.get_group_options(group)):
             files = (folder / group / f"{name}.yaml" for folder in self.folders)
-            found[name] = read_yaml(next(file for file in files if file.is_file()).read_text())
-        return found
+            values[name] = read_yaml(next(file for file in files if file.is_file()).read_text())
+        return values
 
     def compose(self, overrides: Sequence[str], *, config_name: str = "config") -> Composed:
         """Compose a tree from a primary config and overrides.
@@ -157,8 +158,8 @@ class Composer:
 
         parser = OverridesParser.create(config_loader=self._loader)
         parsed = []
-        words, problems = without_spaces(overrides)
-        for text in map(without_quoted_keys, words):
+        joined, problems = without_spaces(overrides)
+        for text in map(without_quoted_keys, joined):
             if reason := too_much(text):
                 problems.append(ConfigIssue("", f"{text[:60]}...: {reason}"))
                 continue
@@ -255,8 +256,8 @@ class Composer:
             if problem is None:
                 raise
             raise ConfigError([problem]) from None
-        self._in_defaults[config_name] = found = frozenset(known.overrides.known_choices)
-        return found
+        self._in_defaults[config_name] = groups = frozenset(known.overrides.known_choices)
+        return groups
 
     def _file_origins(self, config_name: str, texts: list[str]) -> dict[str, str]:
         from hydra._internal.config_repository import CachingConfigRepository

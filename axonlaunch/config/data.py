@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from axonlaunch.config.documents import DocumentsConfig
 from axonlaunch.config.errors import target_problems
-from axonlaunch.registry import Entry, Needs, Registry
+from axonlaunch.config.registry import Entry, Needs, Registry
 
 IGNORE_INDEX: Final = -100
 """The target that a loss does not count: torch's own default for ``ignore_index``."""

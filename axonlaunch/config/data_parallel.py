@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from axonlaunch.registry import Entry, Registry
+from axonlaunch.config.registry import Entry, Registry
 
 DEFAULT, NONE = "ddp", "none"
 """The variant where none is chosen: of several ranks, and of one."""

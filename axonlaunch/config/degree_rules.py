@@ -12,7 +12,6 @@ from axonlaunch.config.errors import ConfigIssue, divisor_of, divisors, one_of
 from axonlaunch.config.layout import (
     Layout,
     data_parallel_facts,
-    layout,
     model_ranks,
     stages_per_rank,
 )
@@ -86,22 +85,22 @@ def broken_rounds(config: RunConfig, *, world_size: int) -> Iterator[ConfigIssue
     pipeline = config.strategy.pipeline
     if pipeline.degree == 1:
         return
-    shares = layout(config, world_size=world_size)
+    layout = Layout.of(config, world_size=world_size)
     rule = SCHEDULES[pipeline.schedule]
-    degree, per_rank = pipeline.degree, shares.stages_per_rank
+    degree, per_rank = pipeline.degree, layout.stages_per_rank
     asked = pipeline.microbatches
-    if asked != "auto" and shares.micro_batches % asked:
-        yield _rounds_problem(config, shares, f"a rank has {shares.micro_batches} per step")
+    if asked != "auto" and layout.micro_batches % asked:
+        yield _rounds_problem(config, layout, f"a rank has {layout.micro_batches} per step")
         return
-    if rule.fits(shares.round_microbatches, degree=degree, stages_per_rank=per_rank):
+    if rule.fits(layout.round_microbatches, degree=degree, stages_per_rank=per_rank):
         return
     least = rule.least_microbatches(degree=degree, stages_per_rank=per_rank)
     wants = f"schedule={pipeline.schedule} on {degree} ranks needs at least {least} micro-batches"
-    if shares.round_microbatches >= least:
+    if layout.round_microbatches >= least:
         wants = (
             f"schedule={pipeline.schedule} needs micro-batches that fill rounds of about {degree}"
         )
-    yield _rounds_problem(config, shares, wants)
+    yield _rounds_problem(config, layout, wants)
 
 
 def legal_micro_batch_sizes(config: RunConfig, *, share: int) -> list[int]:
@@ -118,29 +117,29 @@ def _fits(config: RunConfig, count: int) -> bool:
     return rule.fits(count, degree=pipeline.degree, stages_per_rank=per_rank)
 
 
-def _rounds_problem(config: RunConfig, shares: Layout, wants: str) -> ConfigIssue:
+def _rounds_problem(config: RunConfig, layout: Layout, wants: str) -> ConfigIssue:
     """Blame the key that decides the number of micro-batches, and list what it may be."""
     pipeline = config.strategy.pipeline
-    rule, share = SCHEDULES[pipeline.schedule], shares.micro_batch_size * shares.micro_batches
+    rule, share = SCHEDULES[pipeline.schedule], layout.micro_batch_size * layout.micro_batches
     if pipeline.microbatches != "auto":
-        counts = [n for n in divisors(shares.micro_batches) if _fits(config, n)]
+        counts = [n for n in divisors(layout.micro_batches) if _fits(config, n)]
         legal = f"use {one_of(counts)}" if counts else "make train.micro_batch_size smaller"
         message = f"{wants}; {legal}"
         return ConfigIssue("strategy.pipeline.microbatches", message, pipeline.microbatches)
     sizes = legal_micro_batch_sizes(config, share=share)
-    seen = f"a rank has {shares.micro_batches} of {shares.micro_batch_size} samples"
+    seen = f"a rank has {layout.micro_batches} of {layout.micro_batch_size} samples"
     if sizes and config.train.micro_batch_size != "auto":
         message = f"{wants}, {seen}; use {one_of(sizes)}"
         return ConfigIssue("train.micro_batch_size", message, config.train.micro_batch_size)
-    least = rule.least_microbatches(degree=pipeline.degree, stages_per_rank=shares.stages_per_rank)
-    message = f"{wants}, {seen}; use {least * shares.data_ranks} or a multiple of it"
+    least = rule.least_microbatches(degree=pipeline.degree, stages_per_rank=layout.stages_per_rank)
+    message = f"{wants}, {seen}; use {least * layout.data_ranks} or a multiple of it"
     return ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
 
 
-def _unused_pipeline(given: PipelineConfig) -> Iterator[ConfigIssue]:
+def _unused_pipeline(pipeline: PipelineConfig) -> Iterator[ConfigIssue]:
     defaults = PipelineConfig()
-    for field in dataclasses.fields(given):
-        value = getattr(given, field.name)
+    for field in dataclasses.fields(pipeline):
+        value = getattr(pipeline, field.name)
         if value != getattr(defaults, field.name):
             message = "strategy.pipeline.degree is 1; use 2 or more, or remove this setting"
             yield ConfigIssue(f"strategy.pipeline.{field.name}", message, value)

@@ -76,10 +76,10 @@ def divisors(number: int) -> list[int]:
 
 def divisor_of(number: int, *, at_most: int = 8) -> str:
     """List what divides a number, for messages: ``1, 2, 4 or 8``; long lists keep both ends."""
-    found = divisors(number)
-    if len(found) > at_most:
-        found = found[: at_most - 2] + found[-2:]
-    return one_of(found)
+    numbers = divisors(number)
+    if len(numbers) > at_most:
+        numbers = numbers[: at_most - 2] + numbers[-2:]
+    return one_of(numbers)
 
 
 def one_of(values: list[Any] | tuple[Any, ...]) -> str:

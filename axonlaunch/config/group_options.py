@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from axonlaunch.config.did_you_mean import unknown
 from axonlaunch.config.errors import ConfigIssue
-from axonlaunch.registry import unknown
 
 
 def typed_groups(
@@ -20,10 +20,9 @@ def typed_groups(
     extra: type,
     tree: dict[str, Any],
     key: str,
-    problems: list[ConfigIssue],
     *,
-    type_one: Callable[..., Any],
-) -> dict[str, dict[str, Any]]:
+    type_tree: Callable[[dict[str, Any], type, str], Any],
+) -> tuple[dict[str, dict[str, Any]], list[ConfigIssue]]:
     """Type ``{pattern: {option: value}}``, whose options are a dataclass's fields, or ``extra``'s.
 
     Each pattern's are typed as the whole dataclass with these values in place of its own would be,
@@ -35,12 +34,14 @@ def typed_groups(
         extra: Of what a group may set beside its fields.
         tree: The optimizer's, as composed.
         key: Dotted, of the patterns.
-        problems: Where to add what is wrong.
-        type_one: ``validate``'s own way to type a tree by a dataclass.
+        type_tree: ``validate``, which imports this module.
+
+    Returns:
+        The typed options, and what is wrong with them.
     """
     if not isinstance(patterns, dict):
-        problems.append(ConfigIssue(key, "expected {PATTERN: {OPTION: value}}", patterns))
-        return {}
+        return {}, [ConfigIssue(key, "expected {PATTERN: {OPTION: value}}", patterns)]
+    problems: list[ConfigIssue] = []
     fields = {f.name for f in dataclasses.fields(schema)} - {"name", key.rpartition(".")[2]}
     extras = {f.name for f in dataclasses.fields(extra)}
     is_free = "arguments" in fields  # whose class takes what it takes
@@ -54,19 +55,23 @@ def typed_groups(
             problems.append(ConfigIssue(where, "expected its options, {OPTION: value}", options))
             continue
         known = fields & options.keys()
-        found: list[ConfigIssue] = []
         beside = {name: options[name] for name in extras & options.keys()}
         chosen = {name: options[name] for name in known}
-        config = type_one({**own, **chosen}, schema, where, found, root=schema)
-        scale = type_one(beside, extra, where, found, root=extra)
-        problems += [one for one in found if one.key.removeprefix(f"{where}.") in options]
+        of_fields = type_tree({**own, **chosen}, schema, where)
+        of_extras = type_tree(beside, extra, where)
+        problems += [
+            problem
+            for problem in (*of_fields.problems, *of_extras.problems)
+            if problem.key.removeprefix(f"{where}.") in options
+        ]
         typed[str(pattern)] = {}
         for name, value in options.items():
             if name in known or name in beside:
-                typed[str(pattern)][name] = getattr(config if name in known else scale, name)
+                config = of_fields.config if name in known else of_extras.config
+                typed[str(pattern)][name] = getattr(config, name)
             elif is_free:
                 typed[str(pattern)][str(name)] = value
             else:
                 message = unknown("option of a group", str(name), sorted(fields | extras))
                 problems.append(ConfigIssue(f"{where}.{name}", message, value))
-    return typed
+    return typed, problems

@@ -81,18 +81,18 @@ def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
         return f"list of {_allowed(inside[0], limits)}"
     if origin is dict:
         return f"keys, each with {_allowed(inside[1], limits)}"
-    words = _TYPES.get(hint, "a group of keys")
+    allowed = _TYPES.get(hint, "a group of keys")
     if hint in (int, float):
         bounds = [
             f"{word} {plain(limits[limit])}" for limit, word in _LIMITS.items() if limit in limits
         ]
-        words = ", ".join([words, *bounds])
-    return words
+        allowed = ", ".join([allowed, *bounds])
+    return allowed
 
 
 def _meanings(schema: type) -> dict[str, str]:
     """Return the text that follows each field of a dataclass, by its name."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         try:
             [body] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -107,5 +107,5 @@ def _meanings(schema: type) -> dict[str, str]:
                 and isinstance(text.value, ast.Constant)
                 and isinstance(text.value.value, str)
             ):
-                found[field.target.id] = " ".join(text.value.value.replace("``", "").split())
-    return found
+                meanings[field.target.id] = " ".join(text.value.value.replace("``", "").split())
+    return meanings

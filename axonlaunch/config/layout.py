@@ -6,6 +6,7 @@ Pure arithmetic on the typed tree; it starts nothing and refuses nothing (``rule
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT, NONE, DataParallelFacts
 from axonlaunch.config.plain import with_values
@@ -42,6 +43,28 @@ class Layout:
     micro_batch_size: int
     micro_batches: int
     round_microbatches: int
+
+    @classmethod
+    def of(cls, config: RunConfig, *, world_size: int) -> Self:
+        """Lay a run out over a world; sizes are rounded down where they don't divide."""
+        strategy = config.strategy
+        ranks = max(1, world_size // model_ranks(strategy))
+        replicate = replicas(config, world_size=world_size)
+        size, count = _micro_batches(config, share=max(1, config.train.global_batch_size // ranks))
+        in_round = strategy.pipeline.microbatches
+        return cls(
+            data_parallel=data_parallel(strategy, world_size=world_size),
+            pipeline=strategy.pipeline.degree,
+            dp_replicate=replicate,
+            dp_shard=max(1, ranks // replicate),
+            context=strategy.context.degree,
+            tensor=strategy.tensor.degree,
+            schedule=strategy.pipeline.schedule,
+            stages_per_rank=stages_per_rank(strategy),
+            micro_batch_size=size,
+            micro_batches=count,
+            round_microbatches=count if in_round == "auto" else min(in_round, count),
+        )
 
     @property
     def facts(self) -> DataParallelFacts:
@@ -106,53 +129,31 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return where a rank stands on each axis, the last the fastest."""
-        found: dict[str, int] = {}
+        places: dict[str, int] = {}
         for axis, size in reversed(self.axes.items()):
-            found[axis] = rank % size
+            places[axis] = rank % size
             rank //= size
-        return dict(reversed(found.items()))
+        return dict(reversed(places.items()))
 
     def data_shard(self, rank: int) -> int:
         """Return which of the ``data_ranks`` shares of a batch a rank works on."""
         return rank // (self.context * self.tensor) % self.data_ranks
 
     def __str__(self) -> str:
-        parts, facts = [], self.facts
+        axes, facts = [], self.facts
         if facts.shards_parameters and self.dp_replicate > 1 and self.dp_shard > 1:
-            parts.append(f"{self.data_parallel} {self.dp_replicate} x {self.dp_shard}")
+            axes.append(f"{self.data_parallel} {self.dp_replicate} x {self.dp_shard}")
         elif not facts.shards_optimizer and self.data_ranks == 1 < self.context:
             pass  # the replicas are the context ranks, which stand below
         elif facts.averages != "nothing":
-            parts.append(f"{self.data_parallel} {self.data_ranks}")
+            axes.append(f"{self.data_parallel} {self.data_ranks}")
         if self.context > 1:
-            parts.append(f"context {self.context}")
+            axes.append(f"context {self.context}")
         if self.tensor > 1:
-            parts.append(f"tensor {self.tensor}")
+            axes.append(f"tensor {self.tensor}")
         if self.pipeline > 1:
-            parts.append(f"pipeline {self.pipeline} ({self.schedule})")
-        return " x ".join(parts) or "single"
-
-
-def layout(config: RunConfig, *, world_size: int) -> Layout:
-    """Lay a run out over a world; sizes are rounded down where they don't divide."""
-    strategy = config.strategy
-    ranks = max(1, world_size // model_ranks(strategy))
-    replicate = replicas(config, world_size=world_size)
-    size, count = _micro_batches(config, share=max(1, config.train.global_batch_size // ranks))
-    in_round = strategy.pipeline.microbatches
-    return Layout(
-        data_parallel=data_parallel(strategy, world_size=world_size),
-        pipeline=strategy.pipeline.degree,
-        dp_replicate=replicate,
-        dp_shard=max(1, ranks // replicate),
-        context=strategy.context.degree,
-        tensor=strategy.tensor.degree,
-        schedule=strategy.pipeline.schedule,
-        stages_per_rank=stages_per_rank(strategy),
-        micro_batch_size=size,
-        micro_batches=count,
-        round_microbatches=count if in_round == "auto" else min(in_round, count),
-    )
+            axes.append(f"pipeline {self.pipeline} ({self.schedule})")
+        return " x ".join(axes) or "single"
 
 
 def num_ranks(config: RunConfig) -> int:
@@ -166,10 +167,10 @@ def num_ranks(config: RunConfig) -> int:
 
 def nodes(config: RunConfig) -> tuple[int, int]:
     """Return the fewest and the most nodes of a run."""
-    given = config.launch.nnodes
-    if isinstance(given, int):
-        return given, given
-    least, _, most = given.partition(":")
+    nnodes = config.launch.nnodes
+    if isinstance(nnodes, int):
+        return nnodes, nnodes
+    least, _, most = nnodes.partition(":")
     return int(least), int(most)
 
 
@@ -255,6 +256,17 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
     if fsdp.sharding == "hybrid_shard" and fsdp.replicate == "auto" and least == most:
         settings["strategy.fsdp.replicate"] = _nodes_of_a_stage(config)
     return with_values(config, settings)
+
+
+def with_backend(config: RunConfig, *, accelerators: int) -> RunConfig:
+    """Decide ``launch.backend=auto`` once the number of ranks is known: nccl with a device each."""
+    launch = config.launch
+    if launch.backend != "auto":
+        return config
+    assert launch.nproc != "auto"
+    return with_values(
+        config, {"launch.backend": "nccl" if 0 < launch.nproc <= accelerators else "gloo"}
+    )
 
 
 def _micro_batches(config: RunConfig, *, share: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from axonlaunch.config.errors import target_problems
-from axonlaunch.registry import Entry, Needs, Registry
+from axonlaunch.config.registry import Entry, Needs, Registry
 
 
 @dataclass(frozen=True, kw_only=True)

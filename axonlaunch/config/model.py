@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from axonlaunch.config.errors import divisor_of, target_problems
-from axonlaunch.registry import Entry, Needs, Registry
+from axonlaunch.config.registry import Entry, Needs, Registry
 
 MOST_LAYERS = 10_000
 """Each is a module that is built before anything can be said of the model, on ``meta`` too."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from axonlaunch.config import optimizer_states as states
 from axonlaunch.config.errors import target_problems
 from axonlaunch.config.optimizer_states import OptimizerFacts, ParameterFacts
-from axonlaunch.registry import Entry, Registry
+from axonlaunch.config.registry import Entry, Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,19 +156,19 @@ class MuonConfig(GroupedOptimizer):
     adamw_eps: float = field(default=1e-8, metadata={"above": 0, "not_an_argument": True})
     """AdamW's eps"""
 
-    def for_parameter(self, parameter: ParameterFacts, given: Container[str]) -> Any:
+    def for_parameter(self, parameter: ParameterFacts, overridden: Container[str]) -> Any:
         """Return the configuration of what updates a parameter: this one, or AdamW's.
 
         Args:
             parameter: Which.
-            given: Options that a group sets for it; its ``lr`` counts for both.
+            overridden: Options that a group sets for it; its ``lr`` counts for both.
         """
         algorithm = self.algorithm
         if algorithm == "auto":
             algorithm = "muon" if parameter.is_hidden_matrix else "adamw"
         if algorithm == "muon":
             return self
-        own = self.adamw_lr if self.adamw_lr is not None and "lr" not in given else self.lr
+        own = self.adamw_lr if self.adamw_lr is not None and "lr" not in overridden else self.lr
         return AdamWConfig(
             lr=own, weight_decay=self.weight_decay, betas=self.adamw_betas, eps=self.adamw_eps
         )

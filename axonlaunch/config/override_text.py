@@ -45,9 +45,9 @@ def too_much(text: str) -> str:
     return ""
 
 
-def without_spaces(words: Sequence[str]) -> tuple[list[str], list[ConfigIssue]]:
-    """Part words from ``key = value``, of which a shell makes three."""
-    rest, problems = [*words], []
+def without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[ConfigIssue]]:
+    """Separate ``key = value``, which a shell passes as three arguments, and report it."""
+    rest, problems = [*overrides], []
     while "=" in rest:
         at = rest.index("=")
         of_it = slice(max(0, at - 1), at + 2)

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+from axonlaunch.config.did_you_mean import nearest
 from axonlaunch.config.errors import ConfigIssue
 from axonlaunch.config.optimizer import OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts, Sharding
-from axonlaunch.registry import load_target, nearest
+from axonlaunch.system.targets import load_target
 
 LR_SCALE = "lr_scale"
 NOT_OF_A_GROUP = ("name", "groups", "target", "arguments")
@@ -30,9 +31,9 @@ def with_options(config: Any, parameter: ParameterFacts) -> Any:
     is for matrices unless a group says otherwise.
     """
     options: dict[str, Any] = {}
-    for pattern, given in getattr(config, "groups", {}).items():
+    for pattern, group_options in getattr(config, "groups", {}).items():
         if fnmatchcase(parameter.name, pattern):
-            options |= given
+            options |= group_options
     scale = options.pop(LR_SCALE, 1.0)
     has_decay = hasattr(config, "weight_decay") or "weight_decay" in _arguments(config)
     if len(parameter.shape) < 2 and has_decay:
@@ -90,8 +91,8 @@ def sharding_of(config: Any) -> Sharding:
     known = OPTIMIZERS.facts(config.name).sharding
     if known is not None:
         return known
-    found: Sharding = load_target(_PROBE)(config, 2).sharding
-    return found
+    sharding: Sharding = load_target(_PROBE)(config, 2).sharding
+    return sharding
 
 
 def state_bytes(config: Any, parameters: Iterable[ParameterFacts]) -> int:
@@ -116,16 +117,16 @@ def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterato
     names = [parameter.name for parameter in parameters]
     for pattern, options in getattr(config, "groups", {}).items():
         key = f"optimizer.groups.{pattern}"
-        matched = [one for one in parameters if fnmatchcase(one.name, pattern)]
+        matched = [candidate for candidate in parameters if fnmatchcase(candidate.name, pattern)]
         if not matched:
             yield ConfigIssue(key, _unmatched(pattern, names))
-        flat = [one.name for one in matched if len(one.shape) != 2]
+        flat = [candidate.name for candidate in matched if len(candidate.shape) != 2]
         if options.get("algorithm") == "muon" and flat:
             message = f"Muon is for matrices, and {flat[0]} is none; use adamw, or another pattern"
             yield ConfigIssue(f"{key}.algorithm", message, "muon")
     if config.name == "muon":
-        chosen = [with_options(config, one) for one in parameters]
-        if not any(one.name == "muon" for one in chosen):
+        chosen = [with_options(config, candidate) for candidate in parameters]
+        if not any(candidate.name == "muon" for candidate in chosen):
             message = (
                 "the model has no repeated blocks whose matrices Muon would update (model.layers); "
                 "name them, as in optimizer.groups={'*.weight':{algorithm:muon}}, or use adamw"

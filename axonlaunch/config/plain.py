@@ -44,10 +44,10 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
         tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
     if not isinstance(tree, dict) or not tree:
         return {prefix: to_tree(tree)} if prefix else {}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
-    return found
+        leaves.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+    return leaves
 
 
 def with_values(tree: _T, settings: Mapping[str, Any]) -> _T:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.registry import load_target
+from axonlaunch.system.targets import load_target
 
 
 def import_plugins(modules: Sequence[str]) -> list[ConfigIssue]:
@@ -53,33 +53,52 @@ def import_target(target: str) -> Any:
     return load_target(target)
 
 
-def import_callable(key: str, target: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import what is to be called with arguments.
+def import_callable(
+    key: str, target: str, arguments: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Import what is to be called.
+
+    Args:
+        key: Of the target, for messages.
+        target: ``package.module:attribute``.
+        arguments: With what it is called; None: that can't be said before.
 
     Raises:
         ConfigError: It can't be imported or called, or does not take these arguments.
     """
     try:
-        found = import_target(target)
+        builder = import_target(target)
     except Exception as error:  # a user's module may fail in any way
         what = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
-        message = f"{what}{error}; write package.module:Class, importable from where you start"
+        message = f"{what}{error}; write package.module:name, importable from where you start"
         raise ConfigError([ConfigIssue(key, message, target)]) from error
-    if not callable(found):
-        message = f"is {type(found).__name__}, not a class or function"
+    if not callable(builder):
+        message = f"is {type(builder).__name__}, not a class or function"
         raise ConfigError([ConfigIssue(key, message, target)])
-    builder: Callable[..., Any] = found
+    if arguments is not None:
+        _check_arguments(builder, arguments, key=key, target=target)
+    imported: Callable[..., Any] = builder
+    return imported
+
+
+def _check_arguments(
+    builder: Callable[..., Any], arguments: Mapping[str, Any], *, key: str, target: str
+) -> None:
+    """Refuse arguments that what is called does not take.
+
+    Raises:
+        ConfigError: It says which it takes.
+    """
     try:
         signature = inspect.signature(builder)
     except (ValueError, TypeError):
-        return builder  # some of what is written in C has none
+        return  # some of what is written in C has none
     try:
         signature.bind(**arguments)
     except TypeError as error:
         takes = ", ".join(signature.parameters) or "none"
         message = f"{error}; arguments that it takes: {takes}"
         raise ConfigError([ConfigIssue(key, message, target)]) from error
-    return builder
 
 
 def _reason(name: str, error: BaseException) -> str:

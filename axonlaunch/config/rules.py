@@ -69,14 +69,14 @@ def broken_sizes(config: RunConfig) -> list[ConfigIssue]:
     least, most = nodes(config)
     if least == most:
         return broken_world_rules(config, world_size=num_ranks(config))
-    found: list[ConfigIssue] = []
+    violations: list[ConfigIssue] = []
     for count in range(least, most + 1):
         size = config.launch.nproc * count
-        one = with_values(config, {"launch.nnodes": count})
-        problems = broken_world_rules(one, world_size=size)
+        resized = with_values(config, {"launch.nnodes": count})
+        problems = broken_world_rules(resized, world_size=size)
         where = f"with {count} node{'s' if count > 1 else ''}: "
-        found += [dataclasses.replace(p, message=where + p.message) for p in problems]
-    return found
+        violations += [dataclasses.replace(p, message=where + p.message) for p in problems]
+    return violations
 
 
 def broken_world_rules(config: RunConfig, *, world_size: int) -> list[ConfigIssue]:
@@ -91,8 +91,8 @@ def broken_world_rules(config: RunConfig, *, world_size: int) -> list[ConfigIssu
 
 
 def _name(config: RunConfig) -> Iterator[ConfigIssue]:
-    parts = Path(config.name).parts
-    if not parts or Path(config.name).is_absolute() or ".." in parts:
+    folders = Path(config.name).parts
+    if not folders or Path(config.name).is_absolute() or ".." in folders:
         yield ConfigIssue(
             "name", "must be a folder's name below runs/; use run_dir for a path", config.name
         )
@@ -116,10 +116,10 @@ def _unused(config: RunConfig) -> Iterator[ConfigIssue]:
     for section, engine in sections.items():
         if chosen.section == section:
             continue
-        given = getattr(config.strategy, section)
-        defaults = type(given)()
-        for field in dataclasses.fields(given):
-            value = getattr(given, field.name)
+        section_config = getattr(config.strategy, section)
+        defaults = type(section_config)()
+        for field in dataclasses.fields(section_config):
+            value = getattr(section_config, field.name)
             if value != getattr(defaults, field.name):
                 use = f"strategy.data_parallel={engine}"
                 message = f"data_parallel is {name}; use {use} or remove this setting"

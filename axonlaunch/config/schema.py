@@ -22,8 +22,8 @@ from axonlaunch.config.optimizer import (
     OptimizerConfig,
     SchedulerConfig,
 )
+from axonlaunch.config.registry import Registry
 from axonlaunch.config.tokenizer import TokenizerConfig
-from axonlaunch.registry import Registry
 
 
 class Named(Protocol):

@@ -38,10 +38,13 @@ def build_dataset(
         UnknownNameError: No dataset of that name is registered.
         ConfigError: It can't be made of what the configuration names.
     """
-    found: list[tuple[str, str]] = getattr(config, "problems", list)()
-    if found:
+    problems: list[tuple[str, str]] = getattr(config, "problems", list)()
+    if problems:
         raise ConfigError(
-            [ConfigIssue(f"data.{name}", message, getattr(config, name)) for name, message in found]
+            [
+                ConfigIssue(f"data.{name}", message, getattr(config, name))
+                for name, message in problems
+            ]
         )
     build: Callable[..., Dataset] = DATASETS.get(config.name)
     facts = DATASETS.facts(config.name)

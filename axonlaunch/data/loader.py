@@ -125,14 +125,14 @@ class Loader:
 
 
 def rank_loader(
-    config: RunConfig, dataset: Dataset, *, shares: Layout, rank: int, pin_memory: bool = False
+    config: RunConfig, dataset: Dataset, *, layout: Layout, rank: int, pin_memory: bool = False
 ) -> Loader:
     """Return a rank's share of a run's batches; ranks that work on the same samples get the same.
 
     Args:
         config: The run.
         dataset: What ``config.data`` describes.
-        shares: How the run is laid out.
+        layout: How the run is laid out.
         rank: The global rank.
         pin_memory: Give batches in page-locked memory, for an accelerator.
     """
@@ -140,8 +140,8 @@ def rank_loader(
         dataset,
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
-        num_shards=shares.data_ranks,
-        shard=shares.data_shard(rank),
+        num_shards=layout.data_ranks,
+        shard=layout.data_shard(rank),
         pin_memory=pin_memory,
     )
 

@@ -77,11 +77,11 @@ def _read(root: Path, eval_fraction: float) -> tuple[Bytes, Bytes]:
 
 def _source_files(root: Path) -> list[Path]:
     """List the library's source files in an order that depends on their names alone."""
-    found = []
+    sources = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        sources += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(sources, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _share(name: str) -> float:

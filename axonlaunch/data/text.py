@@ -103,7 +103,7 @@ def _refuse(judged: Iterable[tuple[Path, str | None]], patterns: list[str]) -> N
 
 def _files(patterns: list[str]) -> list[Path]:
     """Expand paths and globs, each file once, in the order of the patterns and then of names."""
-    found: dict[Path, None] = {}
+    matched: dict[Path, None] = {}
     problems = []
     for pattern in patterns:
         path = Path(pattern).expanduser()
@@ -117,10 +117,10 @@ def _files(patterns: list[str]) -> list[Path]:
                 else f"no file is there or matches, seen from {Path.cwd()}"
             )
             problems.append(ConfigIssue("data.files", message, pattern))
-        found.update(dict.fromkeys(files))
+        matched.update(dict.fromkeys(files))
     if problems:
         raise ConfigError(problems)
-    return list(found)
+    return list(matched)
 
 
 def _histogram(row: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:

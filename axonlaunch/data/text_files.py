@@ -73,8 +73,8 @@ def text_file_issues(
     files: dict[str, list[Path]] = {}
     for path, reason in refused:
         files.setdefault(reason, []).append(path)
-    found = []
+    issues = []
     for reason, (path, *others) in files.items():
         which = f"{path} (and {len(others)} more)" if others else str(path)
-        found.append(ConfigIssue("data.files", f"{which} {reason}", patterns))
-    return found
+        issues.append(ConfigIssue("data.files", f"{which} {reason}", patterns))
+    return issues

@@ -181,6 +181,8 @@ def _shard(
 
 def _opened(folder: Path, group: tuple[SourceFile, ...], encoder: Encoder) -> Shard | None:
     """Return a shard that is complete; None where it is not there, or was damaged and is gone."""
+    if not folder.is_dir():
+        return None
     dtype = _dtype(encoder)
     try:
         progress = _progress(folder / _META)
@@ -190,7 +192,7 @@ def _opened(folder: Path, group: tuple[SourceFile, ...], encoder: Encoder) -> Sh
         is_whole = len(lengths) == len(rows) == sum(progress.documents) and all(
             (folder / name).stat().st_size == width * progress.tokens for name, width in sizes
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
         is_whole = False
     if not is_whole:
         shutil.rmtree(folder, ignore_errors=True)
@@ -214,12 +216,17 @@ def _locked(partial: Path, *, waits: Callable[[], None]) -> Iterator[bool]:
         except BlockingIOError:
             waits()
             fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield os.path.samestat(os.fstat(lock), partial.stat())
-        except FileNotFoundError:
-            yield False
+        yield _is_same(lock, partial)
     finally:
         os.close(lock)
+
+
+def _is_same(descriptor: int, path: Path) -> bool:
+    """Say whether a path still leads to what was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _write(

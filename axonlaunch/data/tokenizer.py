@@ -9,8 +9,9 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,11 +21,14 @@ from axonlaunch.config.data import NUM_BYTES
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data.text import decode, encode
+from axonlaunch.system.files import opened
 
 _Tokens = npt.NDArray[np.uint32]
 
 FOLDER = "tokenizer"
 """Of a run, below its folder: the tokenizer's files."""
+_LARGEST = 256 << 20
+"""Bytes of a file of a tokenizer that others may have prepared."""
 _FILE = "tokenizer.json"
 _FILES = (
     *("tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json"),
@@ -91,15 +95,15 @@ class PretrainedTokenizer:
         transformers: What transformers makes of it: chat templates are its.
     """
 
-    def __init__(self, files: Sequence[Path], loaded: Any) -> None:
-        """Take over a tokenizer and the files that it was read from."""
+    def __init__(self, files: Mapping[str, bytes], loaded: Any) -> None:
+        """Take over a tokenizer and the contents of the files that it was read from, by name."""
         self.transformers = loaded
-        self._files = tuple(files)
+        self._files = dict(sorted(files.items()))
         self.vocab_size = max(len(loaded), 1 + max(loaded.get_vocab().values(), default=0))
         self.end: int | None = loaded.eos_token_id
         digest = hashlib.sha256()
-        for file in self._files:
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        for name, content in self._files.items():
+            digest.update(name.encode() + b"\0" + content)
         self.fingerprint = digest.hexdigest()
         self._fast: Any = getattr(loaded, "backend_tokenizer", None)
         if self._fast is not None:  # a file may say otherwise, and no document is cut unasked
@@ -128,9 +132,9 @@ class PretrainedTokenizer:
     def keep(self, folder: Path) -> list[str]:
         """Copy the files into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        for file in self._files:
-            (folder / file.name).write_bytes(file.read_bytes())  # which a remote place has too
-        return [file.name for file in self._files]
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)  # which a remote place has too
+        return [*self._files]
 
     def _ended(self, tokens: list[int]) -> list[int]:
         missing = self.end is not None and tokens[-1:] != [self.end]
@@ -152,8 +156,40 @@ def load_kept(run_dir: Path) -> PretrainedTokenizer | None:
     Raises:
         ConfigError: It can't be read.
     """
-    files = tokenizer_files(run_dir / FOLDER)
-    return read_pretrained(files, path=str(run_dir / FOLDER)) if files else None
+    return read_foreign(run_dir / FOLDER)
+
+
+def foreign_files(folder: Path) -> dict[str, bytes]:
+    """Return a tokenizer's files in a folder that others may have prepared, by name.
+
+    Raises:
+        ConfigError: One is no regular file, or too large.
+    """
+    contents = {}
+    for file in tokenizer_files(folder):
+        try:
+            with opened(file) as stream:
+                contents[file.name] = stream.read(_LARGEST + 1)
+        except OSError as error:
+            message = f"{file}: can't be read: {error.strerror}"
+            raise ConfigError([ConfigIssue("", message)]) from None
+        if len(contents[file.name]) > _LARGEST:
+            raise ConfigError([ConfigIssue("", f"{file}: is larger than {_LARGEST} bytes")])
+    return contents
+
+
+def read_foreign(folder: Path) -> PretrainedTokenizer | None:
+    """Read a tokenizer of a folder that others may have prepared; None: it has none.
+
+    Raises:
+        ConfigError: It can't be read.
+    """
+    if not (contents := foreign_files(folder)):
+        return None
+    with TemporaryDirectory() as own:
+        for name, content in contents.items():
+            Path(own, name).write_bytes(content)
+        return _read(Path(own), contents, path=str(folder))
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -161,11 +197,12 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return sorted({file for one in _FILES for file in folder.glob(one) if file.is_file()})
 
 
-def read_pretrained(files: Sequence[Path], *, path: str) -> PretrainedTokenizer:
-    """Read a tokenizer from files of one folder.
+def _read(folder: Path, contents: Mapping[str, bytes], *, path: str) -> PretrainedTokenizer:
+    """Read a tokenizer from a folder.
 
     Args:
-        files: As ``tokenizer_files`` returns them.
+        folder: Where its files are.
+        contents: Of its files, by name.
         path: What the user wrote.
 
     Raises:
@@ -177,9 +214,9 @@ def read_pretrained(files: Sequence[Path], *, path: str) -> PretrainedTokenizer:
     transformers.utils.logging.set_verbosity_error()
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(
-            str(files[0].parent), local_files_only=True, trust_remote_code=False
+            str(folder), local_files_only=True, trust_remote_code=False
         )
-        return PretrainedTokenizer(files, loaded)
+        return PretrainedTokenizer(contents, loaded)
     except Exception as error:  # parsers of others, written in several languages
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise _refused(f"can't be read: {reason}", path) from None
@@ -188,7 +225,8 @@ def read_pretrained(files: Sequence[Path], *, path: str) -> PretrainedTokenizer:
 @functools.lru_cache(maxsize=4)
 def _load(path: str, stamp: object) -> PretrainedTokenizer:
     del stamp  # of files that may be others than before
-    return read_pretrained(_files(path), path=path)
+    files = _files(path)
+    return _read(files[0].parent, {file.name: file.read_bytes() for file in files}, path=path)
 
 
 def _stamp(path: str) -> object:

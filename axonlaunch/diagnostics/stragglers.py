@@ -70,7 +70,7 @@ def slowest_of(ranks: Sequence[Shares], nodes: Sequence[str]) -> Straggler:
         ranks: Each rank's shares, two or more.
         nodes: Their host names.
     """
-    worked = [one.data + one.compute for one in ranks]
+    worked = [share_of.data + share_of.compute for share_of in ranks]
     rank = max(range(len(worked)), key=worked.__getitem__)
     cost = worked[rank] - statistics.median(worked[:rank] + worked[rank + 1 :])
     shares = {kind: round(share, 3) for kind, share in asdict(ranks[rank]).items()}
@@ -127,11 +127,11 @@ class _Samples:
 
 def _files(frame: FrameType | None) -> list[str]:
     """Return the files of a frame and of its two callers."""
-    found: list[str] = []
-    while frame is not None and len(found) < 3:
-        found.append(frame.f_code.co_filename)
+    files: list[str] = []
+    while frame is not None and len(files) < 3:
+        files.append(frame.f_code.co_filename)
         frame = frame.f_back
-    return found
+    return files
 
 
 class Stragglers:
@@ -151,7 +151,9 @@ class Stragglers:
         self._samples = _Samples()
         name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
         names = _gathered(torch.tensor(list(name), dtype=torch.uint8))
-        self._nodes = [bytes(one.tolist()).decode(errors="replace").strip() for one in names]
+        self._nodes = [
+            bytes(encoded.tolist()).decode(errors="replace").strip() for encoded in names
+        ]
 
     def note(self, phase: str) -> None:
         """Take what the trainer begins to do."""
@@ -167,7 +169,7 @@ class Stragglers:
         if self._samples is None:
             return None
         own = [*self._samples.seconds, self._samples.queued_s]
-        seen = [one.tolist() for one in _gathered(torch.tensor(own, dtype=torch.float64))]
+        seen = [sample.tolist() for sample in _gathered(torch.tensor(own, dtype=torch.float64))]
         if min(sum(seconds) for *seconds, _ in seen) < _ENOUGH_S:
             return None
         self._samples.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -12,6 +11,7 @@ from axonlaunch.config.hardware import GIB
 from axonlaunch.doctor import measured_hardware
 from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.disk import free_bytes
+from axonlaunch.system.temporary_folders import temporary_folder
 
 
 def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
 
 
 def _try_processes(context: ForkServerContext, backend: str, ranks: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
+    with temporary_folder() as folder:
+        store = str(folder / "store")
         calls = [(backend, rank, ranks, store) for rank in range(ranks)]
         return _try(context, "axonlaunch.doctor.machine:try_rank", calls, ranks)
 

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import platform
-import tempfile
 from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from typing import Any
 
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.system import cache, forked_call, host
+from axonlaunch.system.temporary_folders import temporary_folder
 
 _ROUND = 4
 """Digits of a figure that a measurement bears."""
@@ -35,23 +35,23 @@ def of_this_node(
         ranks: Of the run, all on this node.
     """
     figures = _kept(ranks) or measure_hardware(context, ranks=ranks)
-    given = dataclasses.asdict(hardware)
+    fields = dataclasses.asdict(hardware)
     empty = dataclasses.asdict(HardwareConfig(name=hardware.name))
     return HardwareConfig(
-        **{"name": hardware.name, **figures, **{k: v for k, v in given.items() if v != empty[k]}}
+        **{"name": hardware.name, **figures, **{k: v for k, v in fields.items() if v != empty[k]}}
     )
 
 
 def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any]:
     """Measure this node with so many ranks at once, and keep what was found."""
     threads = host.threads(ranks=ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
+    with temporary_folder() as folder:
+        store = str(folder / "store")
         calls = [(rank, ranks, threads, store) for rank in range(ranks)]
-        found, *_ = forked_call.call_together(
+        measured, *_ = forked_call.call_together(
             context, "axonlaunch.doctor.microbenchmarks:run_microbenchmarks", calls
         )
-    figures = {name: _rounded(value) for name, value in found.items()}
+    figures = {name: _rounded(value) for name, value in measured.items()}
     figures |= {
         "memory_gib": _rounded(host.memory_bytes() / ranks / GIB),
         # Measured as they are reached.
@@ -67,16 +67,16 @@ def measure_hardware(context: ForkServerContext, *, ranks: int) -> dict[str, Any
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, list):
-        return [_rounded(one) for one in value]
+        return [_rounded(item) for item in value]
     return float(f"{value:.{_ROUND}g}") if isinstance(value, float) else value
 
 
 def _kept(ranks: int) -> dict[str, Any] | None:
     try:
-        kept: dict[str, Any] = json.loads(_file(ranks).read_text())
+        measured: dict[str, Any] = json.loads(_file(ranks).read_text())
     except (OSError, ValueError):
         return None
-    return kept
+    return measured
 
 
 def _keep(ranks: int, figures: dict[str, Any]) -> None:

@@ -89,8 +89,8 @@ def _moving() -> dict[str, Any]:
 
 
 def _talking(ranks: int) -> dict[str, Any]:
-    one, many = torch.ones(1), torch.ones(_LARGE // 4)
-    latency = _exchange_seconds(lambda: dist.all_reduce(one), tries=60)
+    small, many = torch.ones(1), torch.ones(_LARGE // 4)
+    latency = _exchange_seconds(lambda: dist.all_reduce(small), tries=60)
     share = (ranks - 1) / ranks
     reduced = _exchange_seconds(lambda: dist.all_reduce(many), tries=16)
     mine = torch.ones(_LARGE // 4 // ranks)
@@ -136,6 +136,6 @@ def _once(run: Callable[[], object]) -> float:
 
 def _agreed(value: float) -> float:
     """Return the largest of all ranks' values."""
-    found = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found)
+    agreed = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return float(agreed)

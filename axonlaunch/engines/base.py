@@ -5,7 +5,7 @@ It holds the interface and the numbers of a step; no engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,6 +69,12 @@ class Engine(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, buffers, optimizer states and counters; sharded ones as DTensors."""
+
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and buffers alone, and make no optimizer states for it."""
+
+    def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over parameters and buffers that ``model_state_dict`` gave."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that ``state_dict`` of any layout gave."""

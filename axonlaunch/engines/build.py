@@ -6,6 +6,7 @@ replication: each takes what the one before left, and none knows of the next.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,10 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from axonlaunch.comm import World
-from axonlaunch.comm.autograd import collect_from
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import Layout, layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
@@ -35,7 +35,7 @@ from axonlaunch.engines.forward_backward import (
     Loss,
     PipelineForwardBackward,
 )
-from axonlaunch.engines.mesh_engine import MeshEngine
+from axonlaunch.engines.mesh_engine import MeshEngine, StepRule
 from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
 from axonlaunch.engines.optimizer.optimizers import learning_rate
 from axonlaunch.engines.optimizer.step import Update
@@ -52,8 +52,8 @@ from axonlaunch.engines.pipeline.split import (
 )
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
 from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded_policy
-from axonlaunch.engines.tensor.loss import vocab_parallel_cross_entropy_sum
-from axonlaunch.engines.tensor.parallelize import has_divided_logits, parallelize
+from axonlaunch.engines.tensor.loss import gather_logits, vocab_parallel_cross_entropy_sum
+from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.loss import with_auxiliary_loss
 from axonlaunch.models.parameter_facts import parameter_facts
@@ -93,7 +93,7 @@ class _Plan:
 
     config: RunConfig
     world: World
-    shares: Layout
+    layout: Layout
     mesh: Mesh
     spec: ModelSpec
     source: Source
@@ -104,13 +104,13 @@ class _Plan:
     @property
     def splits_backward(self) -> bool:
         """Whether a schedule computes gradients of weights apart from those of inputs."""
-        return self.shares.pipeline > 1 and SCHEDULES[self.shares.schedule].splits_backward
+        return self.layout.pipeline > 1 and SCHEDULES[self.layout.schedule].splits_backward
 
     @property
     def whole_on_host(self) -> bool:
         """Whether FSDP keeps parameters in host memory."""
         offload = CPUOffload(self.config.strategy.fsdp.cpu_offload)
-        return self.shares.facts.shards_parameters and offload.keeps_parameters_on_host
+        return self.layout.facts.shards_parameters and offload.keeps_parameters_on_host
 
     def construct(self) -> nn.Module:
         """Build the whole model, undivided."""
@@ -133,24 +133,24 @@ def build_engine(
             matter.
         source: Of modules and their storage; None: as ``models.build`` makes them.
     """
-    shares = layout(config, world_size=world.world_size)
-    mesh = run_mesh(world, shares)
-    plan = _Plan(config, world, shares, mesh, spec_for(config.model), source or Source())
-    if shares.context > 1:
-        plan.context = ContextAxis(context_group(world, shares))
+    layout = Layout.of(config, world_size=world.world_size)
+    mesh = run_mesh(world, layout)
+    plan = _Plan(config, world, layout, mesh, spec_for(config.model), source or Source())
+    if layout.context > 1:
+        plan.context = ContextAxis(context_group(world, layout))
     whole = plan.construct()
     num_parameters = sum(p.numel() for p in whole.parameters())
     facts = parameter_facts(plan.spec, whole)
     ties = tied_names(whole)
     counts: list[int] = []
-    if shares.pipeline > 1:
+    if layout.pipeline > 1:
         assert sample is not None, "a pipeline is balanced by what a sample takes"
-        counts = stage_blocks(config, shares, whole, sample=sample)
+        counts = stage_blocks(config, layout, whole, sample=sample)
     _parallelize(plan, whole)
-    divided_logits = has_divided_logits(whole)
-    crossing = crossing_ties(plan.spec, ties) if shares.pipeline > 1 else {}
+    classes = divided_classes(whole)
+    crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
     passes: ForwardBackward
-    if shares.pipeline == 1:
+    if layout.pipeline == 1:
         passes, replicas = _whole(plan, whole)
     else:
         passes, replicas = _pipeline(plan, whole, counts, crossing)
@@ -166,10 +166,10 @@ def build_engine(
     train, tensor_group = config.train, mesh.group("tp")
     loss: Loss = plan.spec.loss
     gather: Callable[[Tensor], Tensor] = _as_is
-    if divided_logits:
-        divided = partial(vocab_parallel_cross_entropy_sum, group=tensor_group)
+    if classes is not None:
+        divided = partial(vocab_parallel_cross_entropy_sum, group=tensor_group, classes=classes)
         loss = partial(with_auxiliary_loss, divided)
-        gather = partial(collect_from, group=tensor_group, dim=-1)
+        gather = partial(gather_logits, group=tensor_group, classes=classes)
     return MeshEngine(
         passes,
         update=_update(plan, trained, {n: facts[crossing.get(n, n)] for n in trained}),
@@ -184,12 +184,14 @@ def build_engine(
         num_parameters=num_parameters,
         world=world,
         mesh=mesh,
-        layout=shares,
+        layout=layout,
         loss_scale=LossScale() if train.precision == "fp16" else None,
-        grad_clip=train.grad_clip,
-        seed=config.seed,
-        rate=partial(learning_rate, config.scheduler, steps=train.steps),
-        peak_rate=config.optimizer.lr,
+        rule=StepRule(
+            seed=config.seed,
+            grad_clip=train.grad_clip,
+            rate=partial(learning_rate, config.scheduler, steps=train.steps),
+            peak_rate=config.optimizer.lr,
+        ),
     )
 
 
@@ -218,14 +220,14 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
 def _whole(plan: _Plan, model: nn.Module) -> tuple[LocalForwardBackward, Replicas | None]:
     _wrap_stage(plan, model)
     replicas, forward = None, model
-    if plan.shares.facts.shards_parameters:
+    if plan.layout.facts.shards_parameters:
         [forward] = plan.sharded
     elif (replicas := _replicas(plan, model, sync=plan.config.strategy.ddp.sync)) is not None:
         forward = replicas.module
     passes = LocalForwardBackward(
         model,
         forward=forward,
-        micro_batch_size=plan.shares.micro_batch_size,
+        micro_batch_size=plan.layout.micro_batch_size,
         device=plan.world.device,
     )
     return passes, replicas
@@ -235,12 +237,12 @@ def _pipeline(
     plan: _Plan, whole: nn.Module, counts: list[int], ties: dict[str, str]
 ) -> tuple[PipelineForwardBackward, Replicas | None]:
     """Cut this rank's stages out of copies of the model."""
-    shares, group = plan.shares, plan.mesh.group("pp")
+    layout, group = plan.layout, plan.mesh.group("pp")
     schedule = PipelineSchedule(
-        shares.schedule,
-        degree=shares.pipeline,
-        microbatches=shares.round_microbatches,
-        stages_per_rank=shares.stages_per_rank,
+        layout.schedule,
+        degree=layout.pipeline,
+        microbatches=layout.round_microbatches,
+        stages_per_rank=layout.stages_per_rank,
     )
     stages = parts(counts)
     at_start, _ = ends_of(plan.spec)
@@ -258,11 +260,11 @@ def _pipeline(
     replicas = None
     for stage in mine.values():
         _wrap_stage(plan, stage)
-    if not plan.shares.facts.shards_parameters:
+    if not plan.layout.facts.shards_parameters:
         # Schedules split and reorder backwards, so replicas agree when all of them have run.
         replicas = _replicas(plan, nn.ModuleList(mine.values()), sync=GradSyncStrategy.NO_SYNC)
     pipeline = Pipeline(mine, schedule=schedule, group=group, boundaries=boundaries)
-    return PipelineForwardBackward(pipeline, micro_batch_size=shares.micro_batch_size), replicas
+    return PipelineForwardBackward(pipeline, micro_batch_size=layout.micro_batch_size), replicas
 
 
 def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tensor, Tensor]] | None:
@@ -271,7 +273,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
 
     def divide(model: nn.Module) -> None:
         _parallelize(plan, model)
-        if plan.shares.facts.shards_parameters:
+        if plan.layout.facts.shards_parameters:
             model.to(DTYPES[plan.config.train.precision])  # as it is gathered
         else:
             _replicated_arithmetic(plan, model)
@@ -282,7 +284,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
 def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
     """Recompute, compile, then shard; and fill the model, or a stage, with its weights."""
     _wrap_blocks(plan, stage)
-    if plan.shares.facts.shards_parameters:
+    if plan.layout.facts.shards_parameters:
         _shard(plan, stage)
     else:
         _replicated_arithmetic(plan, stage)
@@ -297,6 +299,8 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
 
         # Under DDP it would cut a block where a bucket ends, for which a whole model has reason.
         torch._dynamo.config.optimize_ddp = False
+        # The compiler runs `python -c "from ctypes import ..."`: not what lies in this folder.
+        os.environ["PYTHONSAFEPATH"] = "1"
         for block in blocks or [model]:
             # Not the module: what fully_shard hooks to its call is not for a compiler.
             block.forward = torch.compile(block.forward)
@@ -319,8 +323,9 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
             config.train.precision, reduce_dtype=DTYPES[config.strategy.reduce_dtype]
         ),
         # torch's schedules of several stages a rank gather a stage before its first micro-batch and
-        # reshard it after its last; they look for the gathered parameters in between.
-        keep_gathered=plan.shares.stages_per_rank > 1,
+        # reshard it after its last; they look for the gathered parameters in between. With one
+        # stage a rank they would be gathered again for each micro-batch.
+        keep_gathered=plan.layout.pipeline > 1,
     )
     sharded.ignore_returned_view()
     _fill(plan, model)
@@ -340,7 +345,7 @@ def _replicas(plan: _Plan, module: nn.Module, *, sync: GradSyncStrategy | str) -
         return make_replicas(
             plan.config.strategy,
             module,
-            kind=plan.shares.data_parallel,
+            kind=plan.layout.data_parallel,
             group=plan.mesh.group("dp_replicate"),
             sync=sync,
         )
@@ -350,7 +355,7 @@ def _fill(plan: _Plan, model: nn.Module) -> None:
     """Put a model on its device and give it its initial weights."""
     config, world = plan.config, plan.world
     filled = not any(parameter.is_meta for parameter in model.parameters())
-    if filled and plan.shares.facts.shards_parameters:
+    if filled and plan.layout.facts.shards_parameters:
         return  # fully_shard has moved what the model filled itself
     device = HOST if plan.whole_on_host else world.device
     with plan.source.storing():
@@ -365,11 +370,11 @@ def _update(
 ) -> Update:
     """Choose what updates this rank's parameters; ``facts`` has the same names."""
     config, device = plan.config, plan.world.device
-    if plan.shares.facts.gathers_updates:
+    if plan.layout.facts.gathers_updates:
         mesh = plan.mesh.device_mesh
         return ShardedUpdate(config.optimizer, trained, mesh=mesh, facts=facts)
     stream = partial(StreamedUpdate, config.optimizer, trained, device=device, parameters=facts)
-    if plan.shares.facts.shards_parameters:
+    if plan.layout.facts.shards_parameters:
         offload = CPUOffload(config.strategy.fsdp.cpu_offload)
         if offload is CPUOffload.PARAMS:
             return stream(states_on=device)

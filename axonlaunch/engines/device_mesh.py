@@ -5,6 +5,8 @@ It lays ranks out; it wraps no model.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -14,34 +16,32 @@ from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.layout import Layout
 
 
-def run_mesh(world: World, shares: Layout) -> Mesh:
+def run_mesh(world: World, layout: Layout) -> Mesh:
     """Return the mesh of a run: axes pp, dp_replicate, dp_shard, tp.
 
     Context ranks are neighbours within a data axis: what sums gradients or divides parameters over
     data ranks does so over them too. ``context_group`` distinguishes them.
     """
-    sizes = dict(shares.axes)
-    sizes["dp_replicate" if shares.replicates_context else "dp_shard"] *= sizes.pop("cp")
+    sizes = dict(layout.axes)
+    sizes["dp_replicate" if layout.replicates_context else "dp_shard"] *= sizes.pop("cp")
     # What is divided has a mesh of its axis even where that has one rank.
     keep: tuple[str, ...] = ()
-    if shares.facts.shards_parameters:
+    if layout.facts.shards_parameters:
         keep = ("dp_shard",)
-    elif shares.facts.shards_optimizer:
+    elif layout.facts.shards_optimizer:
         keep = ("dp_replicate",)
-    return Mesh(
-        sizes,
-        rank=world.rank,
-        device_type=world.device.type,
-        keep=keep,
-    )
+    return world.lay_out(sizes, keep=keep)
 
 
-def context_group(world: World, shares: Layout) -> ProcessGroup:
+def context_group(world: World, layout: Layout) -> ProcessGroup:
     """Return the ranks that share this rank's sequences."""
-    step = shares.tensor
-    first = world.rank - world.rank // step % shares.context * step
-    ranks = [first + step * place for place in range(shares.context)]
-    return ProcessGroup(ranks, dist.new_group(ranks, use_local_synchronization=True))
+    step = layout.tensor
+    first = world.rank - world.rank // step % layout.context * step
+    ranks = [first + step * place for place in range(layout.context)]
+    group = dist.new_group(
+        ranks, timeout=timedelta(seconds=world.timeout_s), use_local_synchronization=True
+    )
+    return ProcessGroup(ranks, group)
 
 
 def sharding_mesh(mesh: Mesh) -> DeviceMesh:

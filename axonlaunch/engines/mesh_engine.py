@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,8 +30,39 @@ from axonlaunch.engines.precision import LossScale
 from axonlaunch.models.spec import IGNORE_INDEX
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepRule:
+    """What a step is besides its layout: the same numbers in any.
+
+    Attributes:
+        seed: Of what the model draws in training.
+        grad_clip: Largest norm of the whole model's gradient; None: any.
+        rate: A step, and the peak of a group of parameters as ``peak``, to the group's learning
+            rate in that step.
+        peak_rate: The optimizer's own peak.
+    """
+
+    seed: int
+    grad_clip: float | None
+    rate: Callable[..., float]
+    peak_rate: float
+
+
 class MeshEngine:
-    """Trains one model on every data rank's share of the global batch."""
+    """Trains one model on every data rank's share of the global batch.
+
+    One class for every layout: a layout is what it is given, and what a layout lacks is None.
+
+        layout                        passes     replicas   sharded           tied
+        single                        local      None       ()                None
+        ddp 4                         local      DDP        ()                None
+        fsdp 4                        local      None       the model         None
+        pipeline 2                    pipeline   None       ()                None
+        fsdp 4 x pipeline 2           pipeline   None       a rank's stages   None
+        the same, tied embeddings     pipeline   None       a rank's stages   on the two end ranks
+
+    ``context`` is there where sequences are divided, ``loss_scale`` with fp16, whatever the rest.
+    """
 
     def __init__(
         self,
@@ -50,10 +82,7 @@ class MeshEngine:
         mesh: Mesh,
         layout: Layout,
         loss_scale: LossScale | None,
-        grad_clip: float | None,
-        seed: int,
-        rate: Callable[..., float],
-        peak_rate: float,
+        rule: StepRule,
     ) -> None:
         """Take over a model that is on its device, divided and initialised.
 
@@ -74,11 +103,7 @@ class MeshEngine:
             mesh: Where this rank stands.
             layout: Shares of the batch.
             loss_scale: fp16's; None: the loss is not scaled.
-            grad_clip: Largest norm of the whole model's gradient; None: any.
-            seed: Of what the model draws in training.
-            rate: A step, and the peak of a group of parameters as ``peak``, to the group's
-                learning rate in that step.
-            peak_rate: The optimizer's own peak.
+            rule: What a step is besides that.
         """
         self.step = 0
         self.num_parameters = num_parameters
@@ -97,21 +122,18 @@ class MeshEngine:
         self._mesh = mesh
         self._layout = layout
         self._scale = loss_scale
-        self._grad_clip = grad_clip
-        self._seed = seed
-        self._rate = rate
-        self._peak_rate = peak_rate
+        self._rule = rule
         self._pipeline: ProcessGroup | None = mesh.group("pp") if layout.pipeline > 1 else None
         self._buffers = [b for module in self.modules for b in persistent_buffers(module)]
         for module in self.modules:
             if not module.training:  # as pretrained models come; parts that a model froze stay so
                 module.train()
         # Ranks of a tensor axis compute the same loss: one of them reports it.
-        self._tells_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
+        self._reports_loss = passes.gives_outputs and mesh.coordinate("tp") == 0
 
     def memory_stats(self) -> FSDPMemoryStats | None:
         """Return what this rank holds of sharded parameters; None where none are."""
-        stats = [one.memory_stats() for one in self._sharded]
+        stats = [part.memory_stats() for part in self._sharded]
         return FSDPMemoryStats.together(stats) if stats else None
 
     def train_step(self, batch: Batch) -> StepResult:
@@ -134,7 +156,7 @@ class MeshEngine:
         """
         self._seed_draws()
         batch = self._own_part(batch)
-        tokens = (batch.targets != IGNORE_INDEX).sum() * int(self._tells_loss)
+        tokens = (batch.targets != IGNORE_INDEX).sum() * int(self._reports_loss)
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
 
@@ -143,13 +165,13 @@ class MeshEngine:
             if factor is None:
                 _wait(counting)
                 # Gradients are averaged over the data ranks, but the losses must be summed.
-                factor = (self._layout.gradient_ranks / tokens.clamp(min=1)).to(targets.device)
+                factor = unwaited(self._layout.gradient_ranks / tokens.clamp(min=1), targets.device)
             loss = self._loss(outputs, targets) * factor
             return loss if self._scale is None else loss * self._scale.value
 
         losses = self._passes.train(batch, loss=scaled)
         total = torch.zeros((), device=self._world.device)
-        if self._tells_loss:
+        if self._reports_loss:
             total += torch.stack(losses).sum()
             total /= self._layout.gradient_ranks * (self._scale.value if self._scale else 1.0)
         summing = self._sum_async(total)
@@ -182,11 +204,11 @@ class MeshEngine:
         batch = self._own_part(batch)
         with evaluating(self.modules):
             losses = self._passes.losses(batch, loss=self._loss)
-        if not self._tells_loss:
+        if not self._reports_loss:
             return torch.zeros(2, dtype=torch.float64)
         counted = (batch.targets != IGNORE_INDEX).sum()
-        loss = torch.stack([one.double() for one in losses]).sum().cpu()
-        return torch.stack([loss, counted.double()])
+        total = torch.stack([loss.double() for loss in losses]).sum().cpu()
+        return torch.stack([total, counted.double()])
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
@@ -205,7 +227,7 @@ class MeshEngine:
 
     def learning_rate(self) -> float:
         """Return the rate that the next step uses; groups of parameters may have others."""
-        return self._rate(self.step, peak=self._peak_rate)
+        return self._rule.rate(self.step, peak=self._rule.peak_rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters, buffers, optimizer states and counters; divided ones as DTensors."""
@@ -217,9 +239,7 @@ class MeshEngine:
             "loss_scale": torch.tensor(scale.value, dtype=torch.float64),
             "good_steps": torch.tensor(scale.good_steps),
         }
-        model: dict[str, Tensor] = {}
-        for name, tensor in self._held().items():
-            model.setdefault(self._aliases.get(name, name), tensor)
+        model = self._model_state()
         optimizer: dict[str, Tensor] = {}
         for key, value in self._update.state_dict().items():
             optimizer.setdefault(self._state_name(key), value)
@@ -227,13 +247,32 @@ class MeshEngine:
             self._replicas.agree([*model.values(), *optimizer.values()])
         return {"model": model, "optimizer": optimizer, "counters": counters}
 
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and buffers alone, and make no optimizer states for it."""
+        self._agree_on_buffers()
+        model = self._model_state()
+        if self._replicas is not None:
+            self._replicas.agree(model.values())
+        return model
+
+    def _model_state(self) -> dict[str, Tensor]:
+        model: dict[str, Tensor] = {}
+        for name, tensor in self._named_tensors().items():
+            model.setdefault(self._aliases.get(name, name), tensor)
+        return model
+
+    @torch.no_grad()
+    def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over parameters and buffers that ``model_state_dict`` gave."""
+        for name, tensor in self._named_tensors().items():
+            saved = state[self._aliases.get(name, name)]
+            if tensor is not saved:
+                tensor.copy_(saved)
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that ``state_dict`` of any layout gave."""
-        for name, tensor in self._held().items():
-            saved = state["model"][self._aliases.get(name, name)]
-            if tensor is not saved:
-                tensor.copy_(saved)
+        self.load_model_state_dict(state["model"])
         saved_states = state["optimizer"]
         counters = state["counters"]
         self.step = int(counters["step"])
@@ -252,9 +291,9 @@ class MeshEngine:
             self._update.scale_gradients(1.0 / self._scale.value)
         self.step += 1
         norm = None
-        if self._grad_clip is not None or self._scale is not None:
+        if self._rule.grad_clip is not None or self._scale is not None:
             norm = self._update.clip_gradients(
-                self._grad_clip, uncounted=self._aliases, across=self._pipeline
+                self._rule.grad_clip, uncounted=self._aliases, across=self._pipeline
             )
         if self._scale is not None and norm is not None:
             overflowed = not bool(torch.isfinite(norm))
@@ -262,7 +301,7 @@ class MeshEngine:
             if overflowed:
                 self._update.forget_gradients()
                 return norm, True
-        self._update.apply(rate=lambda peak: self._rate(self.step - 1, peak=peak))
+        self._update.apply(rate=lambda peak: self._rule.rate(self.step - 1, peak=peak))
         if self._replicas is not None:
             self._replicas.after_update(step=self.step)
         return norm, False
@@ -293,9 +332,9 @@ class MeshEngine:
         Ranks of a tensor axis draw alike, for what they don't divide they all compute.
         """
         place = self._mesh.along("pp", "dp_replicate", "dp_shard")
-        torch.manual_seed((self._seed * 1_000_003 + self.step) * 65_537 + place)
+        torch.manual_seed((self._rule.seed * 1_000_003 + self.step) * 65_537 + place)
 
-    def _held(self) -> dict[str, Tensor]:
+    def _named_tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers by name, a tied parameter once."""
         return {k: v for module in self.modules for k, v in model_state(module).items()}
 
@@ -329,15 +368,26 @@ def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
     """Return the buffers that belong to a model's state."""
-    kept = model.state_dict()
-    return [buffer for name, buffer in model.named_buffers() if name in kept]
+    state = model.state_dict()
+    return [buffer for name, buffer in model.named_buffers() if name in state]
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, a tied parameter once."""
-    kept = model.state_dict()
+    state = model.state_dict()
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named if name in kept}
+    return {name: tensor.detach() for name, tensor in named if name in state}
+
+
+def unwaited(value: Tensor, device: torch.device) -> Tensor:
+    """Return a value of the host on a device, without waiting for what the device still computes.
+
+    Pageable memory is copied once the device has done everything before it: the host would then
+    launch the backward only after the whole forward.
+    """
+    if device.type != "cuda" or value.device.type != "cpu":
+        return value.to(device)
+    return value.pin_memory().to(device, non_blocking=True)
 
 
 def _wait(work: dist.Work | None) -> None:

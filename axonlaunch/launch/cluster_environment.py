@@ -44,6 +44,8 @@ class ClusterEnvironment:
         master_port: Where it listens; None where nobody said.
         run_id: What distinguishes this run from others of the same launcher.
         agent_hosts_store: The launcher itself listens there, not rank 0.
+        devices: How many ranks of each node can have a device of their own, once all have said
+            what they see.
         problems: What is wrong with it, where it describes a world by half or an invalid one.
     """
 
@@ -58,6 +60,7 @@ class ClusterEnvironment:
     master_port: int | None = None
     run_id: str = ""
     agent_hosts_store: bool = False
+    devices: int = 0
     problems: tuple[ConfigIssue, ...] = ()
 
     @classmethod
@@ -193,11 +196,11 @@ def _source(found: ClusterEnvironment) -> str:
 def _ranks_here(
     launch: dict[str, Any], found: ClusterEnvironment, accelerators: Callable[[], int]
 ) -> tuple[int | None, list[ConfigIssue]]:
-    given, nnodes = launch.get("nproc", "auto"), launch.get("nnodes", 1)
+    nproc, nnodes = launch.get("nproc", "auto"), launch.get("nnodes", 1)
     if found.local_world_size is not None and found.local_rank is not None:
         return found.local_world_size, []
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return given, []
+    if isinstance(nproc, int) and not isinstance(nproc, bool) and nproc > 0:
+        return nproc, []
     if found.local_world_size is not None and not found.one_per_node:
         return found.local_world_size, []
     if isinstance(nnodes, int) and nnodes > 1 and found.world_size % nnodes == 0:
@@ -208,7 +211,7 @@ def _ranks_here(
         f"the run has WORLD_SIZE={found.world_size} ranks, and nothing says how many of them run "
         "on this node; write the number, or launch.nnodes"
     )
-    return None, [ConfigIssue("launch.nproc", message, given)]
+    return None, [ConfigIssue("launch.nproc", message, nproc)]
 
 
 class _Reader:
@@ -233,10 +236,11 @@ class _Reader:
 
     def missing(self, *names: str) -> None:
         """Report which of some variables, of which others are set, are not."""
-        given = [name for name in (*OWN, *ADDRESS) if self.environment.get(name)]
+        set_names = [name for name in (*OWN, *ADDRESS) if self.environment.get(name)]
         for name in names:
             if not self.environment.get(name):
-                message = f"is not set, but {', '.join(given)} {'is' if len(given) == 1 else 'are'}"
+                verb = "is" if len(set_names) == 1 else "are"
+                message = f"is not set, but {', '.join(set_names)} {verb}"
                 self.problems.append(ConfigIssue(name, f"{message}; set it, or write launch=local"))
 
 
@@ -335,9 +339,9 @@ def _address(node: str) -> str:
         socket.getaddrinfo(node, None)
         return node
     with suppress(OSError, subprocess.SubprocessError):
-        words = ["scontrol", "show", "node", node, "--oneliner"]
+        command = ["scontrol", "show", "node", node, "--oneliner"]
         answer = subprocess.run(
-            words, capture_output=True, text=True, timeout=30, check=True
+            command, capture_output=True, text=True, timeout=30, check=True
         ).stdout
         if match := re.search(r"\bNodeAddr=(\S+)", answer):
             return match[1]

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias, cast
 from axonlaunch.config import RunConfig
 from axonlaunch.config.launch import LAUNCHERS, Launcher
 from axonlaunch.config.layout import nodes
-from axonlaunch.registry import load_target
 from axonlaunch.system import forked_call
+from axonlaunch.system.targets import load_target
 
 
 @dataclass(frozen=True, kw_only=True)

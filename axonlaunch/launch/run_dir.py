@@ -29,7 +29,7 @@ from axonlaunch.config import (
     with_values,
 )
 from axonlaunch.config.errors import plain
-from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
 from axonlaunch.system import host
@@ -187,6 +187,14 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
     return summary
 
 
+def finished_text(config: RunConfig, summary: dict[str, Any]) -> str:
+    """Say that a run has nothing left to do, whose summary ``finished`` returned."""
+    return (
+        f"{with_run_dir(config).name} is finished: it has trained all of its {summary['steps']} "
+        "steps; to continue, use more train.steps; to start over, use another name"
+    )
+
+
 def last_saved(config: RunConfig) -> checkpoint.Checkpoint | None:
     """Return the checkpoint that a run resumes from; of a bucket none is looked for."""
     if is_url(config.checkpoint.path or ""):
@@ -270,9 +278,9 @@ def free_name(name: str) -> str:
 
 def default_name(config: RunConfig) -> str:
     """Name a run after its model and strategy; ``launch.nproc`` is resolved."""
-    shares = layout(config, world_size=num_ranks(config))
-    degrees = {"context": shares.context, "tensor": shares.tensor, "pipeline": shares.pipeline}
-    kinds: list[str] = [] if shares.facts.averages == "nothing" else [shares.data_parallel]
+    layout = Layout.of(config, world_size=num_ranks(config))
+    degrees = {"context": layout.context, "tensor": layout.tensor, "pipeline": layout.pipeline}
+    kinds: list[str] = [] if layout.facts.averages == "nothing" else [layout.data_parallel]
     kinds += [axis for axis, degree in degrees.items() if degree > 1]
     return "-".join([config.model.name, *(kinds or ["single"])])
 

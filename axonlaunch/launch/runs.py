@@ -184,11 +184,7 @@ class Runs:
                 [config] = checked(self.loaded, options)
             yield config, self.options
             return
-        name = run_dir.with_run_dir(given).name
-        steps = summary["steps"]
-        text = f"{name} is finished: it has trained all of its {steps} steps; to continue, "
-        text += "use more train.steps; to start over, use another name"
-        print(text, file=self._stream)
+        print(run_dir.finished_text(given, summary), file=self._stream)
         self.ended(0, summary)
 
     def _each(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:

@@ -166,6 +166,11 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Mix values [B, heads, T, head_dim] by queries and keys; engines may put another here."""
         # enable_gqa rather than repeated keys: on a CPU as fast or faster, and no copies of them.
+        # Of CUDA's fused kernels those for fp32 refuse it, and torch then falls back in silence to
+        # one that holds all scores: 8 GiB a sample and layer for 32 heads and 8,192 tokens.
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:
+            k, v = (heads.repeat_interleave(groups, dim=1) for heads in (k, v))
         return F.scaled_dot_product_attention(
             q,
             k,

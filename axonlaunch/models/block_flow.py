@@ -131,8 +131,8 @@ class _Run:
         for name, module in self._model.named_modules():
             if f"{name}.".startswith(blocks) or not (own := _own(module)):
                 continue
-            names = [f"{name}.{one}" if name else one for one in own]
-            phases = {phase for one in names for phase in self._watch.phases_of(one)}
+            names = [f"{name}.{owned}" if name else owned for owned in own]
+            phases = {phase for owned in names for phase in self._watch.phases_of(owned)}
             if self._layers.startswith(f"{name}.") or not name:
                 raise _ImpassableError(
                     f"{names[0]} is used beside the blocks, in no module of its own"
@@ -175,15 +175,17 @@ class _Run:
             raise _Enough
         if number != len(self.returns):
             raise _ImpassableError(f"{self._layers}.{number} is called out of turn")
-        given = {**{f"argument {n}": one for n, one in enumerate(args)}, **kwargs}
+        inputs = {**{f"argument {n}": argument for n, argument in enumerate(args)}, **kwargs}
         hidden = self._previous
         if hidden is None:
-            hidden = next((one for one in given.values() if isinstance(one, Tensor)), None)
+            hidden = next(
+                (argument for argument in inputs.values() if isinstance(argument, Tensor)), None
+            )
         if not args or args[0] is not hidden:
             raise _ImpassableError(
                 f"{self._layers}.{number} is given something else than the block before it returned"
             )
-        for name, value in given.items():
+        for name, value in inputs.items():
             for tensor in tree_leaves(value):
                 if not isinstance(tensor, Tensor) or tensor is hidden:
                     continue
@@ -256,10 +258,10 @@ class _Watch(TorchDispatchMode):
         return self._phases.get(storage, set())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [one for one in tree_leaves((args, kwargs)) if _is(one)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _is(leaf)]
         result = func(*args, **(kwargs or {}))
         depends = False
-        for tensor in given:
+        for tensor in inputs:
             storage = _storage(tensor)
             depends = depends or storage in self._dependent
             if storage in self.parameters:
@@ -298,11 +300,11 @@ def _shape(name: str, runs: Sequence[Mapping[str, set[tuple[int, ...]]]]) -> tup
     seen = [run.get(name, set()) for run in runs]
     if not any(seen):
         return ()  # never called: nothing is asked of it
-    if any(len(one) != 1 or () in one for one in seen):
+    if any(len(shapes) != 1 or () in shapes for shapes in seen):
         raise _ImpassableError(
             f"{name} is called before the blocks and returns more than one tensor"
         )
-    first, second = (next(iter(one)) for one in seen)
+    first, second = (next(iter(shapes)) for shapes in seen)
     known = {
         tuple(sizes): what
         for what, sizes in zip(

@@ -116,11 +116,11 @@ def refuse_problems(config: Any) -> None:
     Raises:
         ConfigError: It says which.
     """
-    found: list[tuple[str, str]] = getattr(config, "problems", list)()
-    if found:
+    problems: list[tuple[str, str]] = getattr(config, "problems", list)()
+    if problems:
         raise ConfigError(
             [
                 ConfigIssue(f"model.{name}", message, getattr(config, name))
-                for name, message in found
+                for name, message in problems
             ]
         )

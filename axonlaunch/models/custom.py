@@ -11,7 +11,7 @@ from torch import nn
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import CustomConfig
-from axonlaunch.config.plugins import import_target
+from axonlaunch.config.plugins import import_callable
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelSpec
 
@@ -20,17 +20,9 @@ def build_custom_model(config: CustomConfig) -> nn.Module:
     """Import ``target`` and call it with the arguments.
 
     Raises:
-        ConfigError: It can't be imported, can't be called, or does not return a module.
+        ConfigError: It can't be imported or called so, or does not return a module.
     """
-    try:
-        builder = import_target(config.target)
-    except ImportError as reason:
-        message = f"{reason}; write package.module:build, importable from where you start"
-        raise ConfigError([ConfigIssue("model.target", message, config.target)]) from reason
-    if not callable(builder):
-        message = f"is {type(builder).__name__}, not a class or function that builds a module"
-        raise ConfigError([ConfigIssue("model.target", message, config.target)])
-    module = builder(**config.arguments)
+    module = import_callable("model.target", config.target, config.arguments)(**config.arguments)
     if not isinstance(module, nn.Module):
         message = f"returned {type(module).__name__}; return a torch.nn.Module"
         raise ConfigError([ConfigIssue("model.target", message, config.target)])

@@ -5,6 +5,7 @@ It reads DTensor's placements; a part that is not made of boxes of the whole is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -12,6 +13,9 @@ from itertools import product
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.autograd import sum_over
 
 Interval = tuple[int, int]
 """Offset and length."""
@@ -45,9 +49,11 @@ def packed(dim: int, *, pieces: int) -> Placement:
     return _StridedShard(dim, split_factor=pieces)
 
 
-def is_packed(tensor: Tensor) -> bool:
-    """Say whether a rank's part of a tensor is more than one box of the whole."""
-    return isinstance(tensor, DTensor) and any(cut.pieces > 1 for cut in _cuts(tensor))
+def needs_boxes(tensor: Tensor) -> bool:
+    """Say whether torch can't find a rank's part of a tensor: several boxes, or an uneven one."""
+    if not isinstance(tensor, DTensor):
+        return False
+    return any(cut.pieces > 1 for cut in _cuts(tensor)) or _is_cut_unevenly(tensor)
 
 
 def local_boxes(tensor: Tensor) -> list[Box]:
@@ -80,11 +86,39 @@ def whole(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
+    if _is_cut_unevenly(tensor):
+        return _sum_of_boxes(tensor)
     for cut in reversed(_cuts(tensor)):
         placements = list(tensor.placements)
         placements[cut.axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
+
+
+def _is_cut_unevenly(tensor: DTensor) -> bool:
+    """Say whether FSDP cut what the tensor axis left of a size that they don't divide.
+
+    torch cuts the whole from left to right, which comes to other parts there: of 7 rows that two
+    tensor ranks and four data ranks have, it puts other rows in their place.
+    """
+    cuts = _cuts(tensor)
+    for dim in {cut.dim for cut in cuts if isinstance(tensor.placements[cut.axis], _StridedShard)}:
+        parts = [cut.pieces * tensor.device_mesh.size(cut.axis) for cut in cuts if cut.dim == dim]
+        if tensor.shape[dim] % math.prod(parts):
+            return True
+    return False
+
+
+def _sum_of_boxes(tensor: DTensor) -> Tensor:
+    """Return the whole: each rank puts its boxes into zeros, and the ranks' are summed."""
+    local = tensor.to_local().detach()
+    found = local.new_zeros(tensor.shape)
+    for box in local_boxes(tensor):
+        Box(box.region, tuple(start for start, _ in box.region)).of(found).copy_(box.of(local))
+    for cut in _cuts(tensor):
+        group = ProcessGroup.from_torch(tensor.device_mesh.get_group(cut.axis))
+        found = sum_over(found, group)
+    return found
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ _VALUES = frozenset(
 class _Recipe(Protocol):
     """Makes an operation's result again."""
 
-    def make(self, memory: _Memory, mode: FakeTensorMode, given: Sequence[Any]) -> Any:
+    def make(self, memory: _Memory, mode: FakeTensorMode, arguments: Sequence[Any]) -> Any:
         """Return it, from the operation's tensors."""
 
 
@@ -131,12 +131,12 @@ class _Memory:
         if result is None:
             return _Nothing()
         if type(result) in (tuple, list):
-            parts = [self._recipe(mode, one, tensors) for one in result]
-            made = [one for one in result if isinstance(one, FakeTensor)]
-            fresh = [one.untyped_storage() for one in made if _shared(one, tensors) is None]
-            if None in parts or len({id(storage) for storage in fresh}) < len(fresh):
+            recipes = [self._recipe(mode, item, tensors) for item in result]
+            made = [item for item in result if isinstance(item, FakeTensor)]
+            fresh = [item.untyped_storage() for item in made if _shared(item, tensors) is None]
+            if None in recipes or len({id(storage) for storage in fresh}) < len(fresh):
                 return None
-            return _Parts(type(result), [part for part in parts if part is not None])
+            return _Parts(type(result), [part for part in recipes if part is not None])
         if not isinstance(result, FakeTensor):
             return None
         for place, tensor in enumerate(tensors):
@@ -159,17 +159,17 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Nothing:
-    def make(self, memory: _Memory, mode: FakeTensorMode, given: Sequence[Any]) -> Any:
-        del memory, mode, given
+    def make(self, memory: _Memory, mode: FakeTensorMode, arguments: Sequence[Any]) -> Any:
+        del memory, mode, arguments
 
 
 @dataclass(frozen=True)
 class _Given:
     place: int
 
-    def make(self, memory: _Memory, mode: FakeTensorMode, given: Sequence[Any]) -> Any:
+    def make(self, memory: _Memory, mode: FakeTensorMode, arguments: Sequence[Any]) -> Any:
         del memory, mode
-        return given[self.place]
+        return arguments[self.place]
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ class _Parts:
     kind: type
     parts: list[_Recipe]
 
-    def make(self, memory: _Memory, mode: FakeTensorMode, given: Sequence[Any]) -> Any:
-        return self.kind(part.make(memory, mode, given) for part in self.parts)
+    def make(self, memory: _Memory, mode: FakeTensorMode, arguments: Sequence[Any]) -> Any:
+        return self.kind(part.make(memory, mode, arguments) for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -192,12 +192,12 @@ class _Made:
     dtype: torch.dtype
     device: torch.device
 
-    def make(self, memory: _Memory, mode: FakeTensorMode, given: Sequence[Any]) -> Any:
+    def make(self, memory: _Memory, mode: FakeTensorMode, arguments: Sequence[Any]) -> Any:
         if self.shared is None:
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
         else:
             made = torch.empty(0, dtype=self.dtype, device=_META)
-            storage = given[self.shared].untyped_storage()
+            storage = arguments[self.shared].untyped_storage()
             made.set_(storage, self.offset, self.shape, self.stride)
         return memory.fake(mode, made, self.device)
 
@@ -255,17 +255,19 @@ def _overlap(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}
-    found = tuple(
-        (objects.setdefault(id(one), n), storages.setdefault(one.untyped_storage()._cdata, n))
-        for n, one in enumerate(tensors)
+    pairs = tuple(
+        (objects.setdefault(id(tensor), n), storages.setdefault(tensor.untyped_storage()._cdata, n))
+        for n, tensor in enumerate(tensors)
     )
-    return found if len(storages) < len(tensors) else ()
+    return pairs if len(storages) < len(tensors) else ()
 
 
 def _shared(result: Tensor, tensors: Sequence[Tensor]) -> int | None:
     """Return which tensor's storage a result stands in."""
     storage = result.untyped_storage()
-    return next((n for n, one in enumerate(tensors) if one.untyped_storage() is storage), None)
+    return next(
+        (n for n, tensor in enumerate(tensors) if tensor.untyped_storage() is storage), None
+    )
 
 
 def _same(result: FakeTensor, made: Any) -> bool:

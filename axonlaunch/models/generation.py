@@ -78,8 +78,8 @@ def _draw(
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
-        logits, kept = logits.topk(top_k)
+        logits, indices = logits.topk(top_k)
     else:
-        kept = torch.arange(len(logits))
+        indices = torch.arange(len(logits))
     chances = (logits / temperature).softmax(-1)
-    return int(kept[torch.multinomial(chances, 1, generator=generator)])
+    return int(indices[torch.multinomial(chances, 1, generator=generator)])

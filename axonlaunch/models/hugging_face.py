@@ -52,14 +52,14 @@ class _Format:
 
 def places(config: Any) -> dict[str, ParameterMapping] | None:
     """Return where each parameter of ours is among theirs; None where they have no such model."""
-    found = _FORMATS.get(config.name)
-    return dict(found.places(config)) if found else None
+    format_ = _FORMATS.get(config.name)
+    return dict(format_.places(config)) if format_ else None
 
 
 def config_content(config: Any) -> dict[str, Any]:
     """Return the content of ``config.json`` for a model that ``places`` knows."""
-    found = _FORMATS[config.name]
-    return {"model_type": found.model_type, **found.figures(config)}
+    format_ = _FORMATS[config.name]
+    return {"model_type": format_.model_type, **format_.figures(config)}
 
 
 def typed_model(content: Mapping[str, Any], *, where: str) -> GPTConfig | LlamaConfig:
@@ -72,10 +72,10 @@ def typed_model(content: Mapping[str, Any], *, where: str) -> GPTConfig | LlamaC
     Raises:
         ConfigError: It is none that we have, or computes something that ours doesn't.
     """
-    for one in _FORMATS.values():
-        if one.model_type == content.get("model_type"):
+    for candidate in _FORMATS.values():
+        if candidate.model_type == content.get("model_type"):
             try:
-                found: GPTConfig | LlamaConfig = one.read(content)
+                config: GPTConfig | LlamaConfig = candidate.read(content)
             except KeyError as error:
                 raise ConfigError([ConfigIssue("", f"{where}: lacks {error}")]) from None
             except ValueError as error:
@@ -84,9 +84,9 @@ def typed_model(content: Mapping[str, Any], *, where: str) -> GPTConfig | LlamaC
             except (TypeError, AttributeError, ArithmeticError) as error:
                 message = f"{where}: holds what is no figure of a model: {error}"
                 raise ConfigError([ConfigIssue("", message)]) from None
-            _refuse_wrong(found, where=where)
-            return found
-    known = " or ".join(sorted(one.model_type for one in _FORMATS.values()))
+            _refuse_wrong(config, where=where)
+            return config
+    known = " or ".join(sorted(candidate.model_type for candidate in _FORMATS.values()))
     kind = content.get("model_type")
     message = f"{where}: model_type={kind} can't be read; {_any_model(where)}, or {known}"
     raise ConfigError([ConfigIssue("", message)])
@@ -97,13 +97,13 @@ def _any_model(where: str) -> str:
     return f"use model=hf model.path={Path(where).parent}"
 
 
-def _refuse_wrong(found: GPTConfig | LlamaConfig, *, where: str) -> None:
+def _refuse_wrong(config: GPTConfig | LlamaConfig, *, where: str) -> None:
     """Hold figures that somebody wrote against what ours may be.
 
     Raises:
         ConfigError: Some can't be.
     """
-    wrong = validate(to_tree(found), type(found)).problems
+    wrong = validate(to_tree(config), type(config)).problems
     if wrong:
         message = f"{where}: as a model of ours, {wrong[0]}"
         raise ConfigError([ConfigIssue("", message)])
@@ -225,14 +225,14 @@ def _read_llama(content: Mapping[str, Any]) -> LlamaConfig:
     if (content.get("head_dim") or width) != width:
         raise ValueError(f"head_dim={content['head_dim']}: ours is {width}, hidden_size / heads")
     base = rotary.get("rope_theta", content.get("rope_theta", 10_000.0))
-    given = {name: content[name] for name in _LLAMA_FIGURES if name in content}
+    figures = {name: content[name] for name in _LLAMA_FIGURES if name in content}
     return LlamaConfig(
         **{
             "tie_word_embeddings": False,
             "num_key_value_heads": None,
             "rms_norm_eps": 1e-6,
             "max_position_embeddings": 2048,
-            **given,
+            **figures,
             "rope_theta": base,
         }
     )

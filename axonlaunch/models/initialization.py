@@ -212,21 +212,21 @@ def transformer_initializers(module: nn.Module) -> dict[str, Initializer]:
     config: Any = module.config
     std = config.initializer_range or math.sqrt(0.4 / config.hidden_size)
     tied = getattr(config, "tie_word_embeddings", False)
-    found: dict[str, Initializer] = {}
+    initializers: dict[str, Initializer] = {}
     for name, _ in module.named_parameters():
         owner, _, kind = name.rpartition(".")
         owner = owner.rpartition(".")[2]
         if kind == "bias":
-            found[name] = Constant(0.0)
+            initializers[name] = Constant(0.0)
         elif owner.endswith("norm"):
-            found[name] = Constant(1.0)
+            initializers[name] = Constant(1.0)
         elif owner in ("o_proj", "down_proj"):
-            found[name] = Normal(std / math.sqrt(2 * config.num_hidden_layers))
+            initializers[name] = Normal(std / math.sqrt(2 * config.num_hidden_layers))
         elif owner == "lm_head" and tied:
-            found[name] = Normal(std, key="embed_tokens.weight")
+            initializers[name] = Normal(std, key="embed_tokens.weight")
         else:
-            found[name] = Normal(std)
-    return found
+            initializers[name] = Normal(std)
+    return initializers
 
 
 def _empty(shape: Sequence[int]) -> Tensor:

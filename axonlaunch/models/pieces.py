@@ -99,9 +99,9 @@ class Laid:
     ) -> None:
         """Fill a tensor with a region of this one, a piece at a time."""
         for piece in self.pieces:
-            if (found := piece.within(offsets, lengths)) is not None:
-                spot = tuple(slice(a, a + n) for a, n in zip(found.at, found.shape, strict=True))
-                into[spot].copy_(found.read(read))
+            if (inside := piece.within(offsets, lengths)) is not None:
+                spot = tuple(slice(a, a + n) for a, n in zip(inside.at, inside.shape, strict=True))
+                into[spot].copy_(inside.read(read))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,12 +142,12 @@ class Laid:
         assert self.shape[dim] == 1
         pieces = [
             replace(
-                one,
-                at=_without(one.at, dim),
-                shape=_without(one.shape, dim),
-                along=_without(one.along, dim),
+                piece,
+                at=_without(piece.at, dim),
+                shape=_without(piece.shape, dim),
+                along=_without(piece.along, dim),
             )
-            for one in self.pieces
+            for piece in self.pieces
         ]
         return Laid(torch.Size(_without(tuple(self.shape), dim)), tuple(pieces))
 
@@ -165,9 +165,9 @@ def _cat(tensors: Sequence[Laid], dim: int = 0) -> Laid:
     dim %= tensors[0].ndim
     pieces, end = [], 0
     for tensor in tensors:
-        for one in tensor.pieces:
-            at = (*one.at[:dim], one.at[dim] + end, *one.at[dim + 1 :])
-            pieces.append(replace(one, at=at))
+        for piece in tensor.pieces:
+            at = (*piece.at[:dim], piece.at[dim] + end, *piece.at[dim + 1 :])
+            pieces.append(replace(piece, at=at))
         end += tensor.shape[dim]
     first = tensors[0].shape
     return Laid(torch.Size([*first[:dim], end, *first[dim + 1 :]]), tuple(pieces))
@@ -179,12 +179,12 @@ def _stack(tensors: Sequence[Laid], dim: int = 0) -> Laid:
     for tensor in tensors:
         pieces = [
             replace(
-                one,
-                at=_with(one.at, dim, 0),
-                shape=_with(one.shape, dim, 1),
-                along=_with(one.along, dim, None),
+                piece,
+                at=_with(piece.at, dim, 0),
+                shape=_with(piece.shape, dim, 1),
+                along=_with(piece.along, dim, None),
             )
-            for one in tensor.pieces
+            for piece in tensor.pieces
         ]
         wider.append(Laid(torch.Size(_with(tuple(tensor.shape), dim, 1)), tuple(pieces)))
     return _cat(wider, dim)
@@ -198,8 +198,8 @@ def _transpose(tensor: Laid, dim0: int, dim1: int) -> Laid:
         return tuple(values[dim] for dim in order)
 
     pieces = [
-        replace(one, at=turned(one.at), shape=turned(one.shape), along=turned(one.along))
-        for one in tensor.pieces
+        replace(piece, at=turned(piece.at), shape=turned(piece.shape), along=turned(piece.along))
+        for piece in tensor.pieces
     ]
     return Laid(torch.Size(turned(tensor.shape)), tuple(pieces))
 
@@ -209,14 +209,14 @@ def _split(tensor: Laid, sizes: int | Sequence[int], dim: int = 0) -> tuple[Laid
     total = tensor.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
-    parts, start = [], 0
+    tensors, start = [], 0
     for size in sizes:
         offsets, lengths = [0] * tensor.ndim, list(tensor.shape)
         offsets[dim], lengths[dim] = start, size
-        pieces = [one.within(offsets, lengths) for one in tensor.pieces]
-        parts.append(Laid(torch.Size(lengths), tuple(p for p in pieces if p is not None)))
+        pieces = [piece.within(offsets, lengths) for piece in tensor.pieces]
+        tensors.append(Laid(torch.Size(lengths), tuple(p for p in pieces if p is not None)))
         start += size
-    return tuple(parts)
+    return tuple(tensors)
 
 
 def _chunk(tensor: Laid, chunks: int, dim: int = 0) -> tuple[Laid, ...]:

@@ -33,8 +33,8 @@ def load_auto_strategy(
     """Return the run that overrides ask for, with a layout.
 
     Args:
-        overrides: The words.
-        compose: Composes a configuration of words, for the node that is to run it.
+        overrides: Of the run.
+        compose: Composes a configuration of overrides, for the node that is to run it.
         server: Starts the fork server, if none runs yet.
         config_dirs: Folders of a user's own YAML.
 
@@ -42,8 +42,8 @@ def load_auto_strategy(
         ConfigError: The configuration is wrong, or no layout can be planned.
     """
 
-    def typed(words: Sequence[str]) -> tuple[Composed, RunConfig]:
-        composed = compose(words)
+    def typed(arguments: Sequence[str]) -> tuple[Composed, RunConfig]:
+        composed = compose(arguments)
         return composed, configuration.typed(
             composed.tree, composed.problems, origins=composed.origins
         )
@@ -62,11 +62,11 @@ def load_auto_strategy(
         config = configuration.with_values(config, {"hardware.devices_per_node": nproc})
     ranks = num_ranks(configuration.with_values(config, {"launch.nproc": nproc}))
     print(f"planning the layout of {ranks} ranks", file=sys.stderr)
-    found = search_composed(
+    plan = search_composed(
         context, composed, config, devices=ranks, config_dirs=config_dirs, wanted=1
     )
-    best = found.candidates[0]
-    print(f"planned {best.layout}: the fastest of {found.searched} layouts", file=sys.stderr)
+    best = plan.candidates[0]
+    print(f"planned {best.layout}: the fastest of {plan.searched} layouts", file=sys.stderr)
     layout = [word for word in best.overrides if not word.startswith("launch.")]
     _, config = typed([*overrides, *layout])
     return configuration.with_values(config, {"strategy.auto": False, "launch.nproc": nproc})
@@ -76,8 +76,8 @@ def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
     """Return the names of this node's devices that the run's ranks would compute on."""
     if config.launch.backend in ("gloo", "mock"):
         return []
-    found: dict[str, Any] = forked_call.call(context, "axonlaunch.doctor.machine:machine")
-    return [device["name"] for device in found["devices"]] if found["nccl"]["devices"] else []
+    machine: dict[str, Any] = forked_call.call(context, "axonlaunch.doctor.machine:machine")
+    return [device["name"] for device in machine["devices"]] if machine["nccl"]["devices"] else []
 
 
 def _option(devices: Sequence[str], config: RunConfig, config_dirs: Sequence[Path]) -> str:

@@ -45,10 +45,10 @@ class BackgroundEstimate:
         self.peak_bytes: int | None = None
         self.reason, self.traceback = "no step was done", ""
         if (
-            kept := estimate_cache.read_estimate(self._config)
+            cached := estimate_cache.read_estimate(self._config)
             or estimate_cache.read_estimate(named)
         ) is not None:
-            self._take(kept)
+            self._take(cached)
 
     def close(self) -> None:
         """Give up what is not ready, and leave no process behind."""
@@ -88,5 +88,5 @@ class BackgroundEstimate:
             self.reason = f"{type(error).__name__}: {error}"
             self.traceback = str(error.__cause__ or "")
 
-    def _take(self, found: Estimate) -> None:
-        self.peak_bytes, self.reason = found.peak_bytes, ""
+    def _take(self, estimate: Estimate) -> None:
+        self.peak_bytes, self.reason = estimate.peak_bytes, ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from axonlaunch import config as configuration
 from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import layout, resolved
+from axonlaunch.config.layout import Layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.planning import auto_strategy, estimate_cache
 from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched
@@ -53,9 +53,11 @@ def load_for_estimate(
         ConfigError: The configuration can't be run on any node.
     """
 
-    def compose(words: Sequence[str]) -> Composed:
-        found = configuration.compose(words, config_name=config_name, config_dirs=config_dirs)
-        return dataclasses.replace(found, tree=naming_files(found.tree))
+    def compose(overrides: Sequence[str]) -> Composed:
+        composed = configuration.compose(
+            overrides, config_name=config_name, config_dirs=config_dirs
+        )
+        return dataclasses.replace(composed, tree=naming_files(composed.tree))
 
     config = auto_strategy.load_auto_strategy(
         overrides, compose=compose, server=lambda: context, config_dirs=config_dirs
@@ -91,46 +93,46 @@ def forecast(
         ConfigError: It can't be run on any node, or can't be traced.
     """
     if analytic:
-        found = forked_call.call(
+        result = forked_call.call(
             context, "axonlaunch.planning.estimate:without_tracing", replace_with_synthetic(config)
         )
     else:
-        found = estimated(context, config, exact=exact)
+        result = estimated(context, config, exact=exact)
     hardware = config.hardware
     return Forecast(
-        layout=str(layout(config, world_size=found.world_size)),
+        layout=str(Layout.of(config, world_size=result.world_size)),
         workload=workload(config),
-        estimate=found,
+        estimate=result,
         hardware=hardware.name if hardware else None,
         memory_bytes=hardware.memory_bytes if hardware else None,
         margin=config.estimate.margin,
-        host_memory=host_memory(config, found.host_bytes),
+        host_memory=host_memory(config, result.host_bytes),
         states_only=analytic,
         notes=[STATES_ALONE] if analytic else [],
     )
 
 
 def suggest_changes(
-    context: ForkServerContext, config: RunConfig, found: Forecast
+    context: ForkServerContext, config: RunConfig, forecast: Forecast
 ) -> Generator[Remedy, None, Searched]:
     """Yield changes after which a run fits, the cheapest first, as they are found.
 
     Args:
         context: Of the warm fork server.
         config: As ``forecast`` took it.
-        found: What that returned.
+        forecast: What that returned.
 
     Returns:
         How the search ended.
     """
-    if found.fits is not False:
+    if forecast.fits is not False:
         return Searched(0, 0.0)
     try:
         ended: Searched = yield from forked_call.stream(
             context,
             "axonlaunch.planning.estimate:remedied",
             replace_with_synthetic(config),
-            found.estimate,
+            forecast.estimate,
         )
     except ConfigError as error:
         return Searched(0, 0.0, error.problems[0].message)
@@ -149,11 +151,11 @@ def estimated(context: ForkServerContext, config: RunConfig, *, exact: bool = Fa
         ConfigError: It can't be run on any node, or can't be traced.
     """
     config = replace_with_synthetic(config)
-    kept = estimate_cache.read_estimate(config, exact=exact)
-    if kept is None:
-        kept = forked_call.call(context, "axonlaunch.planning.estimate:trace", config, exact)
-        estimate_cache.write_estimate(config, kept, exact=exact)
-    return kept
+    cached = estimate_cache.read_estimate(config, exact=exact)
+    if cached is None:
+        cached = forked_call.call(context, "axonlaunch.planning.estimate:trace", config, exact)
+        estimate_cache.write_estimate(config, cached, exact=exact)
+    return cached
 
 
 def trace_beside(config: RunConfig) -> Estimate:
@@ -194,12 +196,12 @@ def trace(config: RunConfig, exact: bool = False) -> Estimate:
     return memory_estimate.estimate(resolve_anywhere(config), exact=exact)
 
 
-def remedied(config: RunConfig, found: Estimate) -> Generator[Remedy, None, Searched]:
+def remedied(config: RunConfig, estimate: Estimate) -> Generator[Remedy, None, Searched]:
     """Look for what makes a run fit, in a process forked from the server.
 
     Args:
         config: With ``launch.nproc`` resolved, and hardware whose memory is known.
-        found: Its estimate.
+        estimate: Its estimate.
 
     Raises:
         ConfigError: The model can't be traced on one device.
@@ -217,18 +219,18 @@ def remedied(config: RunConfig, found: Estimate) -> Generator[Remedy, None, Sear
     room = config.hardware.memory_bytes / (1 + config.estimate.margin)
 
     def estimated(changed: RunConfig) -> Estimate | None:
-        kept = estimate_cache.read_estimate(changed)
-        if kept is None:
-            kept = memory_estimate.estimate_fitting(
+        cached = estimate_cache.read_estimate(changed)
+        if cached is None:
+            cached = memory_estimate.estimate_fitting(
                 resolve_anywhere(changed), memory=room, until=began + SEARCH_S
             )
-            if kept is not None:
-                estimate_cache.write_estimate(changed, kept)
-        return kept
+            if cached is not None:
+                estimate_cache.write_estimate(changed, cached)
+        return cached
 
     untried = yield from remedies.search_changes(
         config,
-        found,
+        estimate,
         memory=room,
         formula=Formulas.of(config).process_bytes,
         estimate=estimated,

@@ -50,9 +50,9 @@ def read_estimate(config: RunConfig, *, exact: bool = False) -> Estimate | None:
         return None
     if digest != _hash(content):
         return None
-    kept: dict[str, Any] = json.loads(content)
-    ranks = [RankEstimate(**rank) for rank in kept.pop("ranks")]
-    return Estimate(**kept, ranks=ranks)
+    fields: dict[str, Any] = json.loads(content)
+    ranks = [RankEstimate(**rank) for rank in fields.pop("ranks")]
+    return Estimate(**fields, ranks=ranks)
 
 
 def write_estimate(config: RunConfig, estimate: Estimate, *, exact: bool = False) -> None:
@@ -67,9 +67,9 @@ def write_estimate(config: RunConfig, estimate: Estimate, *, exact: bool = False
 def _forget_old() -> None:
     """Delete the oldest of too many estimates; another process may be at it too."""
     with suppress(OSError):
-        found = [*estimates_folder().glob("*.json")]
-        if len(found) > _MOST:
-            for file in sorted(found, key=lambda one: one.stat().st_mtime)[:-_MOST]:
+        files = [*estimates_folder().glob("*.json")]
+        if len(files) > _MOST:
+            for file in sorted(files, key=lambda path: path.stat().st_mtime)[:-_MOST]:
                 file.unlink()
 
 
@@ -79,7 +79,7 @@ def estimates_folder() -> Path:
 
 
 def _is_ours(config: RunConfig) -> bool:
-    """Tell whether all that is traced is of this package."""
+    """Return whether all that is traced is of this package."""
     kind = config.strategy.data_parallel
     if kind is not None and not DATA_PARALLEL.is_included(kind):
         return False
@@ -113,10 +113,10 @@ def _file(config: RunConfig, exact: bool) -> Path:
 def _source() -> str:
     """Return a hash of every file of this package, which ``version`` does not distinguish."""
     package = Path(__file__).resolve().parent.parent
-    found = sha256()
+    digest = sha256()
     for file in sorted(package.rglob("*.py")):
-        found.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()
+        digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _hash(text: str) -> str:

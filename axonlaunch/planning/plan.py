@@ -83,19 +83,19 @@ def search_composed(
             raise ConfigError([ConfigIssue("hardware", message, hardware.name)])
         hardware = measured_hardware.of_this_node(context, hardware, ranks=devices)
         config = configuration.with_values(config, {"hardware": hardware})
-    given = [key for key, text in composed.given.items() if _sets(text, key)]
-    found: Plan = forked_call.call(
+    overridden = [key for key, text in composed.given.items() if _sets(text, key)]
+    plan: Plan = forked_call.call(
         context,
         "axonlaunch.planning.plan:search",
         replace_with_synthetic(config),
         devices,
-        given,
+        overridden,
         wanted,
     )
-    return found
+    return plan
 
 
-def search(config: RunConfig, devices: int, given: Sequence[str], wanted: int) -> Plan:
+def search(config: RunConfig, devices: int, overridden: Sequence[str], wanted: int) -> Plan:
     """Search, in a process forked from the server.
 
     Raises:
@@ -107,14 +107,14 @@ def search(config: RunConfig, devices: int, given: Sequence[str], wanted: int) -
     forkserver.lead_group()  # it forks a process for each trace
     import_plugins(config.plugins)
     values = configuration.flatten(config)
-    kept = {key: values[key] for key in candidates.SEARCHED if key in given}
+    fixed = {key: values[key] for key in candidates.SEARCHED if key in overridden}
     return search.search_layouts(
-        config, devices=devices, kept=kept, check=resolve_anywhere, wanted=wanted
+        config, devices=devices, fixed=fixed, check=resolve_anywhere, wanted=wanted
     )
 
 
 def experiment(overrides: Sequence[str], layout: Sequence[str]) -> str:
-    """Return YAML of the group ``experiment`` that says what these words say.
+    """Return YAML of the group ``experiment`` that says what these overrides say.
 
     Args:
         overrides: Of the run, as given.

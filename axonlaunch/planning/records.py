@@ -28,6 +28,8 @@ class RankEstimate:
             rest, ``peak_bytes``, ``total_bytes``; None where nothing is.
         microbatch_bytes: Of each of its pipeline stages: activations that a micro-batch's forward
             leaves for its backward; [] without a pipeline.
+        read_bytes: Most bytes of host memory that reading initial weights takes at once, beside
+            what the rank holds; 0 where there are none to read.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class RankEstimate:
     breakdown: dict[Category, int]
     sharded_parameters: dict[str, int] | None = None
     microbatch_bytes: list[int] = field(default_factory=list)
+    read_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,18 +106,18 @@ class Workload:
 
     def __str__(self) -> str:
         """Return it in words, for the first line of a table."""
-        words = [f"batch {self.global_batch_size:,}"]
+        facts = [f"batch {self.global_batch_size:,}"]
         if self.micro_batch_size is not None:
-            words[0] += f" (micro-batch {self.micro_batch_size:,})"
+            facts[0] += f" (micro-batch {self.micro_batch_size:,})"
         if self.sequence_length is not None:
-            words.append(f"{self.sequence_length:,} positions")
-        words.append(self.precision)
+            facts.append(f"{self.sequence_length:,} positions")
+        facts.append(self.precision)
         if self.activation_checkpointing is None:
-            words.append("recomputation as each layout says")
+            facts.append("recomputation as each layout says")
         else:
             kind = self.activation_checkpointing.replace("none", "no")
-            words.append(f"{kind} recomputation")
-        return ", ".join(words)
+            facts.append(f"{kind} recomputation")
+        return ", ".join(facts)
 
 
 @dataclass(frozen=True)
@@ -199,8 +202,8 @@ class Forecast:
             return "too_large"
         if self.memory_bytes is None:
             return None
-        found = verdict(self.estimate.process_bytes, memory=self.memory_bytes, margin=self.margin)
-        return None if self.states_only and found != "too_large" else found
+        fits = verdict(self.estimate.process_bytes, memory=self.memory_bytes, margin=self.margin)
+        return None if self.states_only and fits != "too_large" else fits
 
     @property
     def fits(self) -> bool | None:

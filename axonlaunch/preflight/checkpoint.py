@@ -84,25 +84,25 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
 
 
 def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
-    resume, kept = config.checkpoint.resume, config.checkpoint.path
+    resume, path = config.checkpoint.resume, config.checkpoint.path
     if resume == "never":
-        yield from _overwritten(kept)
+        yield from _overwritten(path)
         return
     if resume != "auto":
         folder = storage_path(resume)
-    elif kept is not None:
-        folder = storage_path(kept)
+    elif path is not None:
+        folder = storage_path(path)
     elif config.run_dir == config.name == "auto":
         return
     else:
         folder = Path(config.run_dir if config.run_dir != "auto" else f"runs/{config.name}")
     with reaching(folder):
-        found, wrong = fallback.newest_good(folder)
-        if wrong and (found is None or resume != "auto" or not config.checkpoint.fallback):
-            yield _corrupt(resume, wrong, found)
-        elif found is not None:
-            yield from _resumable(config, model, found)
-            yield from _other_tokenizer(config, found.path.parent.parent)
+        checkpoint, wrong = fallback.newest_good(folder)
+        if wrong and (checkpoint is None or resume != "auto" or not config.checkpoint.fallback):
+            yield _corrupt(resume, wrong, checkpoint)
+        elif checkpoint is not None:
+            yield from _resumable(config, model, checkpoint)
+            yield from _other_tokenizer(config, checkpoint.path.parent.parent)
         elif resume != "auto":
             yield ConfigIssue("checkpoint.resume", "there is no complete checkpoint in it", resume)
 
@@ -112,65 +112,73 @@ def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return
     try:
-        kept, chosen = load_kept(run_dir), load_tokenizer(config.tokenizer)
+        before, now = load_kept(run_dir), load_tokenizer(config.tokenizer)
     except ConfigError:
         return  # the data, which needs it, reports it
-    if kept is not None and kept.fingerprint != chosen.fingerprint:
+    if before is not None and before.fingerprint != now.fingerprint:
         message = f"is not the tokenizer that the run was trained with; use {run_dir / FOLDER}"
         yield ConfigIssue("tokenizer.path", message, config.tokenizer.path)
 
 
-def _overwritten(kept: str | None) -> Iterator[ConfigIssue]:
+def _overwritten(path: str | None) -> Iterator[ConfigIssue]:
     """Refuse to start from step 0 where another run keeps its checkpoints."""
-    if kept is None:
+    if path is None:
         return
-    with reaching(storage_path(kept)):
-        found = step_folders.latest(storage_path(kept))
-    if found is not None:
-        message = f"{found.path} is there; use another checkpoint.path, or resume from it with auto"
+    with reaching(storage_path(path)):
+        checkpoint = step_folders.latest(storage_path(path))
+    if checkpoint is not None:
+        message = (
+            f"{checkpoint.path} is there; use another checkpoint.path, or resume from it with auto"
+        )
         yield ConfigIssue("checkpoint.resume", message, "never")
 
 
-def _corrupt(resume: str, wrong: dict[Path, str], found: Checkpoint | None) -> ConfigIssue:
+def _corrupt(resume: str, wrong: dict[Path, str], checkpoint: Checkpoint | None) -> ConfigIssue:
     """Refuse to resume in silence from an older checkpoint, or from nothing."""
     reasons = "; ".join(f"{path} {reason}" for path, reason in wrong.items())
-    return ConfigIssue("checkpoint.resume", f"{reasons}; {fallback.instead(found)}", resume)
+    return ConfigIssue("checkpoint.resume", f"{reasons}; {fallback.instead(checkpoint)}", resume)
 
 
-def _resumable(config: RunConfig, model: nn.Module, found: Checkpoint) -> Iterator[ConfigIssue]:
+def _resumable(
+    config: RunConfig, model: nn.Module, checkpoint: Checkpoint
+) -> Iterator[ConfigIssue]:
     """Compare a checkpoint with the run that is to resume from it."""
     resume = config.checkpoint.resume
-    if found.step > config.train.steps:
-        message = f"{found.path} has done {found.step} already; use more to train on"
+    if checkpoint.step > config.train.steps:
+        message = f"{checkpoint.path} has done {checkpoint.step} already; use more to train on"
         yield ConfigIssue("train.steps", message, config.train.steps)
-    if found.samples != found.step * config.train.global_batch_size:
+    if checkpoint.samples != checkpoint.step * config.train.global_batch_size:
         message = (
-            f"{found.path} saw {found.samples // max(1, found.step)} samples per step; keep that, "
-            "so that no sample is skipped or repeated"
+            f"{checkpoint.path} saw {checkpoint.samples // max(1, checkpoint.step)} samples per "
+            "step; keep that, so that no sample is skipped or repeated"
         )
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
-    if reader.is_of_a_run(found):
-        yield from _other_states(config, found, model)
+    if reader.is_of_a_run(checkpoint):
+        yield from _other_states(config, checkpoint, model)
     else:
         message = (
-            f"{found.path} contains weights only (no optimizer state); "
-            f"use never, and model.weights={found.path}"
+            f"{checkpoint.path} contains weights only (no optimizer state); "
+            f"use never, and model.weights={checkpoint.path}"
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
-    differences = reader.model_differences(found, model)
+    differences = reader.model_differences(checkpoint, model)
     if differences:
-        message = f"{found.path} was saved with a different model: {weights.first(differences)}"
+        message = (
+            f"{checkpoint.path} was saved with a different model: {weights.first(differences)}"
+        )
         yield ConfigIssue("checkpoint.resume", message, resume)
 
 
-def _other_states(config: RunConfig, found: Checkpoint, model: nn.Module) -> Iterator[ConfigIssue]:
+def _other_states(
+    config: RunConfig, checkpoint: Checkpoint, model: nn.Module
+) -> Iterator[ConfigIssue]:
     """Refuse optimizer states that this run's optimizer does not have, or has and lacks here."""
-    optimizer, saved = config.optimizer, reader.saved_states(found)
+    optimizer, saved = config.optimizer, reader.saved_states(checkpoint)
     facts = parameter_facts(spec_for(config.model), model)
     wanted = {
         f"{name}.{state}"
-        for name, one in facts.items()
-        for state in states_of(with_options(optimizer, one), one.shape)
+        for name, parameter in facts.items()
+        for state in states_of(with_options(optimizer, parameter), parameter.shape)
     }
     if saved == wanted:
         return
@@ -182,15 +190,15 @@ def _other_states(config: RunConfig, found: Checkpoint, model: nn.Module) -> Ite
     field = fields.pop() if len(fields) == 1 else None
     if field is not None:
         use = "use what it was saved with, above 0" if saved else "use 0, as it was saved with"
-        message = f"{found.path} has {_listed(kinds)}; {use}"
+        message = f"{checkpoint.path} has {_listed(kinds)}; {use}"
         yield ConfigIssue(f"optimizer.{field}", message, getattr(optimizer, field))
     elif kinds == wanted_kinds:
         other = sorted(saved ^ wanted)[0]
         where = "has" if other in saved else "lacks"
-        message = f"{found.path} was saved with other groups: it {where} {other}; use the same"
+        message = f"{checkpoint.path} was saved with other groups: it {where} {other}; use the same"
         yield ConfigIssue("optimizer.groups", message, getattr(optimizer, "groups", ...))
     else:
-        message = f"{found.path} was saved with a different optimizer; it has {_listed(kinds)}"
+        message = f"{checkpoint.path} was saved with a different optimizer; it has {_listed(kinds)}"
         yield ConfigIssue("optimizer.name", message, optimizer.name)
 
 

@@ -18,7 +18,7 @@ from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, layout, num_ranks, resolved
+from axonlaunch.config.layout import Layout, num_ranks, resolved, with_backend
 from axonlaunch.config.loggers import CustomLoggerConfig
 from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
 from axonlaunch.config.plugins import import_callable, import_plugins
@@ -54,24 +54,32 @@ FP32_BYTES = 4
 """Bytes of a parameter's element and of its gradient."""
 
 
-def resolve(config: RunConfig) -> RunConfig:
-    """Resolve ``launch.nproc`` and check everything that can be checked without a rank.
+def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
+    """Resolve what was left to the node and check everything that can be checked without a rank.
+
+    Args:
+        config: A run's.
+        devices: How many ranks of this node can have a device of their own; None: it is found.
 
     Raises:
         ConfigError: Every problem, all at once.
     """
-    return _resolved(config, here=True, report=lambda state: None)
+    devices = accelerators() if devices is None else devices
+    return _resolved(config, devices=devices, here=True)
 
 
-def resolving(config: RunConfig) -> Generator[Tokenising, None, RunConfig]:
+def resolving(
+    config: RunConfig, *, devices: int | None = None
+) -> Generator[Tokenising, None, RunConfig]:
     """Do as ``resolve`` does, and yield how far text is tokenised.
 
     Raises:
         ConfigError: Every problem, all at once.
     """
+    devices = accelerators() if devices is None else devices
     states: SimpleQueue[Tokenising | None] = SimpleQueue()
     with ThreadPoolExecutor(1, thread_name_prefix="checking") as pool:
-        checking = pool.submit(_resolved, config, here=True, report=states.put)
+        checking = pool.submit(_resolved, config, devices=devices, here=True, report=states.put)
         checking.add_done_callback(lambda _: states.put(None))
         while (state := states.get()) is not None:
             yield state
@@ -84,50 +92,57 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: Every problem, all at once.
     """
-    return _resolved(config, here=False, report=lambda state: None)
+    nproc = config.launch.nproc
+    return _resolved(config, devices=accelerators() if nproc == "auto" else 0, here=False)
 
 
 def obstacles(config: RunConfig) -> list[ConfigIssue]:
     """Return what would stop a run here whose ``launch.nproc`` is resolved."""
     import_plugins(config.plugins)
-    return find_issues(config)
+    devices = accelerators()
+    return find_issues(with_backend(config, accelerators=devices), devices=devices)
 
 
-def _resolved(config: RunConfig, *, here: bool, report: OnProgress) -> RunConfig:
+def _resolved(
+    config: RunConfig, *, devices: int, here: bool, report: OnProgress = lambda state: None
+) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
-    config = resolved(config, accelerators=accelerators())
+    config = resolved(config, accelerators=devices)
+    if here:
+        config = with_backend(config, accelerators=devices)
     if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
     config = _wherever_it_is_read(config)
-    problems = find_issues(config, here=here, report=report)
+    problems = find_issues(config, devices=devices if here else None, report=report)
     if problems:
         raise ConfigError(problems)
     return config
 
 
 def find_issues(
-    config: RunConfig, *, here: bool = True, report: OnProgress = lambda state: None
+    config: RunConfig, *, devices: int | None, report: OnProgress = lambda state: None
 ) -> list[ConfigIssue]:
     """Return what is wrong with a configuration whose ``launch.nproc`` is known.
 
     Args:
         config: The run's.
-        here: Whether this node is to run it: its devices, memory, disk, data and checkpoints
-            then have to suffice.
+        devices: How many ranks of this node, which is to run it, can have a device of their own:
+            its devices, memory, disk, data and checkpoints then have to suffice. None: it need not.
         report: Is called now and then while text is tokenised, which is done if all else is well.
     """
+    here = devices is not None
     ranks = num_ranks(config)
-    shares = layout(config, world_size=ranks)
+    layout = Layout.of(config, world_size=ranks)
     # Again, now that all is resolved: each rank holds what it reads of the run against them.
     problems = find_rule_violations(config)
-    if here:
-        problems += _backend(config)
+    if devices is not None:
+        problems += _backend(config, devices)
         problems += _custom_loggers(config)
         problems += _attention(config)
-    dataset, found = described_dataset(config)
-    problems += found
-    spec, model, found = _model(config)
-    problems += found
+    dataset, issues = described_dataset(config)
+    problems += issues
+    spec, model, issues = _model(config)
+    problems += issues
     if here and dataset is not None and not isinstance(dataset, Untokenised):
         problems += sample_problems(config, dataset)
     if spec is not None and dataset is not None:
@@ -144,7 +159,7 @@ def find_issues(
     unfit = [] if spec is None or model is None else optimizer_problems(config, spec, model)
     problems += unfit
     if here and model is not None and not unfit:
-        problems += _memory(config, model, shares)
+        problems += _memory(config, model, layout)
         problems += _disk(config, model)
         problems += checkpoint_problems(config, model)
     if here and isinstance(dataset, Untokenised) and not problems:
@@ -185,18 +200,26 @@ def _absolute(path: str) -> str:
 
 
 def accelerators() -> int:
-    """Return the number of accelerators that NCCL can serve."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != "cuda" or not nccl.status().available:
-        return 0
-    return torch.accelerator.device_count()
+    """Return the number of accelerators that NCCL can serve.
+
+    Raises:
+        ConfigError: There is a driver, and it fails: the run would be on the CPU unnoticed.
+    """
+    try:
+        return len(nccl.devices())
+    except RuntimeError as error:
+        message = (
+            f"CUDA fails here: {str(error).splitlines()[0]}; repair it (nvidia-smi), or hide the "
+            "devices by CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+        raise ConfigError([ConfigIssue("launch.backend", message)]) from None
 
 
-def _backend(config: RunConfig) -> Iterator[ConfigIssue]:
-    backend, found, nproc = config.launch.backend, accelerators(), config.launch.nproc
+def _backend(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
+    backend, nproc = config.launch.backend, config.launch.nproc
     assert nproc != "auto"
-    if backend == "nccl" and found < nproc:
-        have = f"this node has {found}" if found else "this node has none"
+    if backend == "nccl" and devices < nproc:
+        have = f"this node has {devices}" if devices else "this node has none"
         yield ConfigIssue(
             "launch.backend",
             f"{nproc} ranks need an accelerator each; {have}; use gloo",
@@ -219,7 +242,7 @@ def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
     model = config.model
-    on_cpu = config.launch.backend in ("gloo", "mock") or not accelerators()
+    on_cpu = config.launch.backend != "nccl"
     if isinstance(model, HuggingFaceConfig) and model.attention == "flex" and on_cpu:
         message = "torch can't train with it on CPUs; use sdpa"
         yield ConfigIssue("model.attention", message, "flex")
@@ -278,14 +301,14 @@ def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Ite
 
 def _named(config: RunConfig, problems: Iterable[ConfigIssue]) -> Iterator[ConfigIssue]:
     """Say of which model the problems are: by what the user chose it."""
-    for one in problems:
+    for problem in problems:
         if isinstance(config.model, CustomConfig):
-            yield ConfigIssue("model.target", one.message, config.model.target)
+            yield ConfigIssue("model.target", problem.message, config.model.target)
         elif isinstance(config.model, HuggingFaceConfig):
             key = "model.config" if config.model.path is None else "model.path"
-            yield ConfigIssue(key, one.message, config.model.path or ...)
+            yield ConfigIssue(key, problem.message, config.model.path or ...)
         else:
-            yield ConfigIssue("model.name", one.message, config.model.name)
+            yield ConfigIssue("model.name", problem.message, config.model.name)
 
 
 def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
@@ -294,13 +317,17 @@ def _image_shape(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
         return
     shape = dataset.sample_shape
     numel = torch.Size(shape).numel()
-    given = getattr(config.model, "input_size", None)
-    if given is not None and given != numel:
-        yield ConfigIssue("model.input_size", f"the images are {_by(shape)}; use {numel}", given)
+    input_size = getattr(config.model, "input_size", None)
+    if input_size is not None and input_size != numel:
+        yield ConfigIssue(
+            "model.input_size", f"the images are {_by(shape)}; use {numel}", input_size
+        )
     for field, seen in (("num_channels", shape[0]), ("image_size", shape[-1])):
-        given = getattr(config.model, field, None)
-        if given is not None and given != seen:
-            yield ConfigIssue(f"model.{field}", f"the images are {_by(shape)}; use {seen}", given)
+        input_size = getattr(config.model, field, None)
+        if input_size is not None and input_size != seen:
+            yield ConfigIssue(
+                f"model.{field}", f"the images are {_by(shape)}; use {seen}", input_size
+            )
 
 
 def _by(shape: tuple[int, ...]) -> str:
@@ -312,17 +339,17 @@ def _length(config: RunConfig) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def _memory(config: RunConfig, model: nn.Module, shares: Layout) -> Iterator[ConfigIssue]:
+def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[ConfigIssue]:
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
-    held = count // (shares.tensor * shares.pipeline)
+    parameters = count // (layout.tensor * layout.pipeline)
     states = FP32_BYTES * share_of_states(config)
     per_element = (
-        FP32_BYTES / shares.parameter_shards
-        + FP32_BYTES / shares.gradient_shards
-        + states / shares.optimizer_shards
+        FP32_BYTES / layout.parameter_shards
+        + FP32_BYTES / layout.gradient_shards
+        + states / layout.optimizer_shards
     )
-    per_rank = int(held * per_element)
+    per_rank = int(parameters * per_element)
     memory, where = min(_rooms(config))
     offload = config.strategy.fsdp.cpu_offload
     if per_rank > memory and offload == "none":
@@ -340,8 +367,8 @@ def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
     assert nproc != "auto"
     if hardware is not None and hardware.memory_bytes is not None:
         yield hardware.memory_bytes, f"hardware={hardware.name}"
-    if accelerators() and config.launch.backend in ("auto", "nccl"):
-        yield torch.accelerator.get_memory_info(0)[1], "a device here"
+    if config.launch.backend == "nccl":
+        yield nccl.devices()[0].memory_bytes, "a device here"
     else:
         yield host.memory_bytes() // nproc, "a rank's share of this node's memory"
 
@@ -351,10 +378,10 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     if not config.checkpoint.every:
         return
     count = sum(p.numel() for p in model.parameters())
-    kept = (
+    num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    needed = int(count * FP32_BYTES * (1 + share_of_states(config))) * kept
+    needed = int(count * FP32_BYTES * (1 + share_of_states(config))) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
         return

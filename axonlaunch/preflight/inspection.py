@@ -97,12 +97,14 @@ def inspect(config: RunConfig) -> Inspection:
     if isinstance(config.model, HuggingFaceConfig):
         from axonlaunch.models.hf.structure import structure
 
-        found = structure(config.model)
-        kinds, plan = list(found.kinds), plan or dict(found.tensor_plan)
-        notes = [text for text in (found.no_layers, found.flow.problem) if text]
+        structure_of_model = structure(config.model)
+        kinds, plan = list(structure_of_model.kinds), plan or dict(structure_of_model.tensor_plan)
+        notes = [
+            text for text in (structure_of_model.no_layers, structure_of_model.flow.problem) if text
+        ]
     return Inspection(
         model=type(model).__name__,
-        parameters=sum(one.numel() for one in model.parameters()),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=spec.layers,
         blocks=dict(Counter(kinds)),
         cut_points=list(blocks)[1:],
@@ -138,7 +140,7 @@ def _layouts(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Iterator[L
         ),
     }
     for layout, (settings, problems) in ways.items():
-        reasons = [one.message for one in problems(with_values(config, settings))]
+        reasons = [problem.message for problem in problems(with_values(config, settings))]
         yield LayoutAnswer(layout, not reasons, "; ".join(reasons))
 
 

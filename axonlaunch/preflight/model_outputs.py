@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
+from torch.overrides import TorchFunctionMode
 
 from axonlaunch.config import ConfigIssue
 from axonlaunch.data.dataset import Dataset, sample_inputs
@@ -81,34 +83,43 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
 
 def _forward(model: nn.Module, sample: Tensor) -> _Forward | Exception:
     """Run a copy of the model on as good as nothing; return what it fails with if it does."""
-    embeddings: dict[str, int] = {}
     silence_fake_tensors()
     try:
         model = copy.deepcopy(model)
         with _unheard(), torch.no_grad(), tensors_without_bytes():
             materialize(model, device="cpu")
             inputs = torch.empty((_SAMPLES, *sample.shape), dtype=sample.dtype)
-            storage = inputs.untyped_storage()
-            for name, module in model.named_modules():
-                if isinstance(module, nn.Embedding):
-                    module.register_forward_pre_hook(_looked_up(name, storage, embeddings))
-            return _Forward(model(inputs), embeddings)
+            with _Lookups(model, inputs.untyped_storage()) as lookups:
+                return _Forward(model(inputs), lookups.rows)
     except Exception as error:  # a model of others may fail in any way without values
         return error
 
 
-def _looked_up(name: str, storage: torch.UntypedStorage, embeddings: dict[str, int]) -> Any:
-    """Return a hook that notes an embedding which is fed the inputs or a view of them.
+class _Lookups(TorchFunctionMode):
+    """Notes the embeddings in which the inputs, or a view of them, are looked up.
 
-    One of positions is fed something else, and may be of any size.
+    What is looked up in one of positions is something else, and it may be of any size.
+
+    Attributes:
+        rows: Of each embedding, by its name.
     """
 
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        is_fed = args and isinstance(args[0], Tensor) and args[0].untyped_storage() is storage
-        if is_fed and isinstance(module, nn.Embedding):
-            embeddings[name] = module.num_embeddings
+    def __init__(self, model: nn.Module, inputs: torch.UntypedStorage) -> None:
+        super().__init__()
+        self.rows: dict[str, int] = {}
+        self._inputs = inputs
+        self._names = {
+            id(module.weight): name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding)
+        }
 
-    return note
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.embedding and isinstance(args[0], Tensor):
+            name = self._names.get(id(args[1]))
+            if name is not None and args[0].untyped_storage() is self._inputs:
+                self.rows[name] = len(args[1])
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

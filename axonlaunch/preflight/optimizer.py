@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.layout import Layout, layout, num_ranks
+from axonlaunch.config.did_you_mean import unknown
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, FreeOptimizerConfig
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.parameter_groups import (
@@ -25,7 +26,6 @@ from axonlaunch.config.parameter_groups import (
 from axonlaunch.engines.optimizer.probe import probe
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
-from axonlaunch.registry import unknown
 
 
 def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> list[ConfigIssue]:
@@ -44,22 +44,22 @@ def optimizer_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
         if config.optimizer.name not in OWN_OPTIMIZERS:
             problems += _of_others(config.optimizer, facts)
         if not problems:
-            problems += layout_problems(config, layout(config, world_size=num_ranks(config)))
+            problems += layout_problems(config, Layout.of(config, world_size=num_ranks(config)))
     except ConfigError as error:
         return error.problems
     return problems
 
 
-def layout_problems(config: RunConfig, shares: Layout) -> Iterator[ConfigIssue]:
+def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
     """Refuse layouts that divide what an optimizer needs whole, or stream what it exchanges.
 
     Raises:
         ConfigError: It is somebody else's, and can't be tried.
     """
     needs, divided = sharding_of(config.optimizer), []
-    if shares.optimizer_shards > 1:
-        divided.append(shares.data_parallel)
-    if shares.tensor > 1:
+    if layout.optimizer_shards > 1:
+        divided.append(layout.data_parallel)
+    if layout.tensor > 1:
         divided.append("tensor parallelism")
     name = config.optimizer.name
     if needs == "whole" and divided:
@@ -72,7 +72,7 @@ def layout_problems(config: RunConfig, shares: Layout) -> Iterator[ConfigIssue]:
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
     offload = config.strategy.fsdp.cpu_offload
-    if needs == "collective" and shares.facts.shards_parameters and offload != "none":
+    if needs == "collective" and layout.facts.shards_parameters and offload != "none":
         message = (
             f"optimizer={name} exchanges parts of parameters among ranks while it updates them, "
             "and offloaded ones pass through the device one by one; use none, or adamw"
@@ -90,14 +90,14 @@ def _of_others(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue
         yield from unknown_options
         return
     declared = OPTIMIZERS.facts(config.name)
-    for one, ndim in _different(config, facts):
-        tried, shape = probe(one, ndim), tuple(range(2, 2 + ndim))
+    for options, ndim in _different(config, facts):
+        tried, shape = probe(options, ndim), tuple(range(2, 2 + ndim))
         if declared.states is not None:
-            found = {state.name: state.shape(shape) for state in tried.states}
-            said = {name: state.shape(shape) for name, state in states_of(one, shape).items()}
-            if found != said:
+            shapes = {state.name: state.shape(shape) for state in tried.states}
+            said = {name: state.shape(shape) for name, state in states_of(options, shape).items()}
+            if shapes != said:
                 message = (
-                    f"it is registered with states {_listed(said)}, and keeps {_listed(found)} of "
+                    f"it is registered with states {_listed(said)}, and keeps {_listed(shapes)} of "
                     f"a parameter of shape {list(shape)}; register it with states of these shapes"
                 )
                 yield ConfigIssue("optimizer.name", message, config.name)
@@ -115,10 +115,10 @@ def _different(config: Any, facts: list[ParameterFacts]) -> Iterator[tuple[Any, 
     """Yield the configurations that update the parameters, each once for each number of dims."""
     seen = set()
     for parameter in facts:
-        one, ndim = with_options(config, parameter), len(parameter.shape)
-        if (repr(one), ndim) not in seen:
-            seen.add((repr(one), ndim))
-            yield one, ndim
+        options, ndim = with_options(config, parameter), len(parameter.shape)
+        if (repr(options), ndim) not in seen:
+            seen.add((repr(options), ndim))
+            yield options, ndim
 
 
 def _unknown_options(config: Any, facts: list[ParameterFacts]) -> Iterator[ConfigIssue]:

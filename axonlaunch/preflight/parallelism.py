@@ -77,7 +77,7 @@ def sharding_problems(
     if not data_parallel_facts(config.strategy).shards_parameters:
         return
     key, kind = "strategy.data_parallel", config.strategy.data_parallel
-    if scalars := [name for name, one in model.named_parameters() if one.ndim == 0]:
+    if scalars := [name for name, tensor in model.named_parameters() if tensor.ndim == 0]:
         message = (
             f"{first_four(scalars)} has no dim that can be sharded; give it the shape [1], or "
             "use ddp or zero1"
@@ -122,15 +122,15 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         yield ConfigIssue("strategy.tensor.sequence_parallel", message, True)
         return
     yield from _undivided_length(config)
-    found = plan_issues(
+    issues = plan_issues(
         model, plan, degree=tensor.degree, sequence_parallel=tensor.sequence_parallel
     )
-    for pattern, message in found:
+    for pattern, message in issues:
         if pattern and tensor.plan:
             yield ConfigIssue(f"strategy.tensor.plan.{pattern}", message, plan[pattern])
         else:
             yield ConfigIssue("strategy.tensor.degree", message, tensor.degree)
-    if found:
+    if issues:
         return
     if spec.loss is not cross_entropy_sum:
         yield from _own_loss(config, plan, model)
@@ -141,13 +141,13 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
 
 
 def _own_loss(config: RunConfig, plan: dict[str, str], model: nn.Module) -> Iterator[ConfigIssue]:
-    for one in styled(model, plan):
-        if one.style == "vocabulary" and isinstance(one.module, nn.Linear):
+    for module in styled(model, plan):
+        if module.style == "vocabulary" and isinstance(module.module, nn.Linear):
             message = (
-                f"{one.name} would give a part of the logits, and model={config.model.name} has a "
-                "loss of its own, which needs them whole; remove this setting"
+                f"{module.name} would give a part of the logits, and model={config.model.name} has "
+                "a loss of its own, which needs them whole; remove this setting"
             )
-            yield ConfigIssue(f"strategy.tensor.plan.{one.pattern}", message, one.style)
+            yield ConfigIssue(f"strategy.tensor.plan.{module.pattern}", message, module.style)
 
 
 def pipeline_problems(
@@ -172,14 +172,13 @@ def pipeline_problems(
         yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)
         return
     if missing := missing_ends(spec, model):
-        held = ", ".join(name for name, _ in model.named_children())
-        message = f"{type(model).__name__} has no such attribute; at its top it has {held}"
+        children = ", ".join(name for name, _ in model.named_children())
+        message = f"{type(model).__name__} has no such attribute; at its top it has {children}"
         yield ConfigIssue("model.ends", message, one_of(missing))
         return
-    if kept := kept_everywhere(spec, model):
-        message = (
-            f"every stage would train its own {first_four(kept)}; name what holds it among the ends"
-        )
+    if names := kept_everywhere(spec, model):
+        each = first_four(names)
+        message = f"every stage would train its own {each}; name what holds it among the ends"
         yield ConfigIssue("model.ends", message)
     per_rank = stages_per_rank(config.strategy)
     stages, blocks = pipeline.degree * per_rank, len(block_names(spec, model))
@@ -191,7 +190,9 @@ def pipeline_problems(
     elif pipeline.split != "auto" and sum(pipeline.split) != blocks:
         message = f"sums to {sum(pipeline.split)}, but the model has {blocks} blocks"
         yield ConfigIssue("strategy.pipeline.split", message, pipeline.split)
-    for other, one in tied_names(model).items():
-        if not all(any(holds(end, name) for end in ends_of(spec)) for name in (one, other)):
-            message = f"{other} is {one}, and they may come to lie on different stages; untie them"
+    for other, owner in tied_names(model).items():
+        if not all(any(holds(end, name) for end in ends_of(spec)) for name in (owner, other)):
+            message = (
+                f"{other} is {owner}, and they may come to lie on different stages; untie them"
+            )
             yield ConfigIssue("strategy.pipeline.degree", message, pipeline.degree)

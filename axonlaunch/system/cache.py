@@ -9,8 +9,8 @@ from pathlib import Path
 
 def cache_folder() -> Path:
     """Return what is ours of the user's cache, by the XDG base directory specification."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
     return base / "axonlaunch"
 
 

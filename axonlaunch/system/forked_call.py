@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from axonlaunch.registry import load_target
 from axonlaunch.system.forkserver import Starter, become_independent, fork
+from axonlaunch.system.targets import load_target
 
 _GRACE_S = 0.3
 """Seconds in which other calls report what the failure of one did to them."""
@@ -51,16 +51,16 @@ def stream(context: ForkServerContext, target: str, *args: Any) -> Generator[Any
         Exception: What the function raised.
         RuntimeError: The process died without an answer.
     """
-    one = ForkedCall(context, target, args)
+    call = ForkedCall(context, target, args)
     try:
         while True:
-            if (error := one.receive()) is not None:
+            if (error := call.receive()) is not None:
                 raise error
-            if one.is_done:
-                return one.result
-            yield one.result
+            if call.is_done:
+                return call.result
+            yield call.result
     finally:
-        one.end()
+        call.end()
 
 
 class CallsFailedError(Exception):
@@ -89,7 +89,7 @@ def call_together(
     calls = [ForkedCall(context, target, args) for args in arguments]
     errors: dict[int, Exception] = {}
     try:
-        pending = {one.connection: index for index, one in enumerate(calls)}
+        pending = {call.connection: index for index, call in enumerate(calls)}
         while pending:
             # After one failed the others soon report what it did to them: which is the cause is for
             # the caller to find.
@@ -102,11 +102,11 @@ def call_together(
                 if (error := calls[index].receive()) is not None:
                     errors[index] = error
     finally:
-        for one in calls:
-            one.end()
+        for call in calls:
+            call.end()
     if errors:
         raise CallsFailedError(errors)
-    return [one.result for one in calls]
+    return [call.result for call in calls]
 
 
 class RemoteTracebackError(Exception):

@@ -19,10 +19,10 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from axonlaunch.registry import load_target
 from axonlaunch.system import temporary_folders
 from axonlaunch.system.forked_process import ForkedProcess
 from axonlaunch.system.process_state import state
+from axonlaunch.system.targets import load_target
 
 Starter: TypeAlias = ForkServerContext | SpawnContext
 """What starts a process: the warm server, or a new interpreter where there is none."""
@@ -92,12 +92,12 @@ def _sockets_in(folder: Path) -> Iterator[None]:
     """
     process: Any = multiprocessing.current_process()
     settings: dict[str, Any] = process._config
-    given = settings.get("tempdir")
+    configured = settings.get("tempdir")
     settings["tempdir"] = str(folder)
     try:
         yield
     finally:
-        settings["tempdir"] = given  # None: multiprocessing makes its own when it needs it
+        settings["tempdir"] = configured  # None: multiprocessing makes its own when it needs it
 
 
 def _run_server() -> None:
@@ -125,15 +125,15 @@ def without_working_folder() -> Iterator[None]:
 
     What it starts in turn finds the environment as its user left it.
     """
-    given = os.environ.get("PYTHONSAFEPATH")
+    safe_path = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         yield
     finally:
-        if given is None:
+        if safe_path is None:
             del os.environ["PYTHONSAFEPATH"]
         else:
-            os.environ["PYTHONSAFEPATH"] = given
+            os.environ["PYTHONSAFEPATH"] = safe_path
 
 
 def stop() -> None:

@@ -23,9 +23,9 @@ def private_folder(path: Path) -> Path:
         OSError: It can't be made, or is another user's.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.stat(follow_symlinks=False)
-    if found.st_uid != os.geteuid():
+    status = path.stat(follow_symlinks=False)
+    if status.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to another user")
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         path.chmod(0o700)
     return path

@@ -50,11 +50,21 @@ def tolerant(stream: TextIO) -> TextIO:
     return cast("TextIO", stream if isinstance(stream, _Tolerant) else _Tolerant(stream))
 
 
+def refusal(stream: TextIO) -> str | None:
+    """Return why a tolerant stream dropped something, at first; None where it dropped nothing."""
+    return stream.refused if isinstance(stream, _Tolerant) else None
+
+
 class _Tolerant:
-    """Passes text on; errors end nothing."""
+    """Passes text on; errors end nothing.
+
+    Attributes:
+        refused: The first of them; None where there was none.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.refused: str | None = None
         if hasattr(
             stream, "reconfigure"
         ):  # a character that the terminal lacks ends nothing either
@@ -76,6 +86,7 @@ class _Tolerant:
             self._give_up(error)
 
     def _give_up(self, error: OSError | ValueError) -> None:
+        self.refused = self.refused or getattr(error, "strerror", None) or str(error)
         if isinstance(error, OSError) and error.errno in _PASSING:
             return
         # What is buffered would be tried again at every flush, the last one at exit.

@@ -56,16 +56,16 @@ def keep_kernels(otherwise: Path) -> None:
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     try:
-        kept = host.private_folder(cache.cache_folder() / "inductor")
+        kernels = host.private_folder(cache.cache_folder() / "inductor")
     except (OSError, RuntimeError):  # no home, or not a writable one
-        kept = host.private_folder(otherwise / "inductor")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
+        kernels = host.private_folder(otherwise / "inductor")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kernels)
 
 
 def _make() -> Path:
     # Not tempfile.gettempdir(): it writes a file to try a folder, which a full disk refuses.
-    given = [os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP", "XDG_RUNTIME_DIR")]
-    bases = [base for base in given if base and len(os.fsencode(base)) <= _LONGEST]
+    configured = [os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP", "XDG_RUNTIME_DIR")]
+    bases = [base for base in configured if base and len(os.fsencode(base)) <= _LONGEST]
     errors: list[OSError] = []
     for base in [*bases, "/tmp", "/var/tmp", "/dev/shm"]:
         try:

@@ -36,11 +36,11 @@ def raise_if_nonfinite(engine: Engine, loss: Tensor, *, world: World) -> None:
     value = float(loss)
     if math.isfinite(value):
         return
-    found: list[Any] = [_first(engine, world.rank)]
+    firsts: list[Any] = [_first(engine, world.rank)]
     if world.world_size > 1:
-        found = all_gather_json(found[0])
+        firsts = all_gather_json(firsts[0])
     message = f"the loss of step {engine.step + 1} is {value:g}; "
-    if places := sorted(one for one in found if one is not None):
+    if places := sorted(first for first in firsts if first is not None):
         message += places[0][-1]
     else:
         message += "every parameter and every gradient is finite"
@@ -57,12 +57,12 @@ def _first(engine: Engine, rank: int) -> tuple[int, int, int, str] | None:
         ("that is not finite", [(name, parameter.detach()) for name, parameter in named]),
         ("whose gradient is not finite", [(n, p.grad) for n, p in named if p.grad is not None]),
     )
-    for kind, (words, tensors) in enumerate(kinds):
-        wrong = [(i, name) for i, (name, one) in enumerate(tensors) if not _is_finite(one)]
+    for kind, (description, tensors) in enumerate(kinds):
+        wrong = [(i, name) for i, (name, tensor) in enumerate(tensors) if not _is_finite(tensor)]
         if wrong:
             index, name = wrong[0]
             of = f"{len(wrong)} of {len(tensors)} on its rank"
-            return kind, rank, index, f"{name} is the first parameter {words} ({of})"
+            return kind, rank, index, f"{name} is the first parameter {description} ({of})"
     return None
 
 

@@ -74,8 +74,8 @@ def continue_prompt(
 def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
     """Return a run's model, how many tokens it was trained to look at, and what makes them."""
     saved = config.read_frozen(folder, trusted=trusted)
-    found = checkpoint.latest(folder)
-    if found is None:
+    newest = checkpoint.latest(folder)
+    if newest is None:
         message = f"{folder}: the run has no checkpoint; train with checkpoint.every=N"
         raise ConfigError([ConfigIssue("", message)])
     tokenizer = load_kept(folder)
@@ -84,7 +84,7 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
     from axonlaunch.models.build import build_model
 
     model = build_model(saved.model, seed=saved.seed).eval()
-    checkpoint.load_model(found, model_state(model))
+    checkpoint.load_model(newest, model_state(model))
     return model, length, tokenizer or ByteTokenizer()
 
 

@@ -192,8 +192,8 @@ def _save(
 
 
 def _report(saved: list[Completed], monitor: Monitor) -> None:
-    for one in saved:
-        monitor.report(Saved(one.step, str(one.path), one.seconds, one.stalled_s))
+    for save in saved:
+        monitor.report(Saved(save.step, str(save.path), save.seconds, save.stalled_s))
 
 
 def _forget_time(progress: _Progress, started: float) -> None:

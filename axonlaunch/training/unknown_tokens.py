@@ -41,9 +41,9 @@ def naming_unknown_tokens(batch: Batch, data: Loader, *, step: int) -> Iterator[
         is_target = bool(_TARGET.match(str(error)))
         tokens = batch.targets if is_target else batch.inputs
         size = _classes(error) if is_target else _embedding_rows(error, batch)
-        if size is None or (found := _first_unknown(tokens, size)) is None:
+        if size is None or (unknown := _first_unknown(tokens, size)) is None:
             raise  # another index of the model's own
-        row, token = found
+        row, token = unknown
         what = "target" if is_target else "token"
         knows = "outputs have" if is_target else "embedding has"
         message = (
@@ -55,7 +55,9 @@ def naming_unknown_tokens(batch: Batch, data: Loader, *, step: int) -> Iterator[
 
 def _classes(error: IndexError) -> int | None:
     """Return C of the logits [N, C, ...] or [C] whose cross entropy failed; None: not seen."""
-    logits = [one["input"] for code, one in _calls(error) if code is F.cross_entropy.__code__]
+    logits = [
+        arguments["input"] for code, arguments in _calls(error) if code is F.cross_entropy.__code__
+    ]
     return logits[-1].shape[1 if logits[-1].dim() > 1 else 0] if logits else None
 
 
@@ -64,7 +66,9 @@ def _embedding_rows(error: IndexError, batch: Batch) -> int | None:
 
     One of positions that is too short fails on what the model made, and is no matter of tokens.
     """
-    calls = [one for code, one in _calls(error) if code is nn.Embedding.forward.__code__]
+    calls = [
+        arguments for code, arguments in _calls(error) if code is nn.Embedding.forward.__code__
+    ]
     if not calls:
         return None
     looked_up, storage = calls[-1]["input"], batch.inputs.untyped_storage()

@@ -6,7 +6,7 @@ It connects the rooms; how ranks were started, and who reads the events, is not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from axonlaunch.checkpoint import Checkpoint, Retention, storage
 from axonlaunch.checkpoint.fallback import Resumed, load_newest
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import load_initial_weights
-from axonlaunch.comm import World
+from axonlaunch.comm import Backend, World
+from axonlaunch.comm.nccl import device_count
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.data.text_rows import TextRows
@@ -50,12 +51,12 @@ def run(
     """
     monitor.beat("building", step=None)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    shares = layout(config, world_size=world.world_size)
+    layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(
         config,
         dataset,
-        shares=shares,
+        layout=layout,
         rank=world.rank,
         pin_memory=world.device.type != "cpu",
     )
@@ -66,16 +67,16 @@ def run(
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
         load_initial_weights(engine, config.model, world=world)
-    kept = storage.root(config)
+    root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
     if world.is_main and isinstance(dataset, TextRows):
-        for folder in {Path(config.run_dir), kept} if config.checkpoint.every else ():
+        for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
             dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
     monitor.report(
         Started(
             run_dir=config.run_dir,
-            layout=str(shares),
+            layout=str(layout),
             device=str(world.device),
             parameters=engine.num_parameters,
             samples=dataset.num_samples,
@@ -87,7 +88,7 @@ def run(
             notes=(
                 *getattr(dataset, "notes", ()),
                 *notes,
-                *_swept(kept, world),
+                *_swept(root, world),
                 *_notes(config, world),
             ),
         )
@@ -98,7 +99,7 @@ def run(
         if world.is_main:
             storage.describe(config)
         saver = Saver(
-            kept,
+            root,
             world=world,
             retention=Retention(
                 newest=config.checkpoint.keep_last,
@@ -106,7 +107,7 @@ def run(
                 best=config.checkpoint.keep_best,
             ),
             every=config.checkpoint.every,
-            layout=str(shares),
+            layout=str(layout),
             background=config.checkpoint.async_save,
         )
     with loggers:
@@ -149,9 +150,9 @@ def _restore(config: RunConfig, engine: Engine, world: World) -> Resumed:
             world=world,
             passes_over=config.checkpoint.fallback,
         )
-    elif (found := checkpoint.find_checkpoint(storage.storage_path(resume))) is not None:
+    elif (saved := checkpoint.find_checkpoint(storage.storage_path(resume))) is not None:
         resumed = Resumed(
-            found, checkpoint.load_checkpoint(found, engine.state_dict(), world=world)
+            saved, checkpoint.load_checkpoint(saved, engine.state_dict(), world=world)
         )
     else:
         raise checkpoint.CorruptCheckpointError(
@@ -191,9 +192,9 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
     report(SampleGenerated(prompt, dataset.decode(tokens)))
 
 
-def _swept(kept: Path, world: World) -> list[str]:
+def _swept(root: Path, world: World) -> list[str]:
     """Delete what interrupted saves left, and name it."""
-    left = checkpoint.sweep_partial(kept) if world.is_main else []
+    left = checkpoint.sweep_partial(root) if world.is_main else []
     return [
         f"checkpoints/{name}: deleted, a save that was interrupted had left it" for name in left
     ]
@@ -203,13 +204,14 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
     """Say what a setting can't do on this device, or in this world."""
     notes = []
     strategy = config.strategy
-    shares = layout(config, world_size=world.world_size)
-    is_hybrid = shares.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"
-    if is_hybrid and shares.dp_replicate == 1:
+    layout = Layout.of(config, world_size=world.world_size)
+    is_hybrid = layout.facts.shards_parameters and strategy.fsdp.sharding == "hybrid_shard"
+    if is_hybrid and layout.dp_replicate == 1:
         notes.append(
             "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
             "strategy.fsdp.replicate=2 makes two"
         )
+    notes += device_notes(world.backend)
     offload = strategy.fsdp.cpu_offload
     if offload != "none" and world.device.type == "cpu":
         notes.append(
@@ -222,3 +224,13 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "so it may be slower than fp32"
         )
     return tuple(notes)
+
+
+def device_notes(backend: str) -> Iterator[str]:
+    """Say that devices are there, and the run is on the CPU."""
+    if backend == Backend.GLOO and (devices := device_count()):
+        yield (
+            f"launch.backend=gloo: the ranks compute on the CPU, and rank 0 sees {devices} "
+            f"{'device' if devices == 1 else 'devices'}; a rank for each would use them: "
+            f"launch.nproc={devices} launch.backend=nccl"
+        )

@@ -24,7 +24,7 @@ from axonlaunch.comm import RankFailedError, World
 from axonlaunch.comm.json_exchange import all_gather_json
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig, with_values
-from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schema import StrategyConfig
@@ -119,12 +119,12 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
     Raises:
         NoReferenceError: They fail, or the model draws random numbers, as no two layouts do alike.
     """
-    shares = layout(config, world_size=num_ranks(config))
+    layout = Layout.of(config, world_size=num_ranks(config))
 
     def run(world: World) -> Reference:
         engine, loader = _engine(_in_one_process(config, micro_batch_size="auto"), world)
         if spec_for(config.model).mixes_samples or _mixes_samples(engine.modules):
-            same = _in_one_process(config, micro_batch_size=shares.micro_batch_size)
+            same = _in_one_process(config, micro_batch_size=layout.micro_batch_size)
             engine, loader = _engine(same, world)
         losses, norms, gradients = [], [], []
         for step in range(steps):
@@ -161,10 +161,10 @@ def compare(
 ) -> list[Difference]:
     """Run the same steps as one rank of the layout; return every quantity's difference here."""
     engine, loader = _engine(config, world)
-    found = []
+    differences = []
     for step in range(steps):
         loss, _ = engine.backward(loader.batch(step))
-        found.append(_of_number(step, "loss", float(loss), reference.losses[step]))
+        differences.append(_of_number(step, "loss", float(loss), reference.losses[step]))
         expected = reference.gradients[step]
         floor = _GRADIENT_FLOOR * _root_mean_square(expected.values())
         for name, parameter in engine.named_parameters():
@@ -173,16 +173,16 @@ def compare(
                 relative = math.inf
                 if gradient is not None:
                     relative = _relative(gradient, expected[name], floor=floor)
-                found.append(Difference(step + 1, "gradient", name, relative))
+                differences.append(Difference(step + 1, "gradient", name, relative))
         norm, wanted_norm = _number(engine.update()[0]), reference.norms[step]
         if norm is not None and wanted_norm is not None:
-            found.append(_of_number(step, "norm", norm, wanted_norm))
+            differences.append(_of_number(step, "norm", norm, wanted_norm))
     for name, parameter in engine.named_parameters():
         relative = _relative(
             whole(parameter.detach()), reference.parameters[name], floor=_PARAMETER_FLOOR
         )
-        found.append(Difference(steps, "parameter", name, relative))
-    return found
+        differences.append(Difference(steps, "parameter", name, relative))
+    return differences
 
 
 def on_mock(config: RunConfig, steps: int) -> ParityResult:
@@ -195,10 +195,10 @@ def on_mock(config: RunConfig, steps: int) -> ParityResult:
         return failed(config, steps, str(error))
     world = World.mock(num_ranks(config), timeout_s=config.launch.timeout_s)
     try:
-        results = world.run(lambda one: compare(config, one, reference, steps=steps))
+        results = world.run(lambda member: compare(config, member, reference, steps=steps))
     except RankFailedError as error:
         return failed(config, steps, str(error))
-    return judge(config, reference, [one for differences in results for one in differences])
+    return judge(config, reference, [member for differences in results for member in differences])
 
 
 def save_reference(config: RunConfig, steps: int, folder: str) -> ParityResult | None:
@@ -224,8 +224,8 @@ def verify_on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> Par
     ranks = num_ranks(config)
     import_plugins(config.plugins)
     config = _with_smooth_updates(config)
-    given = config.launch.threads
-    torch.set_num_threads(host.threads(ranks=ranks) if given == "auto" else given)
+    threads = config.launch.threads
+    torch.set_num_threads(host.threads(ranks=ranks) if threads == "auto" else threads)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     place = local_place(rank, ranks)
     os.environ.update(place.variables())  # a user's model may look for them, as in training
@@ -234,35 +234,49 @@ def verify_on_rank(config: RunConfig, steps: int, folder: str, rank: int) -> Par
     ) as world:
         reference = Reference(**torch.load(Path(folder) / _SAVED))
         own = compare(config, world, reference, steps=steps)
-        gathered = all_gather_json([dataclasses.asdict(one) for one in own])
+        gathered = all_gather_json([dataclasses.asdict(difference) for difference in own])
     if rank:
         return None
-    found = [Difference(**one) for differences in gathered for one in differences]
-    return judge(config, reference, found)
+    of_all_ranks = [
+        Difference(**difference) for differences in gathered for difference in differences
+    ]
+    return judge(config, reference, of_all_ranks)
 
 
 def judge(
     config: RunConfig,
     reference: Reference,
-    found: list[Difference],
+    differences: list[Difference],
 ) -> ParityResult:
     """Decide whether rounding explains what all ranks found.
 
     Args:
         config: The layout's.
         reference: What one process computed.
-        found: What the ranks found.
+        differences: What the ranks found.
     """
     tolerance = tolerance_of(config)
-    found = [*found, *_missing(reference, found)]
+    differences = [*differences, *_missing(reference, differences)]
     passing = dict.fromkeys(_ORDER, tolerance) | {"norm": norm_tolerance(tolerance)}
-    wrong = [one for one in found if not one.relative <= passing[one.kind]]
-    wrong.sort(key=lambda one: (one.step, _ORDER.index(one.kind)))
+    wrong = [
+        difference
+        for difference in differences
+        if not difference.relative <= passing[difference.kind]
+    ]
+    wrong.sort(key=lambda difference: (difference.step, _ORDER.index(difference.kind)))
     worst = {
-        kind: max((one for one in found if one.kind == kind), key=_size, default=None)
+        kind: max(
+            (difference for difference in differences if difference.kind == kind),
+            key=_size,
+            default=None,
+        )
         for kind in _ORDER
     }
-    names = [one for one in (worst["gradient"], worst["parameter"]) if one is not None]
+    names = [
+        difference
+        for difference in (worst["gradient"], worst["parameter"])
+        if difference is not None
+    ]
     return ParityResult(
         passed=not wrong,
         layout=layout_of(config),
@@ -274,7 +288,7 @@ def judge(
         max_parameter_difference=_size(worst["parameter"]),
         worst_parameter=max(names, key=_size).name if names else None,
         losses=reference.losses,
-        differences=list(dict.fromkeys(str(one) for one in wrong)),
+        differences=list(dict.fromkeys(str(difference) for difference in wrong)),
     )
 
 
@@ -282,9 +296,13 @@ def _size(difference: Difference | None) -> float:
     return 0.0 if difference is None else difference.relative
 
 
-def _missing(reference: Reference, found: list[Difference]) -> Iterator[Difference]:
+def _missing(reference: Reference, differences: list[Difference]) -> Iterator[Difference]:
     """Yield the gradients that no rank has."""
-    have = {(one.step, one.name) for one in found if one.kind == "gradient"}
+    have = {
+        (difference.step, difference.name)
+        for difference in differences
+        if difference.kind == "gradient"
+    }
     for step, gradients in enumerate(reference.gradients, start=1):
         for name in gradients:
             if (step, name) not in have:
@@ -292,9 +310,9 @@ def _missing(reference: Reference, found: list[Difference]) -> Iterator[Differen
 
 
 def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
-    shares = layout(config, world_size=world.world_size)
+    layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
-    loader = rank_loader(config, dataset, shares=shares, rank=world.rank)
+    loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
     engine = build_engine(config, world, sample=sample_inputs(dataset))
     load_initial_weights(engine, config.model, world=world)
     _drop_nothing(engine.modules)
@@ -313,7 +331,7 @@ def _mixes_samples(modules: Iterable[nn.Module]) -> bool:
 
 def _drop_nothing(modules: Iterable[nn.Module]) -> None:
     """Turn dropout off: every layout draws it for other elements."""
-    for module in (one for whole_module in modules for one in whole_module.modules()):
+    for module in (part for whole_module in modules for part in whole_module.modules()):
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
         for name, value in vars(module).items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 0.1, "fp16": 0.02}
 """Largest relative difference that rounding explains, by ``train.precision``."""
@@ -75,4 +75,4 @@ def failed(config: RunConfig, steps: int, why: str) -> ParityResult:
 
 def layout_of(config: RunConfig) -> str:
     """Return the layout in words."""
-    return str(layout(config, world_size=num_ranks(config)))
+    return str(Layout.of(config, world_size=num_ranks(config)))

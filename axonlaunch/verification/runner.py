@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing.context import ForkServerContext
@@ -16,6 +15,7 @@ from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
+from axonlaunch.system.temporary_folders import temporary_folder
 from axonlaunch.verification.result import ParityResult, failed
 
 _log = logging.getLogger(__name__)
@@ -57,22 +57,23 @@ def verify(
 
 
 def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> ParityResult:
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         run = "axonlaunch.verification.compare:"
-        given = (config, steps, folder)
-        if (no_reference := forked_call.call(context, f"{run}save_reference", *given)) is not None:
-            return cast("ParityResult", no_reference)
-        ranks = [(*given, rank) for rank in range(num_ranks(config))]
+        arguments = (config, steps, str(folder))
+        reference = forked_call.call(context, f"{run}save_reference", *arguments)
+        if reference is not None:  # there is none: it says why
+            return cast("ParityResult", reference)
+        ranks = [(*arguments, rank) for rank in range(num_ranks(config))]
         try:
             verdict, *_ = forked_call.call_together(context, f"{run}verify_on_rank", ranks)
         except forked_call.CallsFailedError as error:
-            for rank, one in error.errors.items():
-                _log.debug("rank %d failed", rank, exc_info=one)
+            for rank, failure in error.errors.items():
+                _log.debug("rank %d failed", rank, exc_info=failure)
             return failed(config, steps, _who(error.errors))
         return cast("ParityResult", verdict)
 
 
 def _who(errors: Mapping[int, Exception]) -> str:
     """Say which rank failed, of several the one that did not just lose its connection."""
-    rank = min(errors, key=lambda one: ("onnection" in str(errors[one]), one))
+    rank = min(errors, key=lambda number: ("onnection" in str(errors[number]), number))
     return f"rank {rank} failed: {type(errors[rank]).__name__}: {errors[rank]}"

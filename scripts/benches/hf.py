@@ -1,25 +1,37 @@
 """Which causal language models of transformers each layout trains as one process does.
 
-Every class is built at a tiny configuration and proved as ``axonlaunch verify`` does, each layout
-in a process of its own with a time limit; what can't be built so is reported with the reason.
+Every class is built at a tiny configuration and proved as ``axonlaunch verify`` does; what can't be
+built or divided is recorded with the reason. Each result is appended to a file at once, so a sweep
+that was stopped continues; a complete one is written for ``axonlaunch ls hf`` and as a page.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import hf_tiny
+
+if TYPE_CHECKING:
+    from axonlaunch.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "build" / "hf_rows.jsonl"
+EXPORT = "export"
+_FSDP = ["strategy=fsdp", "launch.nproc=2"]
 LAYOUTS: dict[str, list[str]] = {
-    "fsdp 2": ["strategy=fsdp", "launch.nproc=2"],
+    "fsdp 2": _FSDP,
+    "zero1 2": ["strategy=zero1", "launch.nproc=2"],
     "tensor 2": ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"],
     "tensor 4": ["strategy=tensor", "strategy.tensor.degree=4", "launch.nproc=4"],
     "pipeline 2": ["strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"],
@@ -32,216 +44,181 @@ LAYOUTS: dict[str, list[str]] = {
         *("strategy=hybrid", "strategy.tensor.degree=2", "strategy.pipeline.degree=2"),
         "launch.nproc=8",
     ],
+    EXPORT: _FSDP,
 }
 """What is proved of each class, by its column's name: the settings."""
 
-BLOCKS = 4
-"""So many make the four stages of a zero-bubble pipeline on two ranks."""
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "num_hidden_layers": BLOCKS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "ffn_dim": 128,
-    "max_position_embeddings": 128,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "sliding_window": 16,
-    "num_kv_shared_layers": 0,
-    "n_shared_experts": 1,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 256,
-    "laurel_rank": 16,
-    "num_experts_per_token": 2,
-    "linear_head_dim": 16,
-    "linear_num_heads": 4,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_d_state": 8,
-    "mamba_d_ssm": 128,
-    "mamba_chunk_size": 16,
-    "rotary_dim": 8,
-    "is_decoder": True,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-"""Tiny figures by what most configurations call them; a class is given those that it has."""
-
-OWN: dict[str, dict[str, Any]] = {
-    "opt": {"word_embed_proj_dim": 64},
-    "longcat_flash": {"head_dim": 8},
-    "lfm2_moe": {
-        "layer_types": ["conv", "full_attention"] * (BLOCKS // 2),
-        "num_dense_layers": 1,
-    },
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
-    },
-    "gpt_neo": {"attention_types": [[["global", "local"], BLOCKS // 2]], "window_size": 16},
-}
-"""Besides, for the configurations where these make no model."""
+INSTEAD = {"zero1 2": ["strategy.ddp.sync=synchronous"]}
+"""What a layout is proved with where parameters get no gradient, which its error says to use."""
 
 SETTINGS = [
     *("model=hf", "model.init=random", "data=synthetic_tokens", "data.sequence_length=32"),
     *("train.global_batch_size=4", "train.steps=10", "scheduler=constant"),
     *("optimizer.lr=3e-3", "optimizer.eps=1e-6", "checkpoint.every=0"),
 ]
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of a class under a layout.
+    """What was seen of a class under a layout.
 
     Attributes:
         model_type: Its configuration's.
         layout: As ``LAYOUTS`` names it.
         outcome: equal, different, refused (before anything starts), failed or late.
-        reason: Why not equal, in words.
+        reason: Why not equal, or with what settings, in words.
+        versions: Of what it was seen with.
     """
 
     model_type: str
     layout: str
     outcome: str
     reason: str = ""
+    versions: str = ""
 
 
-def model_types() -> list[str]:
-    """Return the first ``model_type`` of each causal-LM class."""
-    from axonlaunch.models.hf import library
-
-    first: dict[str, str] = {}
-    for kind, cls in library.causal_types().items():
-        first.setdefault(str(cls), kind)
-    return sorted(first.values())
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that a result depends on."""
+    return {
+        name: importlib.metadata.version(name).partition("+")[0]
+        for name in ("transformers", "torch")
+    }
 
 
-def tiny(kind: str) -> dict[str, Any]:
-    """Return a configuration of a family that makes a model of some thousand parameters."""
-    from axonlaunch.models.hf import architecture, library
+def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
+    """Return the checked configuration of a class under a layout.
 
-    cls = library.config_types()[kind]
-    known = architecture.known_keys(cls) | library.keys_read_by_code(cls)
-    settable = {key for key in known if not isinstance(_found(cls, key), property)}
-    figures = {key: value for key, value in SIZES.items() if key in settable}
-    if "qk_rope_head_dim" in figures:
-        figures.pop("head_dim", None)  # it follows, and every head has keys and values
-        figures["num_key_value_heads"] = figures["num_attention_heads"]
-    with library.quiet():
-        defaults = cls()
-    depth = getattr(defaults, "num_hidden_layers", None)
-    for key in settable - figures.keys():
-        value = _found(defaults, key)
-        if isinstance(value, float) and ("drop" in key or "jitter" in key):
-            figures[key] = 0.0
-        elif isinstance(value, list) and len(value) == depth:
-            figures[key] = _spread(value)
-    return {"model_type": kind, **figures, **OWN.get(kind, {})}
+    Raises:
+        ConfigError: It is refused.
+    """
+    from axonlaunch import config as configuration
+    from axonlaunch.config.errors import plain
+    from axonlaunch.preflight import checks
 
-
-def _found(owner: Any, key: str) -> Any:
-    """Return an attribute under any name that it has; None where it has no one value."""
-    attribute = getattr(owner, "attribute_map", {}).get(key, key)
-    try:
-        return getattr(owner, attribute, None)
-    except Exception:  # a configuration may hold a value for each layer
-        return None
-
-
-def _spread(value: list[Any]) -> list[Any]:
-    """Return a list that has an entry for each block: of two kinds in turn, if there are two."""
-    other = next((one for one in value if one != value[0]), value[0])
-    return [value[0], other] * (BLOCKS // 2)
+    words = [*SETTINGS, f"model.config={plain(hf_tiny.tiny(kind))}", *LAYOUTS[layout], *more]
+    composed = configuration.compose(words)
+    typed = configuration.typed(composed.tree, composed.problems, origins=composed.origins)
+    return checks.resolve(typed)
 
 
 def prove(kind: str, layout: str) -> Row:
-    """Train a class in a layout and in one process, and compare."""
-    from axonlaunch import config as configuration
+    """Train a class in a layout and in one process, and compare; or export it and load it again."""
     from axonlaunch.config import ConfigError
-    from axonlaunch.config.errors import plain
-    from axonlaunch.preflight import checks
     from axonlaunch.verification.compare import on_mock
 
     try:
-        words = [*SETTINGS, f"model.config={plain(tiny(kind))}", *LAYOUTS[layout]]
-        composed = configuration.compose(words)
-        typed = configuration.typed(composed.tree, composed.problems, origins=composed.origins)
-        chosen = checks.resolve(typed)
-        found = on_mock(chosen, STEPS)
+        chosen = chosen_of(kind, layout)
+        if layout == EXPORT:
+            import hf_export
+
+            with tempfile.TemporaryDirectory() as folder:
+                lost = hf_export.difference(chosen, Path(folder))
+            return Row(kind, layout, "different" if lost else "equal", lost)
+        result, note = on_mock(chosen, STEPS), ""
+        if layout in INSTEAD and "got no gradient" in (result.failure or ""):
+            result = on_mock(chosen_of(kind, layout, *INSTEAD[layout]), STEPS)
+            note = f"with {' '.join(INSTEAD[layout])}"
     except ConfigError as error:
         return Row(kind, layout, "refused", "; ".join(map(str, error.problems)))
-    if found.passed:
-        return Row(kind, layout, "equal")
-    return Row(kind, layout, "different", found.failure or "; ".join(found.differences[:2]))
+    if result.passed:
+        return Row(kind, layout, "equal", note)
+    return Row(kind, layout, "different", result.failure or "; ".join(result.differences[:2]))
 
 
-def _in_process(kind: str, layout: str, answers: Connection) -> None:
+def _in_process(kind: str, layouts: list[str], answers: Connection) -> None:
+    import torch
+
     sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-    try:
-        row = prove(kind, layout)
-    except Exception as error:  # what a model's own code raises is a result
-        row = Row(kind, layout, "failed", f"{type(error).__name__}: {str(error)[:300]}")
-    answers.send(asdict(row))
+    torch.set_num_threads(1)
+    for layout in layouts:
+        try:
+            row = prove(kind, layout)
+        except Exception as error:  # what a model's own code raises is a result
+            reason = " ".join(str(error).split())
+            row = Row(kind, layout, "failed", f"{type(error).__name__}: {reason}"[:300])
+        answers.send(asdict(row))
 
 
-def rows(kinds: list[str], layouts: list[str], *, seconds: float) -> Iterator[Row]:
-    """Yield what is found of each class under each layout."""
-    from axonlaunch.models.hf import library
-
-    library.transformers()  # before the fork, once for all
-    importlib.import_module("axonlaunch.verification.compare")
+def rows(kind: str, layouts: list[str], *, seconds: float) -> Iterator[Row]:
+    """Yield what is seen of a class under each layout; one process does as many as it survives."""
     context = multiprocessing.get_context("fork")
-    for kind in kinds:
-        for layout in layouts:
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_in_process, args=(kind, layout, there))
-            process.start()
-            there.close()
-            row = Row(kind, layout, "late", f"took more than {seconds:.0f} s")
-            if here.poll(seconds):
+    left = list(layouts)
+    while left:
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_in_process, args=(kind, left, there))
+        process.start()
+        there.close()
+        alive = True
+        while left and alive:
+            row = Row(kind, left[0], "late", f"took more than {seconds:.0f} s")
+            alive = here.poll(seconds)
+            if alive:
                 try:
                     row = Row(**here.recv())
                 except EOFError:
-                    row = Row(kind, layout, "failed", "its process died")
-            process.kill()
-            process.join()
+                    row, alive = Row(kind, left[0], "failed", "its process died"), False
+            left.pop(0)
             yield row
+        process.kill()
+        process.join()
+
+
+def sweep(kinds: list[str], layouts: list[str], file: Path, *, seconds: float) -> list[Row]:
+    """Prove what a file has no row of yet, a line for each; return all rows of these classes."""
+    here = " ".join(f"{name} {version}" for name, version in versions().items())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    known = {(one.model_type, one.layout): one for one in read(file) if one.versions == here}
+    with file.open("a") as out:
+        for kind in kinds:
+            missing = [layout for layout in layouts if (kind, layout) not in known]
+            for row in rows(kind, missing, seconds=seconds):
+                known[kind, row.layout] = row = Row(**{**asdict(row), "versions": here})
+                out.write(json.dumps(asdict(row)) + "\n")
+                out.flush()
+                print(f"{kind:24} {row.layout:13} {row.outcome:10} {row.reason}", flush=True)
+    return [known[kind, layout] for kind in kinds for layout in layouts]
+
+
+def read(file: Path) -> list[Row]:
+    """Return the rows of a file, of which a later one of the same class and layout counts."""
+    if not file.exists():
+        return []
+    found = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
+    return list({(one.model_type, one.layout): one for one in found}.values())
 
 
 def main() -> None:
-    """Print a line for each class and layout; with --json, one that programs read."""
+    """Print a line for each class and layout, then how many are equal under each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="MODEL_TYPE", default=None)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--seconds", type=float, default=60.0, help="for one class and layout")
-    parser.add_argument("--json", type=Path, default=None, help="a file for the rows")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for one class and layout")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="where results are appended")
+    parser.add_argument("--again", action="store_true", help="prove what the file has, too")
     chosen = parser.parse_args()
-    found = []
-    for row in rows(chosen.only or model_types(), chosen.layouts, seconds=chosen.seconds):
-        found.append(row)
-        print(f"{row.model_type:24} {row.layout:13} {row.outcome:10} {row.reason}", flush=True)
+    kinds = hf_tiny.model_types()
+    # What every process needs, before the forks and once for all.
+    importlib.import_module("axonlaunch.verification.compare")
+    chosen_of("gpt2", "fsdp 2")
+    wanted = chosen.only or kinds
+    if chosen.again:
+        forget(chosen.rows, wanted, chosen.layouts)
+    seen = sweep(wanted, chosen.layouts, chosen.rows, seconds=chosen.seconds)
     for layout in chosen.layouts:
-        equal = sum(one.outcome == "equal" for one in found if one.layout == layout)
-        print(f"{layout}: {equal} of {sum(one.layout == layout for one in found)}")
-    if chosen.json is not None:
-        chosen.json.write_text("".join(json.dumps(asdict(one)) + "\n" for one in found))
+        equal = sum(one.outcome == "equal" for one in seen if one.layout == layout)
+        print(f"{layout}: {equal} of {sum(one.layout == layout for one in seen)}")
+    every = [one for one in read(chosen.rows) if one.versions == seen[0].versions]
+    if {(one.model_type, one.layout) for one in every} >= {(k, x) for k in kinds for x in LAYOUTS}:
+        import hf_page
+
+        hf_page.write([one for one in every if one.model_type in kinds], versions(), LAYOUTS)
+
+
+def forget(file: Path, kinds: list[str], layouts: list[str]) -> None:
+    """Take rows out of a file."""
+    kept = [x for x in read(file) if x.model_type not in kinds or x.layout not in layouts]
+    file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in kept))
 
 
 if __name__ == "__main__":

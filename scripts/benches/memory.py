@@ -40,16 +40,16 @@ def estimate_run(run: published.Run, capacity: int | None) -> Estimated:
     one = {"first": ranks[0], "last": ranks[-1]}.get(run.scope) or max(
         ranks, key=lambda rank: rank.peak_bytes
     )
-    blueprint = ReducedRun.of(config)
-    stages = blueprint.stages_of(one.coords["pp"])
+    reduced = ReducedRun.of(config)
+    stages = reduced.stages_of(one.coords["pp"])
     on_host = memory_estimate.host_categories(config)
     (changes,) = forked_map.map_forked(
-        [partial(cuda_process.record, blueprint, rank=one.rank, stages=stages, on_host=on_host)]
+        [partial(cuda_process.record, reduced, rank=one.rank, stages=stages, on_host=on_host)]
     )
     held = cuda_process.held(
         changes,
         peak_bytes=one.peak_bytes,
-        groups=blueprint.shares.axes.values(),
+        groups=reduced.layout.axes.values(),
         capacity=capacity,
         expandable=run.expandable,
     )

@@ -17,7 +17,7 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 
 GPT2_VOCABULARY = 50257
-"""Megatron's default, for its rows that don't tell their vocabulary."""
+"""Megatron's default, for its rows that don't give their vocabulary."""
 NODE_GBIT_S = {
     # bigscience train/tr11-176B-ml/README.md: 4 OmniPath links a node, of 100 Gb/s
     "bigscience": 400,
@@ -25,7 +25,7 @@ NODE_GBIT_S = {
     "internevo": 400,
     "fms": 400,
 }
-"""Network of a node where the source tells another than the maker's own system has, Gb/s."""
+"""Network of a node where the source says another than the maker's own system has, Gb/s."""
 
 
 HARDWARE = (
@@ -77,7 +77,7 @@ def express(row: dict[str, Any]) -> Row:
     """Return a row as a run.
 
     Raises:
-        NotExpressedError: It is none of ours, or it does not tell enough.
+        NotExpressedError: It is none of ours, or it does not say enough.
     """
     measured = _measured(row)
     hardware, option = _hardware(row)
@@ -102,7 +102,7 @@ def _from_csv(index: int, row: dict[str, str]) -> dict[str, Any]:
         "param_dtype": row["param_dtype"],
         "ac_mode": row["ac_mode"],
         "pp_schedule": row["pp_schedule"],
-        "sequence_parallel": True,  # the script's default; the chart does not tell
+        "sequence_parallel": True,  # the script's default; the chart does not say
         "tokens_per_s_per_gpu": float(row["tok_s_per_gpu"] or 0),
         "global_batch_size": int(row["global_batch_seqs"]),
     }

@@ -19,7 +19,7 @@ from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Retention
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
@@ -80,11 +80,11 @@ def run(name: str, work: Callable[[Engine, Loader, World], Any], *extra: str) ->
     ranks, overrides = (LAYOUTS | TWO_AXES)[name]
     words = [*MODEL, *DATA, *overrides, f"launch.nproc={ranks}", "optimizer.eps=1e-5", *extra]
     chosen = run_config(words)
-    shares = layout(chosen, world_size=ranks)
+    layout = Layout.of(chosen, world_size=ranks)
 
     def on_rank(world: World) -> Any:
         loader = rank_loader(
-            chosen, data.build_dataset(chosen.data), shares=shares, rank=world.rank
+            chosen, data.build_dataset(chosen.data), layout=layout, rank=world.rank
         )
         sample = sample_inputs(loader.dataset)
         return work(build_engine(chosen, world, sample=sample), loader, world)

@@ -17,7 +17,7 @@ from axonlaunch.checkpoint import Checkpoint, Retention, step_folders, weights
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build_engine
@@ -163,11 +163,11 @@ def test_a_run_of_any_layout_starts_from_weights(name: str, source: str, tmp_pat
     ranks, overrides = LAYOUTS[name]
     words = [*MODELS["llama"], *overrides, f"launch.nproc={ranks}", f"model.weights={path}"]
     chosen = run_config([*words, "train.global_batch_size=8"])
-    shares = layout(chosen, world_size=ranks)
+    layout = Layout.of(chosen, world_size=ranks)
 
     def on_rank(world: World) -> dict[str, torch.Tensor]:
         loader = rank_loader(
-            chosen, data.build_dataset(chosen.data), shares=shares, rank=world.rank
+            chosen, data.build_dataset(chosen.data), layout=layout, rank=world.rank
         )
         engine = build_engine(chosen, world, sample=sample_inputs(loader.dataset))
         weights.load_initial_weights(engine, chosen.model, world=world)

@@ -8,7 +8,7 @@ from configured import run_config
 
 from axonlaunch import comm
 from axonlaunch.comm import RankFailedError, World
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 
 AXES = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
 
@@ -70,10 +70,10 @@ def test_ranks_of_one_shard_of_the_batch_are_those_of_one_copy_of_the_model() ->
             *("strategy.pipeline.degree=2", "launch.nproc=16"),
         ]
     )
-    shares = layout(chosen, world_size=16)
+    layout = Layout.of(chosen, world_size=16)
 
     def place(world: World) -> tuple[int, int]:
-        mesh = world.mesh(**shares.axes)
-        return shares.data_shard(world.rank), mesh.along("dp_replicate", "dp_shard")
+        mesh = world.mesh(**layout.axes)
+        return layout.data_shard(world.rank), mesh.along("dp_replicate", "dp_shard")
 
     assert all(shard == along for shard, along in World.mock(16).run(place))

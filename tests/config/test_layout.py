@@ -3,7 +3,7 @@
 import pytest
 
 from axonlaunch import config
-from axonlaunch.config.layout import layout, model_ranks, resolved
+from axonlaunch.config.layout import Layout, model_ranks, resolved
 
 TENSOR, PIPELINE = "strategy.tensor.degree=2", "strategy.pipeline.degree=2"
 CONTEXT = "strategy.context.degree=2"
@@ -46,8 +46,8 @@ def test_a_layout_has_the_kind_that_is_written_to_the_run(degrees: list[str], ra
     if ranks % model_ranks(given.strategy) == 0:
         written = resolved(config.with_values(given, {"launch.nproc": ranks}), accelerators=0)
         kind = written.strategy.data_parallel
-        assert kind == layout(given, world_size=ranks).data_parallel
-        assert kind == layout(written, world_size=ranks).data_parallel
+        assert kind == Layout.of(given, world_size=ranks).data_parallel
+        assert kind == Layout.of(written, world_size=ranks).data_parallel
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_a_layout_has_the_kind_that_is_written_to_the_run(degrees: list[str], ra
 def test_shares_of_the_batch_follow_from_the_layout(
     overrides: list[str], world: int, replicate: int, shard: int, micro: int, micro_batches: int
 ) -> None:
-    shares = layout(config.load(["train.global_batch_size=32", *overrides]), world_size=world)
-    assert (shares.dp_replicate, shares.dp_shard) == (replicate, shard)
-    assert (shares.micro_batch_size, shares.micro_batches) == (micro, micro_batches)
-    assert shares.data_ranks * micro * micro_batches == 32
+    layout = Layout.of(config.load(["train.global_batch_size=32", *overrides]), world_size=world)
+    assert (layout.dp_replicate, layout.dp_shard) == (replicate, shard)
+    assert (layout.micro_batch_size, layout.micro_batches) == (micro, micro_batches)
+    assert layout.data_ranks * micro * micro_batches == 32
 
 
 @pytest.mark.parametrize(
@@ -99,23 +99,23 @@ def test_shares_of_the_batch_follow_from_the_layout(
 def test_what_degrees_leave_over_is_data_parallel(
     overrides: list[str], world: int, axes: tuple[int, ...], micro: int, micro_batches: int
 ) -> None:
-    shares = layout(config.load(["train.global_batch_size=32", *overrides]), world_size=world)
-    assert tuple(shares.axes.values()) == axes
-    assert (shares.micro_batch_size, shares.micro_batches) == (micro, micro_batches)
-    assert shares.rounds * shares.round_microbatches == micro_batches
+    layout = Layout.of(config.load(["train.global_batch_size=32", *overrides]), world_size=world)
+    assert tuple(layout.axes.values()) == axes
+    assert (layout.micro_batch_size, layout.micro_batches) == (micro, micro_batches)
+    assert layout.rounds * layout.round_microbatches == micro_batches
 
 
 def test_a_layout_is_reported_in_a_few_words() -> None:
-    shares = layout(config.load(["strategy=hybrid"]), world_size=16)
-    assert str(shares) == "fsdp 4 x tensor 2 x pipeline 2 (1f1b)"
-    assert str(layout(config.load(["strategy=tensor"]), world_size=2)) == "tensor 2"
-    assert str(layout(config.load([CONTEXT]), world_size=2)) == "context 2"
-    assert str(layout(config.load([CONTEXT]), world_size=4)) == "ddp 2 x context 2"
+    layout = Layout.of(config.load(["strategy=hybrid"]), world_size=16)
+    assert str(layout) == "fsdp 4 x tensor 2 x pipeline 2 (1f1b)"
+    assert str(Layout.of(config.load(["strategy=tensor"]), world_size=2)) == "tensor 2"
+    assert str(Layout.of(config.load([CONTEXT]), world_size=2)) == "context 2"
+    assert str(Layout.of(config.load([CONTEXT]), world_size=4)) == "ddp 2 x context 2"
     sharded = config.load([CONTEXT, "strategy=fsdp"])
-    assert str(layout(sharded, world_size=2)) == "fsdp 1 x context 2"
+    assert str(Layout.of(sharded, world_size=2)) == "fsdp 1 x context 2"
 
 
 def test_a_pipeline_runs_in_rounds() -> None:
     chosen = ["strategy=pipeline", "train.micro_batch_size=1", "strategy.pipeline.microbatches=4"]
-    shares = layout(config.load(["train.global_batch_size=32", *chosen]), world_size=2)
-    assert (shares.micro_batches, shares.round_microbatches, shares.rounds) == (32, 4, 8)
+    layout = Layout.of(config.load(["train.global_batch_size=32", *chosen]), world_size=2)
+    assert (layout.micro_batches, layout.round_microbatches, layout.rounds) == (32, 4, 8)

@@ -249,7 +249,7 @@ def test_custom_takes_pairs_of_tokens() -> None:
         ("nowhere", "is not of the form package.module:Class"),
         (
             "no_such_module:A",
-            "No module named 'no_such_module'; write package.module:Class, importable from where "
+            "No module named 'no_such_module'; write package.module:name, importable from where "
             "you start",
         ),
         ("math:pi", "is float, not a class or function"),

@@ -10,7 +10,7 @@ from rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch.comm import World
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.preflight import checks
 
 LAYOUTS = {
@@ -35,7 +35,7 @@ def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
             *(f"launch.nproc={ranks}", "launch.backend=mock", "train.global_batch_size=16"),
         ]
     )
-    assert checks.find_issues(chosen) == []
+    assert checks.find_issues(chosen, devices=0) == []
 
     def run(world: World) -> tuple[float, dict[str, Tensor]]:
         engine, loader = rank_engine(chosen, world)
@@ -56,5 +56,5 @@ def test_ranks_evaluate_and_save_the_same_statistics(name: str) -> None:
         for key, value in kept.items():
             assert torch.equal(statistics.setdefault(key, value), value), key
     assert statistics["2.running_mean"].abs().sum() > 0
-    forwards = layout(chosen, world_size=ranks).micro_batches
+    forwards = Layout.of(chosen, world_size=ranks).micro_batches
     assert int(statistics["2.num_batches_tracked"]) == 3 * forwards

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import axonlaunch as ax
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
 from axonlaunch.models.build import build_model
 from axonlaunch.models.dtensor_regions import whole
@@ -120,12 +120,12 @@ def test_tensor_ranks_draw_alike_and_data_ranks_and_steps_and_blocks_apart(
     overrides: list[str],
 ) -> None:
     chosen = configured(*overrides, ranks=4)
-    drawn, shares = draw(chosen, ranks=4), layout(chosen, world_size=4)
+    drawn, layout = draw(chosen, ranks=4), Layout.of(chosen, world_size=4)
     masks: dict[tuple[int, int, int], Tensor] = {}
     for rank, of_rank in enumerate(drawn):
         for step, block in itertools.product(range(STEPS), range(BLOCKS)):
             [mask] = of_rank.kept[step][block]
-            place = shares.data_shard(rank), step, block
+            place = layout.data_shard(rank), step, block
             assert torch.equal(masks.setdefault(place, mask), mask), f"rank {rank} at {place}"
             assert 0.3 < mask.float().mean() < 0.7
     assert len(masks) == 2 * STEPS * BLOCKS
@@ -139,16 +139,16 @@ def test_gradients_are_plain_torchs_of_what_was_kept(overrides: list[str], mode:
     """What is recomputed in backward must be dropped as it was in forward."""
     ranks = 1 if overrides == ["strategy=single"] else 4
     chosen = configured(*overrides, RECOMPUTE + mode, ranks=ranks)
-    drawn, shares = draw(chosen, ranks=ranks), layout(chosen, world_size=ranks)
+    drawn, layout = draw(chosen, ranks=ranks), Layout.of(chosen, world_size=ranks)
     for step in range(STEPS):
         plain = build_model(chosen.model, seed=chosen.seed)
         blocks = [one for one in plain.modules() if isinstance(one, Block)]
-        for rank in range(0, ranks, shares.tensor):  # of tensor ranks one
+        for rank in range(0, ranks, layout.tensor):  # of tensor ranks one
             for block, kept in zip(blocks, drawn[rank].kept[step], strict=True):
                 block.given = kept[0]
             batch = drawn[rank].batches[step]
             logits, targets = plain(batch.inputs).flatten(0, 1), batch.targets.flatten()
-            (F.cross_entropy(logits, targets) / shares.data_ranks).backward()
+            (F.cross_entropy(logits, targets) / layout.data_ranks).backward()
         for name, parameter in plain.named_parameters():
             assert parameter.grad is not None
             torch.testing.assert_close(drawn[0].gradients[step][name], parameter.grad)

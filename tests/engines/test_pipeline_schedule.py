@@ -16,7 +16,12 @@ from torch.distributed import pipelining
 
 from axonlaunch.comm import World
 from axonlaunch.config.schedule_rules import SCHEDULES
-from axonlaunch.engines.pipeline.schedule import TORCH_CLASSES, Action, PipelineSchedule
+from axonlaunch.engines.pipeline.schedule import (
+    TORCH_CLASSES,
+    Action,
+    PipelineSchedule,
+    stages_of_sizes,
+)
 from axonlaunch.engines.pipeline.timeline import PipelineMemoryStats
 
 WIDTH, ROWS = 4, 2
@@ -171,17 +176,7 @@ def test_the_rules_refuse_what_torch_refuses_and_besides_pipelines_that_are_neve
     name: str,
 ) -> None:
     for degree, stages_per_rank, microbatches in sizes(name):
-        stages = [
-            SimpleNamespace(
-                stage_index=turn * degree,
-                num_stages=degree * stages_per_rank,
-                group_size=degree,
-                group_rank=0,
-                submod=None,
-                has_backward=True,
-            )
-            for turn in range(stages_per_rank)
-        ]
+        stages = stages_of_sizes(degree, stages_per_rank)
         make: Any = TORCH_CLASSES[name]
         single = issubclass(make, pipelining.schedules.PipelineScheduleSingle)
         try:

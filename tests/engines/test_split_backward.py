@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from axonlaunch import data
 from axonlaunch.comm import World
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build_engine
@@ -35,9 +35,9 @@ def products(schedule: str) -> int:
     )
 
     def run(world: World) -> int:
-        dataset, shares = data.build_dataset(chosen.data), layout(chosen, world_size=4)
+        dataset, layout = data.build_dataset(chosen.data), Layout.of(chosen, world_size=4)
         engine = build_engine(chosen, world, sample=sample_inputs(dataset))
-        batch = rank_loader(chosen, dataset, shares=shares, rank=world.rank).batch(0)
+        batch = rank_loader(chosen, dataset, layout=layout, rank=world.rank).batch(0)
         engine.backward(batch)  # finds shapes, once
         with Products() as counted:
             engine.backward(batch)

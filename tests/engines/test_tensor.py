@@ -220,17 +220,21 @@ def test_attention_divided_by_heads(size: int, fewer: int | None, bias: bool) ->
 
 @SIZES
 @pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 1, 5)])
-def test_cross_entropy_over_a_divided_vocabulary(size: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("classes", [12, 11])
+def test_cross_entropy_over_a_divided_vocabulary(
+    size: int, shape: tuple[int, ...], classes: int
+) -> None:
     def rank(world: ax.World) -> Tensor:
-        logits = (drawn(*shape, 12) * 10).requires_grad_()
-        targets = torch.randint(12, shape, generator=torch.Generator().manual_seed(3))
+        logits = (drawn(*shape, classes) * 10).requires_grad_()
+        targets = torch.randint(classes, shape, generator=torch.Generator().manual_seed(3))
         targets.view(-1)[1] = -100
         expected = F.cross_entropy(
             logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum"
         )
         expected.backward()
         mine = logits.detach().chunk(size, -1)[world.rank].clone().requires_grad_()
-        loss = ax.vocab_parallel_cross_entropy_sum(mine, targets, group=world.default_group)
+        group = world.default_group
+        loss = ax.vocab_parallel_cross_entropy_sum(mine, targets, group=group, classes=classes)
         assert loss.shape == ()
         torch.testing.assert_close(loss, expected)
         (2 * loss).backward()
@@ -317,7 +321,10 @@ def test_targets_that_are_no_class_or_do_not_fit_are_refused() -> None:
             "1, 2, 5, 10, 13, 26, 65 or 130",
         ),
         (lambda: ax.RowParallelLinear(6, 8), "in_features=6 .* 1, 2, 3 or 6"),
-        (lambda: ax.VocabParallelEmbedding(13, 8), "num_embeddings=13 .* 1 or 13"),
+        (
+            lambda: ax.VocabParallelEmbedding(5, 8),
+            "num_embeddings=5 leaves the last of 4 ranks without any; use 1 or 5",
+        ),
         (lambda: ax.TensorParallelAttention(24, 6), "num_heads=6 .* 1, 2, 3 or 6"),
         (lambda: ax.TensorParallelAttention(32, 8, 2), "num_key_value_heads=2 .* 1 or 2"),
         (lambda: ax.TensorParallelAttention(30, 8), "hidden_size=30 is not divisible by 8 heads"),

@@ -39,15 +39,21 @@ def feed_forward(width: int = 130) -> nn.Module:
             4,
             [
                 (
-                    "embed",
-                    "embed has 130 tokens, which 4 does not divide; use a degree of "
-                    "1, 2, 5, 10, 13, 26, 65 or 130, or pad it to 132",
-                ),
-                (
                     "layers.*.up_proj",
                     "layers.0.up_proj has 130 outputs, which 4 does not divide; use a degree of "
                     "1, 2, 5, 10, 13, 26, 65 or 130",
                 ),
+            ],
+        ),
+        (
+            {"embed": "vocabulary"},
+            25,
+            [
+                (
+                    "embed",
+                    "embed's tokens=130 leaves the last of 25 ranks without any; use "
+                    "1, 2, 5, 10, 13, 26, 65 or 130",
+                )
             ],
         ),
         (

@@ -26,7 +26,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[forkserver
     fresh = {name: None for name in shared if name.startswith("_forkserver")}
     vars(forkserver._server()).update(fresh)
     vars(forkserver._server()).pop("ensure_running", None)
-    monkeypatch.setattr(forkserver, "PRELOADED", ["axonlaunch.registry"])
+    monkeypatch.setattr(forkserver, "PRELOADED", ["axonlaunch.system.targets"])
     monkeypatch.setattr(forkserver, "_STOPPED_S", 0.5)
     try:
         with forkserver.warm() as context:

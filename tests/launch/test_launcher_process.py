@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,9 +12,14 @@ from typing import Any, cast
 import pytest
 from command import wait_for
 
-from axonlaunch.launch.external import launcher_process
+from axonlaunch.config import ConfigError
+from axonlaunch.launch.cluster_environment import ClusterEnvironment
+from axonlaunch.launch.external import joining, launcher_process
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.external.watch import JobWatch
+from axonlaunch.launch.failures.report import Crash, Report
+from axonlaunch.launch.failures.root_cause import find_root_cause
+from axonlaunch.launch.local.heartbeat import HeartbeatTable
 
 TOLD = (
     "from axonlaunch.launch.external.launcher_process import LauncherProcess as L; print(L(%r).pid)"
@@ -86,3 +92,61 @@ def test_a_watch_that_fails_ends_its_process(
     watch.join(10)
     assert ended == [1]
     assert "RuntimeError: the fault of a test" in capsys.readouterr().err
+
+
+def test_a_rank_whose_mpirun_was_killed_before_it_looked_ends() -> None:
+    program = (
+        "from axonlaunch.launch.external import launcher_process as module;"
+        "import time; module.GRACE_S = 0.0; module._ancestor_without = lambda variables: None;"
+        "module.LauncherProcess('mpirun').watch(); time.sleep(60)"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-c", program]
+    with os.fdopen(writing, "w") as unread:
+        ran = subprocess.run(words, stdout=unread, timeout=30, check=False)
+    assert ran.returncode == 1
+
+
+def test_a_rank_of_a_torchrun_that_is_gone_says_so_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_AGENT_S", 0.5)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    agent = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found = ClusterEnvironment.detect({**rank, **agent, **address})
+    with pytest.raises(ConfigError, match=r"waited 0.5 s, and torchrun does not listen there"):
+        joining.join_ranks(found, b"")
+
+
+def test_a_failure_that_followed_from_the_launchers_end_is_not_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launcher = LauncherProcess("")
+    launcher.name, launcher.pid = "torchrun", 123
+
+    def root_cause(reports: object) -> Crash:
+        launcher.is_gone.set()  # it is noticed a moment later than the connection it ended
+        return find_root_cause([Report(rank=0, kind="connection", reason="Connection closed")])
+
+    ended: list[Crash] = []
+
+    def end(watch: JobWatch, crash: Crash, *, reports: bool) -> None:
+        ended.append(crash)
+        raise SystemExit
+
+    monkeypatch.setattr(JobWatch, "_end", end)
+    watch = JobWatch(
+        cast("Any", None),
+        cast("Any", SimpleNamespace(rank=1, local_rank=0, log=None, pulse=HeartbeatTable.of(1))),
+        cast("Any", SimpleNamespace(root_cause=root_cause, report=lambda report: None)),
+        launcher,
+        cast("Any", None),
+        cast("Any", None),
+        sys.stderr,
+    )
+    with pytest.raises(SystemExit):
+        watch._fail([])
+    assert ended[0].first.reason.startswith("its launcher torchrun (process 123) is gone")

@@ -223,6 +223,7 @@ def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
         "--requeue",
         "--signal=B:USR1@120",
         "--gpus-per-node=8",
+        "--exclusive",
         "--partition=gpu",
         "--time=8:00:00",
         "--qos=high",
@@ -269,3 +270,35 @@ def test_a_job_that_is_queued_again_saves_and_continues_in_its_folder(
     process.communicate(timeout=100)
     assert process.returncode == 0
     assert axonlaunch.losses("job") == axonlaunch.losses("whole")
+
+
+def test_a_finished_run_is_not_evaluated_again_and_one_killed_after_its_last_save_is_completed(
+    axonlaunch: Command, served: Command, server: Server
+) -> None:
+    words = [*RUN, "name=run", "checkpoint.every=6"]
+    served(*words, "launch.nproc=2")
+    folder = axonlaunch.folder / "runs/run"
+    finished, losses = axonlaunch.summary("run"), axonlaunch.losses("run")
+    by_torchrun = torchrun(axonlaunch.folder, 2).served(server)
+    nodes = ["launch.nnodes=2", "launch.nproc=1", "launch.master_addr=127.0.0.1"]
+    port = ["launch.master_port=29613"]
+
+    def on_two_nodes() -> list[tuple[int, str, str]]:
+        started = [
+            served.start(*words, *nodes, *port, f"launch.node_rank={node}") for node in range(2)
+        ]
+        return ended(started)
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    for start in (lambda: ended([by_torchrun.start(*words)]), on_two_nodes):
+        (folder / "summary.json").unlink()  # what a run that was killed has not written
+        assert all(status == 0 for status, _, _ in start())
+        assert axonlaunch.summary("run")["eval_loss"] == finished["eval_loss"]
+        assert axonlaunch.losses("run") == losses
+        before = files()
+        for status, output, _ in start():
+            assert status == 0
+            assert "run is finished: it has trained all of its 6 steps" in " ".join(output.split())
+        assert files() == before

@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from served import Server
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.launch.multinode import run_identity
+from axonlaunch.launch.failures.report import Crash
+from axonlaunch.launch.multinode import coordination, run_identity
 from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend, as_plain, from_plain
@@ -122,22 +124,30 @@ def channels(master: Any, members: int = 2, **about: Any) -> list[Channel]:
     ]
 
 
-def met(channel: Channel, member: int) -> list[str]:
+def met(channel: Channel, member: int, *, confirm: Any = lambda: None) -> list[str]:
     _, nonces = meet(
-        channel, member=member, members=2, about={}, timeout_s=5, announce=lambda text: None
+        channel,
+        member=member,
+        members=2,
+        about={},
+        timeout_s=5,
+        announce=lambda text: None,
+        confirm=confirm,
     )
     return nonces
 
 
-def peers(channel: Channel, member: int, nonces: list[str]) -> Coordinator:
+def peers(
+    channel: Channel, member: int, nonces: list[str], *, lost_s: float = 5, are_nodes: bool = True
+) -> Coordinator:
     return Coordinator(
         channel,
         nonces=nonces,
         member=member,
         members=2,
         first_ranks=[0, 1],
-        lost_s=5,
-        are_nodes=True,
+        lost_s=lost_s,
+        are_nodes=are_nodes,
     )
 
 
@@ -189,6 +199,68 @@ def test_an_old_beat_that_is_put_back_is_not_taken_for_life(master: Any) -> None
     master.set("beat/1", old)
     first._poll_members()
     assert first._heard_at[1] == heard_at
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+@pytest.mark.parametrize("are_nodes", [False, True])
+def test_who_ends_waits_for_no_member_that_is_silent(
+    master: Any, silent: int, are_nodes: bool
+) -> None:
+    first, second = channels(master)
+    nonces = met(second, 1)
+    both = [(first, 0, met(first, 0)), (second, 1, nonces)]
+    lead, other = [
+        peers(*member, lost_s=0.8, are_nodes=are_nodes)  # type: ignore[misc]
+        for member in both
+    ]
+    waiting, other = (other, lead) if silent == 0 else (lead, other)
+    other._beat(1)  # and no more: it is stopped, or the thread that beats has died
+    waiting.watch()
+    ended = waiting.finish([])
+    assert isinstance(ended, Crash)
+    assert ended.first.rank == silent
+    assert "no heartbeat from its" in ended.first.reason
+
+
+def test_a_member_whose_listening_thread_dies_ends_what_it_waits_for(master: Any) -> None:
+    lead, other = channels(master)
+    nonces = met(other, 1)
+    first, second = peers(lead, 0, met(lead, 0)), peers(other, 1, nonces)
+
+    def fault() -> None:
+        raise MemoryError
+
+    for member in (first, second):
+        member._flush = fault  # type: ignore[method-assign]
+        member.watch()
+    for member in (first, second):
+        assert isinstance(member.finish([]), Crash)
+
+
+def test_the_first_node_does_not_wait_for_others_where_a_stranger_wrote_over_its_name(
+    master: Any,
+) -> None:
+    named = run_identity.publish_identity(joined(master), derive_key(TOKEN))
+    [lead, _] = channels(master)
+    theirs, store = joined(master), joined(master)
+    theirs.delete_key("axonlaunch/run")
+    run_identity.keep_identity(store, named)
+    assert run_identity.learn(theirs, derive_key(TOKEN), timeout_s=5) == named
+    theirs.set("axonlaunch/run", b"a stranger's")
+    with pytest.raises(ForgedMessageError, match="not signed with this run's token"):
+        met(lead, 0, confirm=partial(run_identity.keep_identity, store, named))
+
+
+def test_a_message_that_is_deleted_is_not_waited_for(
+    master: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordination, "_ANSWER_S", 0.2)
+    lead, other = channels(master)
+    met(other, 1)
+    monkeypatch.setattr(lead, "check", lambda names: True)  # they are deleted just after
+    joined(master).delete_key("joined/1")
+    with pytest.raises(ForgedMessageError, match="joined/1: was deleted"):
+        met(lead, 0)
 
 
 def test_the_name_of_a_run_is_signed_and_nothing_in_the_store_reports_of_the_token(

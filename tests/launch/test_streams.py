@@ -95,4 +95,7 @@ def test_a_run_outlives_a_console_that_takes_nothing(tmp_path: Path, server: Ser
     process.communicate(timeout=90)
     assert process.returncode == 0
     assert run.summary("run")["status"] == "done"
+    assert run.summary("run")["console_refused"] == "No space left on device"
+    log = (tmp_path / "runs/run/logs/rank_0.log").read_text()
+    assert "the console did not take all that was printed: No space left on device\n" in log
     assert (tmp_path / "runs/run/checkpoints/step_6").is_dir()

@@ -64,3 +64,11 @@ def test_below_a_long_tmpdir_nothing_is_made(
     with temporary_folders.temporary_folder() as made:
         assert len(str(made / "listener-01234567")) <= 107
     assert list(long.iterdir()) == []
+
+
+def test_no_other_module_makes_temporary_folders_that_a_killed_run_would_leave() -> None:
+    package = Path(temporary_folders.__file__).parents[1]
+    importing = [
+        path.name for path in package.rglob("*.py") if "import tempfile" in path.read_text()
+    ]
+    assert importing == ["temporary_folders.py"]

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from command import TINY, Command
+from configured import run_config
 from launchers import BIN, By, needs
+from rank_engine import rank_engine
+from torch._inductor import cpu_vec_isa
 
+import axonlaunch as ax
 from axonlaunch.system import cache, temporary_folders
 
 LIBRARIES = ("typer", "torch", "yaml", "rich", "numpy", "hydra", "omegaconf", "signal", "threading")
@@ -89,3 +94,16 @@ def test_torch_keeps_kernels_where_it_is_asked_to(tmp_path: Path) -> None:
     words = [sys.executable, "-c", program]
     ran = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == str(tmp_path / "here")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+def test_what_the_compiler_starts_imports_nothing_from_the_working_folder(
+    hostile: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(hostile.folder)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")  # as a user's shell has it, restored at the end
+    chosen = run_config(["strategy=single", "launch.nproc=1", "train.compile=true"])
+    ax.World.mock(1).run(partial(rank_engine, chosen))
+    probe = cpu_vec_isa.VecISA._build_probe_env()  # of the programs by which torch tries the CPU
+    subprocess.run([sys.executable, "-c", "import typer"], env=probe, check=True, timeout=60)
+    assert _marks(hostile) == []

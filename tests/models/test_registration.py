@@ -9,9 +9,9 @@ from torch import nn
 
 from axonlaunch.config.errors import ConfigError
 from axonlaunch.config.model import CustomConfig, FreeModelConfig
+from axonlaunch.config.registry import EntryPointError, UnknownNameError
 from axonlaunch.models import MODELS, register_model
 from axonlaunch.models.build import build_model, spec_for
-from axonlaunch.registry import EntryPointError, UnknownNameError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,16 +153,16 @@ def test_custom_builds_what_the_target_names():
         (
             "no_such_package:build",
             "model.target=no_such_package:build: No module named 'no_such_package'; write "
-            "package.module:build, importable from where you start",
+            "package.module:name, importable from where you start",
         ),
         (
             "torch.nn:Lineer",
             "model.target=torch.nn:Lineer: module 'torch.nn' has no attribute 'Lineer'; write "
-            "package.module:build, importable from where you start",
+            "package.module:name, importable from where you start",
         ),
         (
             "math:pi",
-            "model.target=math:pi: is float, not a class or function that builds a module",
+            "model.target=math:pi: is float, not a class or function",
         ),
         ("builtins:dict", "model.target=builtins:dict: returned dict; return a torch.nn.Module"),
     ],

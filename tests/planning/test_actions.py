@@ -70,11 +70,11 @@ SLOW = pytest.mark.slow
 )
 def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: str) -> None:
     chosen = estimate_config([*LONG, *overrides.split()])
-    blueprint = ReducedRun.of(chosen)
-    short, _ = blueprint.shorter(0)
-    assert short.shares.micro_batches < blueprint.shares.micro_batches
+    reduced = ReducedRun.of(chosen)
+    short, _ = reduced.reduce(0)
+    assert short.layout.micro_batches < reduced.layout.micro_batches
     reported, exact = estimate(chosen), estimate(chosen, exact=True)
-    tolerance = ACTIVATION if "1f1b" in blueprint.shares.schedule else 16
+    tolerance = ACTIVATION if "1f1b" in reduced.layout.schedule else 16
     for one, other in zip(reported.ranks, exact.ranks, strict=True):
         assert abs(one.peak_bytes - other.peak_bytes) <= tolerance
 
@@ -83,7 +83,7 @@ def test_every_stage_holds_what_the_long_one_does_to_an_activation(overrides: st
 def test_micro_batches_without_a_pipeline_add_their_samples_and_losses(strategy: str) -> None:
     words = [*LONG[:-1], f"strategy={strategy}", "launch.nproc=2", "train.global_batch_size=12"]
     chosen = estimate_config([*words, "model.num_hidden_layers=2"])
-    assert ReducedRun.of(chosen).shorter(0)[0].shares.micro_batches == 3
+    assert ReducedRun.of(chosen).reduce(0)[0].layout.micro_batches == 3
     assert estimate(chosen) == estimate(chosen, exact=True)
 
 

@@ -11,7 +11,7 @@ from configured import estimate_config
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.search.remedies import TRACED, candidate_changes, search_changes
 
@@ -29,18 +29,18 @@ def run(*overrides: str) -> RunConfig:
 def estimate(chosen: RunConfig) -> Estimate:
     """A machine simple enough to know the answer: states and samples, states divided by degrees."""
     assert chosen.launch.nproc != "auto"
-    shares = layout(chosen, world_size=chosen.launch.nproc)
-    parts = shares.tensor * shares.pipeline
-    states = STATES // parts // (shares.dp_shard if shares.data_parallel == "fsdp" else 1)
+    layout = Layout.of(chosen, world_size=chosen.launch.nproc)
+    parts = layout.tensor * layout.pipeline
+    states = STATES // parts // (layout.dp_shard if layout.data_parallel == "fsdp" else 1)
     kept = {"none": 1.0, "selective": 0.5, "full": 0.25}[chosen.train.activation_checkpointing]
-    activations = int(shares.micro_batch_size * SAMPLE * kept)
+    activations = int(layout.micro_batch_size * SAMPLE * kept)
     breakdown: Any = dict.fromkeys(("gradients", "optimizer", "communication", "temporary"), 0) | {
         "parameters": states,
         "activations": activations,
     }
     peak = states + activations
     return Estimate(
-        8, shares.axes, 1, peak, peak, peak, [RankEstimate(0, {"pp": 0}, peak, 0, breakdown)]
+        8, layout.axes, 1, peak, peak, peak, [RankEstimate(0, {"pp": 0}, peak, 0, breakdown)]
     )
 
 
@@ -200,7 +200,7 @@ def test_what_fits_by_formulas_is_tried_before_what_fits_by_little_less() -> Non
         return estimate(one).process_bytes * (1.7 if one.train.micro_batch_size == 4 else 1.0)
 
     def noting(one: RunConfig) -> Estimate:
-        tried.append(layout(one, world_size=8).micro_batch_size)
+        tried.append(Layout.of(one, world_size=8).micro_batch_size)
         return estimate(one)
 
     [*search_changes(chosen, estimate(chosen), memory=800, formula=too_high, estimate=noting)]

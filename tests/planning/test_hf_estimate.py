@@ -112,5 +112,16 @@ def test_each_stage_and_each_part_of_sequences_holds_what_was_estimated(tmp_path
         assert of_ranks == (estimated * 2)[:2]  # ranks of one stage are estimated once
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_first_rank_of_an_uneven_vocabulary_holds_what_was_estimated(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**FAMILIES["gpt2"], "vocab_size": 257}))
+    case = ("model=hf", f"model.path={tmp_path}", "model.init=random", "strategy=tensor")
+    [[first, last]] = _totals(live_storages.held([case], ranks=2))
+    overrides = [*small(case), "launch.nproc=2", "hardware=cpu", *case]
+    assert first == estimate(estimate_config(overrides)).peak_bytes
+    assert last < first  # by a row of the weight and of its states, and a token's logits
+
+
 def _totals(held: list[list[live_storages.Held]]) -> list[list[int]]:
     return [[of_rank["total"] for of_rank in of_case] for of_case in held]

@@ -27,9 +27,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     places: list[int] = []
     record = memory_estimate._recorded
 
-    def noting(blueprint: Any, place: int) -> Callable[[], Any]:
+    def noting(reduced: Any, place: int) -> Callable[[], Any]:
         places.append(place)
-        return record(blueprint, place)
+        return record(reduced, place)
 
     monkeypatch.setattr(memory_estimate, "_recorded", noting)
     return places

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from configured import estimate_config
 
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.planning.memory import analytic
 from axonlaunch.planning.memory.analytic import on_one_device
 from axonlaunch.planning.memory.estimate import estimate
@@ -71,8 +71,8 @@ def sent(work: Work) -> float:
 )
 def test_a_layer_computes_and_sends_what_is_counted(words: str, one: StepWork) -> None:
     chosen = estimate_config([*MODEL, *words.split()])
-    shares = layout(chosen, world_size=2)
-    reported = scaled(one, chosen, shares, layers=(4,)).first.micro_layer.work
+    layout = Layout.of(chosen, world_size=2)
+    reported = scaled(one, chosen, layout, layers=(4,)).first.micro_layer.work
     [counted] = forked_map.map_forked([lambda: step_work(chosen, world_size=2)])
     seen = counted.first.micro_layer.work
     # torch recomputes no further than backward needs: not a block's last product.
@@ -96,8 +96,8 @@ def test_memory_by_formulas_is_near_what_is_traced(
     words: str, one: StepWork, held: dict[str, analytic.ActivationBytes]
 ) -> None:
     chosen = estimate_config([*MODEL, *words.split()])
-    shares = layout(chosen, world_size=2)
-    reported = analytic.peak_bytes(chosen, shares, one=one, held=held, layers=4)
+    layout = Layout.of(chosen, world_size=2)
+    reported = analytic.peak_bytes(chosen, layout, work=one, activations=held, layers=4)
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
 
 

@@ -9,7 +9,7 @@ import pytest
 from configured import estimate_config
 from live_storages import SMALL, Held
 
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.planning.memory.estimate import estimate
 
@@ -118,7 +118,7 @@ def test_every_strategy_offload_schedule_and_axis_is_held_by_default() -> None:
         for case in cases
     ]
     strategies = [one.strategy for one in chosen]
-    layouts = [layout(one, world_size=int(one.launch.nproc)) for one in chosen]
+    layouts = [Layout.of(one, world_size=int(one.launch.nproc)) for one in chosen]
     assert {s.data_parallel for s in strategies} == {"none", "ddp", "zero1", "fsdp"}
     assert {s.ddp.sync for s in strategies} == {"overlapped", "synchronous", "no_sync"}
     offloads = {"none", "params", "full", "optimizer_states"}

@@ -6,6 +6,7 @@ import ast
 import functools
 import json
 import sysconfig
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ def functions() -> list[dict[str, str]]:
     rows = []
     for module in _MODULES:
         source = Path(sysconfig.get_path("stdlib"), f"{module}.py").read_text()
+        lines = source.splitlines(keepends=True)
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
-                text = ast.get_source_segment(source, node) or ""
+                text = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
                 rows.append({"name": node.name, "doc": doc, "text": text})
     return rows
 

@@ -76,11 +76,11 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 def batches(chosen: Any) -> list[Any]:
     """The first batches of a run on one rank."""
     from axonlaunch import data
-    from axonlaunch.config.layout import layout
+    from axonlaunch.config.layout import Layout
     from axonlaunch.data.loader import rank_loader
 
-    shares = layout(chosen, world_size=1)
+    layout = Layout.of(chosen, world_size=1)
     loader = rank_loader(
-        chosen, data.build_dataset(chosen.data, chosen.tokenizer), shares=shares, rank=0
+        chosen, data.build_dataset(chosen.data, chosen.tokenizer), layout=layout, rank=0
     )
     return [loader.batch(step) for step in range(STEPS)]

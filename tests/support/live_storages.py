@@ -17,7 +17,7 @@ from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.comm.rendezvous import local_place
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch, sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.base import Engine
@@ -146,9 +146,9 @@ def _engine(
     overrides: tuple[str, ...], world: World, *, storing: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[Engine, Batch]:
     config = chosen(overrides, ranks=world.world_size)
-    shares = layout(config, world_size=world.world_size)
+    layout = Layout.of(config, world_size=world.world_size)
     loader = rank_loader(
-        config, data.build_dataset(config.data, config.tokenizer), shares=shares, rank=world.rank
+        config, data.build_dataset(config.data, config.tokenizer), layout=layout, rank=world.rank
     )
     # Rows of the loader's batch have a target more than inputs between them: laid out otherwise.
     given = loader.batch(0)
@@ -178,7 +178,7 @@ def _held(overrides: tuple[str, ...], world: World) -> Held:
     point, host = min(peaks, key=lambda peak: on_device(peak[0]))
     categories = dict(zip(CATEGORIES, point, strict=False))
     evaluation = on_device(extrapolate_depth.peak(trace.events)[0])
-    place = layout(config, world_size=world.world_size).coordinates(world.rank)["cp"]
+    place = Layout.of(config, world_size=world.world_size).coordinates(world.rank)["cp"]
     return {
         **categories,
         "total": on_device(point),

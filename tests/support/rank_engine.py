@@ -5,7 +5,7 @@ from __future__ import annotations
 from axonlaunch import data
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout
+from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
 from axonlaunch.engines.base import Engine
@@ -14,8 +14,8 @@ from axonlaunch.engines.build import build_engine
 
 def rank_engine(chosen: RunConfig, world: World) -> tuple[Engine, Loader]:
     """Build both for the rank that a world stands for."""
-    shares = layout(chosen, world_size=world.world_size)
+    layout = Layout.of(chosen, world_size=world.world_size)
     loader = rank_loader(
-        chosen, data.build_dataset(chosen.data, chosen.tokenizer), shares=shares, rank=world.rank
+        chosen, data.build_dataset(chosen.data, chosen.tokenizer), layout=layout, rank=world.rank
     )
     return build_engine(chosen, world, sample=sample_inputs(loader.dataset)), loader

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import axonlaunch as ax
 from axonlaunch.config.model import GPTConfig, LlamaConfig, ViTConfig
-from axonlaunch.engines.tensor.parallelize import has_divided_logits
+from axonlaunch.engines.tensor.parallelize import divided_classes
 from axonlaunch.models.build import build_model
 from axonlaunch.models.initialization import reset_buffers
 from axonlaunch.models.loss import cross_entropy_sum
@@ -56,10 +56,10 @@ def whole(value: Tensor | None) -> Tensor:
 
 
 def loss_of(model: nn.Module, mesh: DeviceMesh, inputs: Tensor, targets: Tensor) -> Tensor:
-    if not has_divided_logits(model):
+    if (classes := divided_classes(model)) is None:
         return cross_entropy_sum(model(inputs), targets)
     group = ax.ProcessGroup.from_torch(mesh.get_group())
-    return ax.vocab_parallel_cross_entropy_sum(model(inputs), targets, group=group)
+    return ax.vocab_parallel_cross_entropy_sum(model(inputs), targets, group=group, classes=classes)
 
 
 def assert_same_gradients(divided: nn.Module, one: nn.Module, **tolerance: float) -> None:

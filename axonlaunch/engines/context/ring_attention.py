@@ -102,10 +102,10 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = _aten._scaled_dot_product_efficient_attention(
+    results: tuple[Tensor, ...] = _aten._scaled_dot_product_efficient_attention(
         q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=is_causal
     )
-    return found
+    return results
 
 
 def _backward_kernel(
@@ -153,7 +153,7 @@ def _on_cpu_backward(
     logsumexp: Tensor,
     is_causal: bool,
 ) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients: tuple[Tensor, ...] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out, query, key, value, out, logsumexp, 0.0, is_causal
     )
-    return found
+    return gradients

@@ -168,7 +168,9 @@ class DDP(nn.Module):
         if self._torch is None or not self._waits_for_all:
             return []
         named = self.module.named_parameters()
-        return [name for name, one in named if one.requires_grad and one.grad is None]
+        return [
+            name for name, parameter in named if parameter.requires_grad and parameter.grad is None
+        ]
 
     def sync_gradients(self) -> None:
         """Average every gradient over the group now."""

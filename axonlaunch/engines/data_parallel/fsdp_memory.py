@@ -43,13 +43,13 @@ class FSDPMemoryStats:
     device_peak_bytes: int | None
 
     @classmethod
-    def together(cls, parts: Sequence[FSDPMemoryStats]) -> Self:
+    def together(cls, stats: Sequence[FSDPMemoryStats]) -> Self:
         """Return what a rank holds of several sharded modules; their peaks are taken as one."""
         return cls.of(
-            sum(part.current_bytes for part in parts),
-            sum(part.peak_bytes for part in parts),
-            sum(part.total_bytes for part in parts),
-            parts[0].device_peak_bytes if parts else None,
+            sum(part.current_bytes for part in stats),
+            sum(part.peak_bytes for part in stats),
+            sum(part.total_bytes for part in stats),
+            stats[0].device_peak_bytes if stats else None,
         )
 
     @classmethod

@@ -15,7 +15,6 @@ from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.gradient_bucket import GradientBucket, buckets
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.engines.optimizer.step import local_part
-from axonlaunch.system.formatting import MIB
 
 
 class GradSyncStrategy(StrEnum):
@@ -94,7 +93,7 @@ class GradientSynchronizer:
         """
         self.group = group or default_group()
         self.strategy = GradSyncStrategy(strategy)
-        self._limit = int(bucket_size_mb * MIB)
+        self._limit = int(bucket_size_mb * 2**20)
         self._dtype = reduce_dtype
         self._shares: list[_Share] = []
         self._share_of: dict[nn.Parameter, _Share] = {}

@@ -63,7 +63,7 @@ class ShardedUpdate(Update):
 
     def _rows(self, parameter: Tensor) -> DTensor:
         """Return a DTensor whose local part is a view of this rank's rows of a parameter."""
-        held = local_part(parameter.detach())
+        local = local_part(parameter.detach())
         mesh, placements = self._mesh, [self._placement(parameter)]
         if isinstance(parameter, DTensor):
             names = (
@@ -71,11 +71,11 @@ class ShardedUpdate(Update):
                 *(parameter.device_mesh.mesh_dim_names or ()),
             )
             mesh, placements = self._root[names], [*placements, *parameter.placements]
-        if held.ndim:
-            start, stop = self._range(held, self._mesh.get_local_rank())
-            held = held[start:stop]
+        if local.ndim:
+            start, stop = self._range(local, self._mesh.get_local_rank())
+            local = local[start:stop]
         return DTensor.from_local(
-            held,
+            local,
             mesh,
             placements,
             run_check=False,
@@ -91,9 +91,9 @@ class ShardedUpdate(Update):
             return _StridedShard(0, split_factor=parameter.device_mesh.size())
         return Shard(0)
 
-    def _range(self, held: Tensor, rank: int) -> tuple[int, int]:
+    def _range(self, local: Tensor, rank: int) -> tuple[int, int]:
         """Return first and last row of a rank: torch.chunk's, which is Shard(0)'s, division."""
-        rows = held.shape[0]
+        rows = local.shape[0]
         step = -(-rows // self._mesh.size())
         return min(rank * step, rows), min((rank + 1) * step, rows)
 
@@ -151,17 +151,17 @@ class _Bucket:
         ]
         self.gathered = wholes[0].new_empty(ranks * sum(self._lengths))
 
-    def pack(self, parts: list[Tensor]) -> Tensor:
+    def pack(self, pieces: list[Tensor]) -> Tensor:
         """Return a rank's rows of every parameter, one after another."""
         flat = self.gathered.new_zeros(sum(self._lengths))
-        for part, place in zip(parts, flat.split(self._lengths), strict=True):
+        for part, place in zip(pieces, flat.split(self._lengths), strict=True):
             place[: part.numel()].view(part.shape).copy_(part)
         return flat
 
     def unpack(self) -> None:
         """Copy the rows of all ranks to the parameters."""
         by_rank = self.gathered.view(self._ranks, -1).split(self._lengths, dim=1)
-        for whole, rows, parts in zip(self.wholes, self._rows, by_rank, strict=True):
+        for whole, rows, pieces in zip(self.wholes, self._rows, by_rank, strict=True):
             # The padding is at the end of the last ranks' rows, so at the very end.
-            gathered = parts.reshape(self._ranks * rows, *whole.shape[1:])
+            gathered = pieces.reshape(self._ranks * rows, *whole.shape[1:])
             whole.copy_(gathered[: whole.shape[0]])

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
-from axonlaunch.config import ConfigError, ConfigIssue
 from axonlaunch.config.optimizer import (
     OPTIMIZERS,
     CosineConfig,
@@ -25,7 +24,7 @@ from axonlaunch.config.optimizer import (
 )
 from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.parameter_groups import options_of, with_options
-from axonlaunch.config.plugins import import_target
+from axonlaunch.config.plugins import import_callable
 
 PEAK_LR = "initial_lr"
 """Option of a group that holds its peak learning rate, as torch's schedulers call it."""
@@ -75,15 +74,7 @@ def optimizer_class(config: Any) -> Callable[..., Optimizer]:
     """
     if not isinstance(config, CustomOptimizerConfig):
         return cast("Callable[..., Optimizer]", OPTIMIZERS.get(config.name))
-    try:
-        found = import_target(config.target)
-    except ImportError as reason:
-        message = f"{reason}; write package.module:Class, importable from where you start"
-        raise ConfigError([ConfigIssue("optimizer.target", message, config.target)]) from reason
-    if not callable(found):
-        message = f"is {type(found).__name__}, not a class or function that makes an optimizer"
-        raise ConfigError([ConfigIssue("optimizer.target", message, config.target)])
-    return cast("Callable[..., Optimizer]", found)
+    return import_callable("optimizer.target", config.target)
 
 
 def chosen_options(config: Any, parameters: Mapping[str, ParameterFacts]) -> dict[str, Any]:

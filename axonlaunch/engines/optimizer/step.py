@@ -253,14 +253,16 @@ def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None =
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             alike.setdefault(_division(gradient), []).append(local_part(gradient))
-    total = torch.zeros(())
+    total: Tensor | None = None
     for (mesh, axes), gradients in alike.items():
         norms = torch.stack(torch._foreach_norm(gradients)).float()
         square = torch.linalg.vector_norm(norms).square()
         for axis in axes:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(axis))
-        total = total.to(square.device) + square
+        total = square if total is None else total.to(square.device) + square
+    if total is None:
+        total = torch.zeros(())
     if across is not None and across.size > 1:
         total = total.to(device_of(across))
         dist.all_reduce(total, group=across.torch_group)

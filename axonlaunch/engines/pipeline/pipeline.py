@@ -212,8 +212,8 @@ class Pipeline:
         losses: list[Tensor] = []
         try:
             self._runs[key].step(
-                *([_laid_out(inputs.to(self.device))] if self.has_first else []),
-                target=targets.to(self.device) if self.has_last else None,
+                *([_laid_out(self._here(inputs))] if self.has_first else []),
+                target=self._here(targets) if self.has_last else None,
                 losses=losses if self.has_last else None,
                 return_outputs=False,
                 **beside,
@@ -226,7 +226,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, inputs: Tensor, **beside: Tensor) -> Tensor | None:
         """Pass one micro-batch through all stages; return the outputs on the last one's rank."""
-        x = inputs.to(self.device) if self.has_first else inputs
+        x = self._here(inputs) if self.has_first else inputs
         order = self.schedule.rank_of_stage
         for index, stage in self.stages.items():
             if index and order[index - 1] != self.group.rank:
@@ -243,6 +243,9 @@ class Pipeline:
     def memory_stats(self) -> PipelineMemoryStats:
         """Return what each stage holds at most under the schedule, and the idle share."""
         return PipelineMemoryStats.from_schedule(self.schedule)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def _rank_of(self, stage: int) -> int:
         return self.group.ranks[self.schedule.rank_of_stage[stage]]

@@ -187,11 +187,20 @@ def _warm_up(stage: int, microbatches: int, ahead: int) -> tuple[Action, ...]:
 def _order_of_torch(
     torch_class: type, degree: int, microbatches: int, stages_per_rank: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Read ``pipeline_order``, which torch's multi-stage schedules make for all ranks at once.
+    """Read ``pipeline_order``, which torch's multi-stage schedules make for all ranks at once."""
+    schedule: Any = torch_class(stages_of_sizes(degree, stages_per_rank), microbatches)
+    return tuple(
+        tuple(part for action in schedule.pipeline_order[rank] for part in _unfold(action))
+        for rank in range(degree)
+    )
 
-    Making one reads only sizes of its stages, so stand-ins do; they have no module and no group.
+
+def stages_of_sizes(degree: int, stages_per_rank: int) -> list[Any]:
+    """Return stand-ins for rank 0's stages, without a module and a group.
+
+    Making a schedule of torch reads only sizes of its stages.
     """
-    stand_ins = [
+    return [
         SimpleNamespace(
             stage_index=turn * degree,
             num_stages=degree * stages_per_rank,
@@ -202,11 +211,6 @@ def _order_of_torch(
         )
         for turn in range(stages_per_rank)
     ]
-    made: Any = torch_class(stand_ins, microbatches)
-    return tuple(
-        tuple(one for action in made.pipeline_order[rank] for one in _unfold(action))
-        for rank in range(degree)
-    )
 
 
 def _unfold(action: Any) -> Iterator[Action]:

@@ -131,8 +131,8 @@ def cut(spec: ModelSpec, model: nn.Module, part: Part) -> nn.Module:
                 del owner._modules[child]
             else:
                 owner._modules[child] = None
-    for ends, kept in zip(spec.ends or ((), ()), (part.is_first, part.is_last), strict=True):
-        for name in () if kept else ends:
+    for ends, is_kept in zip(spec.ends or ((), ()), (part.is_first, part.is_last), strict=True):
+        for name in () if is_kept else ends:
             setattr(model, name, None)
     return model
 
@@ -158,25 +158,25 @@ def balanced(costs: Sequence[float], *, num_stages: int, first: float, last: flo
     # best[stop]: (costliest stage, sum of squares, counts) of the stages so far over blocks[:stop].
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for index in range(num_stages):
-        found: dict[int, tuple[float, float, list[int]]] = {}
+        candidates: dict[int, tuple[float, float, list[int]]] = {}
         for start, (most, squares, counts) in best.items():
             for stop in range(start + 1, len(costs) - (num_stages - 1 - index) + 1):
                 mine = cost(index, start, stop)
                 option = (max(most, mine), squares + mine**2, [*counts, stop - start])
-                if stop not in found or option < found[stop]:
-                    found[stop] = option
-        best = found
+                if stop not in candidates or option < candidates[stop]:
+                    candidates[stop] = option
+        best = candidates
     return best[len(costs)][2]
 
 
 def stage_blocks(
-    config: RunConfig, shares: Layout, whole: nn.Module, *, sample: Tensor
+    config: RunConfig, layout: Layout, whole: nn.Module, *, sample: Tensor
 ) -> list[int]:
     """Return the blocks of each pipeline stage: as given, or balanced.
 
     Args:
         config: The run's.
-        shares: Its layout.
+        layout: Its layout.
         whole: The model, undivided.
         sample: One sample's inputs [...]; values don't matter.
     """
@@ -184,13 +184,13 @@ def stage_blocks(
     if split != "auto":
         return split
     device = next(whole.parameters()).device
-    batch = torch.zeros((shares.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device)
+    batch = torch.zeros((layout.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device)
     return stage_counts(
         spec_for(config.model),
         whole,
-        num_stages=shares.num_stages,
+        num_stages=layout.num_stages,
         sample=batch,
-        in_flight=shares.pipeline,
+        in_flight=layout.pipeline,
     )
 
 

@@ -21,11 +21,11 @@ from axonlaunch.engines.optimizer.step import local_part
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Return ``{other name: first name}`` of parameters that a whole module holds twice."""
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
-            found[name] = first[id(parameter)]
-    return found
+            owners[name] = first[id(parameter)]
+    return owners
 
 
 class TiedGradients:

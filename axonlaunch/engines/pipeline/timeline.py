@@ -77,7 +77,7 @@ def timeline(
     """
     forwards = _by_stage("forward", forward, num_stages=schedule.num_stages)
     backwards = _by_stage("backward", backward, num_stages=schedule.num_stages)
-    parts = {"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5}
+    fractions = {"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5}
     holders = schedule.rank_of_stage
     done: dict[Action, float] = {}
     rows: list[list[TimelineSlot]] = [[] for _ in schedule.actions]
@@ -88,18 +88,18 @@ def timeline(
         for rank, (row, actions) in enumerate(zip(rows, schedule.actions, strict=True)):
             for action in actions[len(row) :]:
                 needs = _needs(action, last_stage=schedule.num_stages - 1)
-                if not all(any(one in done for one in either) for either in needs):
+                if not all(any(need in done for need in either) for either in needs):
                     waiting = True
                     break
                 ready = [
-                    done[one] + (message if holders[one.stage] != rank else 0.0)
+                    done[need] + (message if holders[need.stage] != rank else 0.0)
                     for either in needs
-                    for one in either
-                    if one in done
+                    for need in either
+                    if need in done
                 ]
                 start = max([row[-1].stop if row else 0.0, *ready])
                 times = forwards if action.kind == "F" else backwards
-                done[action] = start + parts[action.kind] * times[action.stage]
+                done[action] = start + fractions[action.kind] * times[action.stage]
                 row.append(TimelineSlot(rank, start, done[action], action))
         assert not waiting or len(done) > before, f"{schedule!r} waits for itself"
     return Timeline(schedule, tuple(slot for row in rows for slot in row))
@@ -110,9 +110,9 @@ def _by_stage(name: str, value: float | Sequence[float], *, num_stages: int) -> 
     times = list(value) if isinstance(value, Sequence) else [value] * num_stages
     if len(times) != num_stages:
         raise ValueError(f"{name} has {len(times)} times: there are {num_stages} stages")
-    for one in times:
-        if not one > 0:
-            raise ValueError(f"{name}={one}: an action takes time; use a positive number")
+    for duration in times:
+        if not duration > 0:
+            raise ValueError(f"{name}={duration}: an action takes time; use a positive number")
     return times
 
 
@@ -166,13 +166,13 @@ class PipelineMemoryStats:
                 most[action.stage] = max(most[action.stage], live[action.stage])
             elif action.kind in ("B", "W"):
                 live[action.stage] -= 1
-        held = tuple(most[stage] for stage in range(schedule.num_stages))
+        per_stage = tuple(most[stage] for stage in range(schedule.num_stages))
         in_bytes = None
         if microbatch_bytes is not None:
-            if len(microbatch_bytes) != len(held):
+            if len(microbatch_bytes) != len(per_stage):
                 raise ValueError(
                     f"microbatch_bytes has {len(microbatch_bytes)} numbers: "
-                    f"there are {len(held)} stages; give one number a stage"
+                    f"there are {len(per_stage)} stages; give one number a stage"
                 )
-            in_bytes = tuple(n * each for n, each in zip(held, microbatch_bytes, strict=True))
-        return cls(held, timeline(schedule).bubble_fraction, in_bytes)
+            in_bytes = tuple(n * each for n, each in zip(per_stage, microbatch_bytes, strict=True))
+        return cls(per_stage, timeline(schedule).bubble_fraction, in_bytes)

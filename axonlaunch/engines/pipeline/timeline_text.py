@@ -57,8 +57,8 @@ def text_timeline(timeline: Timeline, *, width: int) -> Text:
 
 def text_stats(stats: PipelineMemoryStats, *, width: int) -> str:
     """Write what a schedule costs, wrapped to so many columns."""
-    held = " ".join(f"{stage}:{count}" for stage, count in enumerate(stats.live_activations))
-    rows = {"bubble": f"{stats.bubble_fraction:.1%} of all ranks' time", "activations": held}
+    live = " ".join(f"{stage}:{count}" for stage, count in enumerate(stats.live_activations))
+    rows = {"bubble": f"{stats.bubble_fraction:.1%} of all ranks' time", "activations": live}
     notes = {"bubble": "", "activations": " (stage:micro-batches held at most)"}
     return "\n".join(
         textwrap.fill(f"{name:<13}{row}{notes[name]}", max(width, 30), subsequent_indent=" " * 13)

@@ -102,7 +102,7 @@ class ColumnParallelGroup:
         if not self._outputs:
             assert self._source is not None
             # Latent attention has layers that read something narrower.
-            columns = [one for one in self._columns if one.in_features == x.shape[-1]]
+            columns = [member for member in self._columns if member.in_features == x.shape[-1]]
             outputs = linears(self._source, x, columns, region=self)
             self._outputs = dict(zip(columns, outputs, strict=True))
         return self._outputs[column]

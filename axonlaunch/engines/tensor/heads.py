@@ -64,9 +64,9 @@ def indivisible_heads(
     if shared is None:
         counts |= {name: heads for name, heads in _counts(holder, _KEY_VALUE_HEADS) if heads > 1}
     if not counts:
-        found = {name: key_value_heads(holder, layer) for name, layer in columns.items()}
-        found = {n: heads for n, heads in found.items() if shared is None or heads != shared}
-        counts = {f"heads of {name}": heads for name, heads in found.items() if heads}
+        heads_of = {name: key_value_heads(holder, layer) for name, layer in columns.items()}
+        heads_of = {n: heads for n, heads in heads_of.items() if shared is None or heads != shared}
+        counts = {f"heads of {name}": heads for name, heads in heads_of.items() if heads}
     for name, heads in counts.items():
         legal = [n for n in divisors(heads) if shared is None or _fits(shared, n)]
         if degree not in legal:
@@ -104,5 +104,5 @@ def _fits(heads: int, degree: int) -> bool:
 
 
 def _counts(holder: nn.Module, names: Sequence[str]) -> list[tuple[str, int]]:
-    found = [(name, holder.__dict__.get(name)) for name in names]
-    return [(name, n) for name, n in found if isinstance(n, int) and not isinstance(n, bool)]
+    attributes = [(name, holder.__dict__.get(name)) for name in names]
+    return [(name, n) for name, n in attributes if isinstance(n, int) and not isinstance(n, bool)]

@@ -68,8 +68,8 @@ def _is_linear(cls: type[nn.Module], module: nn.Module) -> bool | None:
     if not (issubclass(cls, nn.Linear) or hasattr(module, "nf")) or hasattr(module, "axis"):
         return None
     if cls not in _linear:
-        found = [transposed for transposed in (False, True) if _tried(module, transposed)]
-        _linear[cls] = found[0] if found else None
+        orientations = [transposed for transposed in (False, True) if _tried(module, transposed)]
+        _linear[cls] = orientations[0] if orientations else None
     return _linear[cls]
 
 
@@ -86,10 +86,10 @@ def _tried(module: nn.Module, transposed: bool) -> bool:
     trial.__dict__.update({key: size for key, size in sizes.items() if hasattr(module, key)})
     try:
         with torch.no_grad():
-            found: Any = trial.forward(x)
+            result: Any = trial.forward(x)
     except Exception:  # a forward of others may need anything
         return False
-    return isinstance(found, Tensor) and torch.equal(found, F.linear(x, weight, bias))
+    return isinstance(result, Tensor) and torch.equal(result, F.linear(x, weight, bias))
 
 
 def _looks_up(module: nn.Embedding) -> bool:
@@ -103,10 +103,10 @@ def _looks_up(module: nn.Embedding) -> bool:
     entries = torch.tensor([[0, 1, 1]], device="cpu")
     try:
         with torch.no_grad():
-            found: Any = trial.forward(entries)
+            rows: Any = trial.forward(entries)
     except Exception:  # as above
         return False
-    return len(seen) == 1 and seen[0] is entries and found.shape == (1, 3, 3)
+    return len(seen) == 1 and seen[0] is entries and rows.shape == (1, 3, 3)
 
 
 @functools.cache

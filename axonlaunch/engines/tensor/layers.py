@@ -22,7 +22,9 @@ from axonlaunch.engines.tensor.fused_region import ColumnParallelGroup, leave
 from axonlaunch.engines.tensor.local_parameters import (
     TensorAxis,
     convert_module,
+    empty_part,
     own_entries,
+    rank_part,
     refuse_indivisible,
     to_local,
 )
@@ -198,6 +200,8 @@ class RowParallelLinear(nn.Linear):
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding whose rows, one a token of the vocabulary, are divided.
 
+    The last rank has fewer where the group's size does not divide them.
+
     Attributes:
         axis: The ranks that divide it.
         sequence_parallel: Whether it returns this rank's part of the sequence, or all of it.
@@ -226,10 +230,11 @@ class VocabParallelEmbedding(nn.Embedding):
             dtype: What it is.
 
         Raises:
-            ValueError: The group's size does not divide ``num_embeddings``.
+            ValueError: A rank would have none of ``num_embeddings``.
         """
         axis = TensorAxis.of_group(group)
-        refuse_indivisible("num_embeddings", num_embeddings, axis.group)
+        if problem := empty_part("num_embeddings", num_embeddings, axis.group.size):
+            raise ValueError(problem)
         super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
         self.axis = axis
         axis.distribute(self)
@@ -243,10 +248,12 @@ class VocabParallelEmbedding(nn.Embedding):
         group, weight = self.axis.group, to_local(self.weight)
         in_vocabulary = (tokens >= 0) & (tokens < self.num_embeddings)
         torch._assert_async(in_vocabulary.all(), "a token is not in the vocabulary")
-        mine, elsewhere = own_entries(tokens, group, count=len(weight))
+        mine, elsewhere = own_entries(tokens, group, size=self.num_embeddings)
         padding = None
-        if self.padding_idx is not None and group.rank == self.padding_idx // len(weight):
-            padding = self.padding_idx % len(weight)
+        if self.padding_idx is not None:
+            first, count = rank_part(self.num_embeddings, group)
+            if first <= self.padding_idx < first + count:
+                padding = self.padding_idx - first
         # Row 0 stands in for the others' tokens and gets a gradient of zero from them.
         vectors = F.embedding(mine, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return leave(vectors, group, sequence_parallel=self.sequence_parallel)

@@ -86,8 +86,8 @@ class TensorAxis:
             for key, parameter in list(owner._parameters.items()):
                 if parameter is None:
                     continue
-                found = cuts.get(key)
-                cut = Cut(found) if isinstance(found, int) else found
+                dim_or_cut = cuts.get(key)
+                cut = Cut(dim_or_cut) if isinstance(dim_or_cut, int) else dim_or_cut
                 if parameter not in made:
                     made[parameter] = cut, self._placed(parameter, cut)
                 its_cut, placed = made[parameter]
@@ -112,12 +112,13 @@ class TensorAxis:
 
     def part_of(self, whole: Tensor, cut: Cut) -> Tensor:
         """Return this rank's part of a tensor, contiguous."""
-        pieces = whole.chunk(cut.pieces, cut.dim)
-        length = pieces[0].shape[cut.dim] // self.group.size
-        parts = [one.narrow(cut.dim, self.group.rank * length, length) for one in pieces]
-        if len(parts) == 1:
-            return parts[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(parts, cut.dim)
+        own = [
+            piece.narrow(cut.dim, *rank_part(piece.shape[cut.dim], self.group))
+            for piece in whole.chunk(cut.pieces, cut.dim)
+        ]
+        if len(own) == 1:
+            return own[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(own, cut.dim)
 
 
 def to_local(parameter: Tensor, *, summed_over: ProcessGroup | None = None) -> Tensor:
@@ -161,6 +162,10 @@ _to_local: Any = _LocalPart.apply
 class ReadsLocally(nn.Module):
     """Comes before a module's own class and gives its forward plain parameters.
 
+    An example, of 2 ranks that divide ``nn.Linear(8, 6)`` by its outputs: outside of a forward
+    ``layer.weight`` is a DTensor of shape [6, 8]; in ``Linear.forward`` the same expression gives a
+    plain tensor [3, 8], this rank's rows, whose gradient arrives in the DTensor's ``grad``.
+
     What looks from outside, and whatever goes through ``named_parameters`` or ``state_dict``,
     meets the DTensors. While FSDP holds a parameter sharded it lies on another mesh, and stays
     what it is: nothing can compute with that.
@@ -191,7 +196,12 @@ class ReadsLocally(nn.Module):
 def convert_module(module: nn.Module, kind: type[ModuleT], *, beneath: bool = False) -> ModuleT:
     """Turn a module into another kind in place: it keeps its name, parameters and attributes.
 
-    A module of a subclass stays one of it too.
+    A module of a subclass stays one of it too. Its class is swapped, rather than the module, for
+    others may refer to it. Two examples, with the bases of the class that a module gets:
+
+        a subclass of nn.Linear           (ColumnParallelLinear, Subclass)
+        an embedding whose forward is     (Subclass, VocabParallelEmbedding), ``beneath``:
+        ``super().forward(x) * scale``    now ``super()`` is the vocabulary-parallel one
 
     Args:
         module: To be changed.
@@ -212,13 +222,31 @@ def _joined(kind: Any, own: Any, beneath: bool) -> Any:
     return type(own.__name__, (own, kind) if beneath else (kind, own), named)
 
 
-def own_entries(entries: Tensor, group: ProcessGroup, *, count: int) -> tuple[Tensor, Tensor]:
-    """Find this rank's among numbers of a vocabulary of which each rank holds ``count``.
+def rank_part(size: int, group: ProcessGroup) -> tuple[int, int]:
+    """Return first and number of a rank's among ``size``: equal parts, the last may be shorter.
+
+    They are those of torch.chunk and of ``Shard``. All but a vocabulary has equal ones.
+    """
+    length = -(-size // group.size)
+    first = min(group.rank * length, size)
+    return first, min(length, size - first)
+
+
+def empty_part(name: str, size: int, ranks: int) -> str | None:
+    """Say which numbers of ranks a vocabulary can be dealt out to; None if this is one."""
+    if -(-size // ranks) * (ranks - 1) < size:
+        return None
+    return f"{name}={size} leaves the last of {ranks} ranks without any; use {divisor_of(size)}"
+
+
+def own_entries(entries: Tensor, group: ProcessGroup, *, size: int) -> tuple[Tensor, Tensor]:
+    """Find this rank's among numbers of a vocabulary of ``size``.
 
     Returns:
         The numbers counted from this rank's first, 0 where another rank has them; and where.
     """
-    entries = entries - group.rank * count
+    first, count = rank_part(size, group)
+    entries = entries - first
     elsewhere = (entries < 0) | (entries >= count)
     return entries.masked_fill(elsewhere, 0), elsewhere
 

@@ -46,7 +46,7 @@ from axonlaunch.engines.tensor.plan_checks import (
     unknown_styles,
 )
 
-__all__ = ["STYLES", "has_divided_logits", "parallelize"]
+__all__ = ["STYLES", "divided_classes", "parallelize"]
 
 
 def parallelize(
@@ -104,9 +104,10 @@ def divide(
     axis.distribute(module)
 
 
-def has_divided_logits(module: nn.Module) -> bool:
-    """Say whether a module returns this rank's logits alone, for the vocabulary-parallel loss."""
-    return any(isinstance(part, VocabParallelHead) for part in module.modules())
+def divided_classes(module: nn.Module) -> int | None:
+    """Return of how many classes a module gives this rank's logits; None: it gives all of them."""
+    heads = (part for part in module.modules() if isinstance(part, VocabParallelHead))
+    return next((head.out_features for head in heads), None)
 
 
 class _EntersRegion(ReadsLocally):

@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from axonlaunch.config.did_you_mean import unknown
 from axonlaunch.config.errors import divisor_of
 from axonlaunch.engines.tensor.heads import indivisible_heads, key_value_heads
 from axonlaunch.engines.tensor.kinds import is_embedding, linear_sizes
-from axonlaunch.engines.tensor.local_parameters import Cut
+from axonlaunch.engines.tensor.local_parameters import Cut, empty_part
 from axonlaunch.models.attention import Attention
-from axonlaunch.registry import unknown
 
 STYLES = (
     *("column", "row", "vocabulary", "sequence", "region", "replicated"),
@@ -255,16 +255,13 @@ def _indivisible(one: Styled, degree: int) -> str | None:
             use = divisor_of(size // cut.pieces)
             return f"{one.name}.{key} has {size} there, which {degree} does not divide; use {use}"
     size, what = _divided(one)
+    if one.style == "vocabulary":
+        return empty_part(f"{one.name}'s {what}", size, degree)
     heads = key_value_heads(one.holder, one.module) if one.style == "key_value" else None
     if size % (degree * one.pieces) == 0 or (heads and degree % heads == 0):
         return None
-    message = (
-        f"{one.name} has {size} {what}, which {degree} does not divide; use a degree of "
-        f"{divisor_of(size // one.pieces)}"
-    )
-    if one.style == "vocabulary":
-        message += f", or pad it to {-(-size // degree) * degree}"
-    return message
+    use = divisor_of(size // one.pieces)
+    return f"{one.name} has {size} {what}, which {degree} does not divide; use a degree of {use}"
 
 
 def _divided(one: Styled) -> tuple[int, str]:
@@ -319,7 +316,7 @@ def _head_problems(modules: list[Styled], degree: int) -> list[str]:
 
 
 def _tied_otherwise(modules: list[Styled]) -> Iterator[str]:
-    """Tell parameters that two modules share and only one of them cuts."""
+    """Report parameters that two modules share and only one of them cuts."""
     first: dict[nn.Parameter, tuple[str, str | None]] = {}
     for one in modules:
         style = one.style if _divided(one)[0] else None
@@ -338,7 +335,7 @@ def _tied_otherwise(modules: list[Styled]) -> Iterator[str]:
 
 
 def _left_out(modules: list[Styled]) -> Iterator[str]:
-    """Tell what may see a part of the sequence without the plan's saying so."""
+    """Report what may see a part of the sequence without the plan's saying so."""
     for one in modules:
         owns = any(p is not None and p.requires_grad for p in one.module._parameters.values())
         if owns and one.style is None and not (one.in_region or one.in_sequence):

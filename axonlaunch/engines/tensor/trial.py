@@ -157,7 +157,7 @@ def _wanted(
     if one.style in ("row", "row_split", "column_gathered", "experts", "region"):
         return whole
     if one.style in ("column", "packed_column") or _is_head(one):
-        return (*whole[:-1], whole[-1] // degree)
+        return (*whole[:-1], -(-whole[-1] // degree))
     return None if free or not one.name else whole
 
 

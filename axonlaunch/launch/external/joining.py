@@ -9,12 +9,15 @@ import dataclasses
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from axonlaunch import config as configuration
+from axonlaunch.comm import nccl
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
@@ -28,6 +31,8 @@ from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
 """Seconds in which all ranks have to have been started."""
+_AGENT_S = 10.0
+"""Seconds in which torchrun's agent has to answer: it listened before it started a rank."""
 _REPORT_S = 1.0
 """Seconds that rank 0 has to print why a run is refused."""
 _FORGED = (
@@ -63,7 +68,7 @@ def join_ranks(
     """Meet the other ranks; rank 0 learns what each said of itself.
 
     Returns:
-        Where they meet, what each said, and the nonces for ``Peers``.
+        Where they meet, what each said, and the nonces for ``Coordinator``.
 
     Raises:
         ConfigError: They can't meet.
@@ -71,17 +76,19 @@ def join_ranks(
     assert found.master_addr is not None
     assert found.master_port is not None
     where = f"{found.master_addr}:{found.master_port}"
+    waits_s = _AGENT_S if found.agent_hosts_store else JOIN_S
     try:
         store = meet_at(
             found.master_addr,
             found.master_port,
             listens=found.rank == 0 and not found.agent_hosts_store,
-            timeout=timedelta(seconds=JOIN_S),
+            timeout=timedelta(seconds=waits_s),
         )
     except ValueError as error:
         raise ConfigError([ConfigIssue("", str(error))]) from None
     except (dist.DistNetworkError, dist.DistStoreError):
-        message = f"rank {found.rank} waited {JOIN_S:g} s, and rank 0 does not listen there"
+        listener = found.launcher if found.agent_hosts_store else "rank 0"
+        message = f"rank {found.rank} waited {waits_s:g} s, and {listener} does not listen there"
         raise ConfigError([ConfigIssue("MASTER_ADDR", message, where)]) from None
     job = dist.PrefixStore(f"axonlaunch/{found.run_id}", store)
     try:
@@ -97,7 +104,11 @@ def join_ranks(
     credentials = named.of(member_name(found.rank))
     channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
-        about = {"machine": socket.gethostname(), "local_rank": found.local_rank}
+        about = {
+            "machine": socket.gethostname(),
+            "local_rank": found.local_rank,
+            "devices": _devices(),
+        }
         members, nonces = meet(
             channel,
             member=found.rank,
@@ -105,6 +116,7 @@ def join_ranks(
             about=about,
             timeout_s=JOIN_S,
             announce=lambda text: print(f"rank {text}", file=sys.stderr),
+            confirm=partial(run_identity.keep_identity, job, named),
         )
     except TimeoutError as missing:
         message = f"ranks {missing} did not join within {JOIN_S:g} s"
@@ -112,6 +124,14 @@ def join_ranks(
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
     return channel, members, nonces
+
+
+def _devices() -> list[str]:
+    try:
+        return [device.uuid for device in nccl.devices_of_rank()]
+    except RuntimeError as error:
+        message = f"CUDA fails on {socket.gethostname()}: {str(error).splitlines()[0]}"
+        raise ConfigError([ConfigIssue("launch.backend", message)]) from None
 
 
 def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> ClusterEnvironment:
@@ -129,11 +149,29 @@ def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> 
             "on each node, those of one node in a row (srun --distribution=block)"
         )
         raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)])
-    return dataclasses.replace(found, local_world_size=nproc)
+    seen = [[*member["devices"]] for member in members]
+    return dataclasses.replace(found, local_world_size=nproc, devices=devices_each(seen, nproc))
 
 
-def frozen_by_rank_0(peers: Coordinator) -> RunConfig | None:
-    """Take the configuration that rank 0 froze; None where it refused."""
+def devices_each(seen: Sequence[Sequence[str]], nproc: int) -> int:
+    """Return how many ranks of each node can have a device of their own.
+
+    Args:
+        seen: The devices that each rank sees, those of one node in a row.
+        nproc: Ranks of a node.
+
+    A scheduler shows every rank all devices of its node, of which each takes the one of its local
+    rank, or shows each rank its own. Two ranks that are shown the same single device share it.
+    """
+    fewest = min(map(len, seen))
+    if fewest != 1:
+        return fewest
+    nodes = [seen[first : first + nproc] for first in range(0, len(seen), nproc)]
+    return min(len({devices[0] for devices in node}) for node in nodes)
+
+
+def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:
+    """Take the configuration that rank 0 froze, or the exit status where it launches nothing."""
     try:
         frozen = peers.wait_for("frozen", timeout_s=JOIN_S)
     except TimeoutError:
@@ -141,11 +179,12 @@ def frozen_by_rank_0(peers: Coordinator) -> RunConfig | None:
         raise ConfigError([ConfigIssue("", message)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED)]) from None
-    if "refused" in frozen:
+    if "status" in frozen:
         peers.watch()
         peers.leave()
-        time.sleep(_REPORT_S)  # a launcher ends all ranks with the first: rank 0 says why before
-        return None
+        if frozen["status"]:
+            time.sleep(_REPORT_S)  # a launcher ends all ranks with the first: rank 0 says why
+        return int(frozen["status"])
     config = configuration.parsed(frozen["config"])
     run_dir.adopt(config)
     return config

@@ -40,19 +40,29 @@ class LauncherProcess:
         self.name = name
         self.pid = _ancestor_without(_SET_BY.get(name, ()))
         self.is_gone = threading.Event()
+        if self.pid is None and name == "mpirun" and _is_unread(1):
+            self.is_gone.set()  # it was killed before this process could look for it
 
     def watch(self) -> None:
         """End this process some seconds after it, in a thread; the time is to report it in."""
-        if self.pid is not None:
-            threading.Thread(target=self._follow, args=(self.pid,), daemon=True).start()
+        if self.pid is not None or self.is_gone.is_set():
+            threading.Thread(target=self._follow, daemon=True).start()
 
-    def _follow(self, pid: int) -> None:
+    def _follow(self) -> None:
         try:
-            _wait_for_end(pid)
+            if self.pid is not None:
+                _wait_for_end(self.pid)
             self.is_gone.set()
             time.sleep(GRACE_S)
         finally:  # a watch that fails ends its process too
             os._exit(1)
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Say whether nobody reads a pipe or a terminal any more, as mpirun does its ranks'."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def _ancestor_without(variables: tuple[str, ...]) -> int | None:

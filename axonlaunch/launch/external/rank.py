@@ -65,8 +65,8 @@ def main(
         as_json: Keep standard output free.
 
     Returns:
-        The exit status and, on rank 0, what was written to ``summary.json``. A run that fails ends
-        the process instead.
+        The exit status and, on rank 0, what was written to ``summary.json``: now, or before where
+        the run was finished. A run that fails ends the process instead.
 
     Raises:
         ConfigError: The ranks can't meet, or the configuration can't be run; rank 0 reports the
@@ -87,22 +87,32 @@ def main(
         if found.rank == 0:
             try:
                 given = resolve(counted(found, members))
+                if (summary := run_dir.finished(given)) is not None:
+                    _launch_nothing(peers, status=0)
+                    text = run_dir.finished_text(given, summary)
+                    print(text, file=sys.stderr if as_json else sys.stdout)
+                    return 0, summary
                 announce = partial(print, file=sys.stderr)
                 config = folder.enter_context(
                     run_dir.open_run_dir(given, announce=announce, sharing=_sharing(given))
                 )
             except ConfigError:
-                peers.publish("frozen", {"refused": True})
-                peers.watch()
-                peers.leave()
+                _launch_nothing(peers, status=2)
                 raise
             peers.publish("frozen", {"config": configuration.to_yaml(config)})
         else:
             frozen = frozen_by_rank_0(peers)
-            if frozen is None:
-                return 2, None
+            if isinstance(frozen, int):
+                return frozen, None
             config = frozen
         return _run(config, found, peers, launcher, started=started, as_json=as_json)
+
+
+def _launch_nothing(peers: Coordinator, *, status: int) -> None:
+    """Let the other ranks end with an exit status before the run begins."""
+    peers.publish("frozen", {"status": status})
+    peers.watch()
+    peers.leave()
 
 
 def _run(
@@ -150,8 +160,10 @@ def _run(
         monitor = ranks.monitor(
             place, report=record if found.rank == 0 else _unshown, stop=asked.is_set
         )
-        with ranks.join_world(config, place) as world:
-            finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
+        # Not in a with statement: an error is reported before anything waits for the peers.
+        world = ranks.join_world(config, place)
+        finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
+        world.close()
     except BaseException as error:
         peers.report(ranks.report_of(error, place))
         traceback.print_exception(error)

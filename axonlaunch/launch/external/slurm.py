@@ -50,6 +50,8 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
     ]
     if launch.backend != "gloo":
         options.append(f"--gpus-per-node={launch.nproc}")
+    cpus = launch.slurm.cpus_per_task
+    options.append("--exclusive" if cpus is None else f"--cpus-per-task={cpus}")
     if launch.slurm.partition:
         options.append(f"--partition={launch.slurm.partition}")
     if launch.slurm.account:
@@ -60,9 +62,9 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         *(python, "-P", "-m", "axonlaunch", "train", "--config-dir", folder),
         *("--config-name", Path(JOB).stem, "launch.name=auto"),
     ]
-    kept = config.checkpoint.path or folder
-    is_saved = f" && compgen -G {shlex.quote(f'{kept}/checkpoints/step_*')} >/dev/null"
-    if is_url(kept):  # the shell can't look there
+    checkpoints = config.checkpoint.path or folder
+    is_saved = f" && compgen -G {shlex.quote(f'{checkpoints}/checkpoints/step_*')} >/dev/null"
+    if is_url(checkpoints):  # the shell can't look there
         is_saved = ""
     lines = [
         "#!/bin/bash",
@@ -78,7 +80,8 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         "# Shortly before the time limit: checkpoint and requeue.",
         "again=",
         "trap 'again=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
-        f'srun --kill-on-bad-exit=1 {shlex.join(command)} "${{resume[@]}}" &',
+        *([] if cpus is None else ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"]),
+        f'srun --kill-on-bad-exit=1 --cpu-bind=none {shlex.join(command)} "${{resume[@]}}" &',
         "while true; do",
         "    wait $!",
         "    status=$?",
@@ -98,8 +101,8 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     Raises:
         ConfigError: It can't be run there, or a job has to know more of it.
     """
-    if found := job_issues(config):
-        raise ConfigError(found)
+    if issues := job_issues(config):
+        raise ConfigError(issues)
     checked: RunConfig = forked_call.call(
         options.context, "axonlaunch.preflight.checks:resolve_anywhere", config
     )
@@ -179,14 +182,14 @@ def _write(config: RunConfig, folder: Path) -> Path:
 
 def job_issues(config: RunConfig) -> list[ConfigIssue]:
     """Return what a job must know, and nothing of this node can show."""
-    found = []
+    issues = []
     if config.launch.nproc == "auto":
         message = "is required for a job; write the number of devices per node"
-        found.append(ConfigIssue("launch.nproc", message, "auto"))
+        issues.append(ConfigIssue("launch.nproc", message, "auto"))
     if config.launch.backend == "mock":
         message = "its ranks are threads of one process; use auto, gloo or nccl"
-        found.append(ConfigIssue("launch.backend", message, "mock"))
-    return found
+        issues.append(ConfigIssue("launch.backend", message, "mock"))
+    return issues
 
 
 def _follow(job: str, log: Path, announce: Callable[[str], None]) -> str:

@@ -107,6 +107,8 @@ class JobWatch(threading.Thread):
     def _fail(self, reports: list[Report]) -> NoReturn:
         """Agree on who was first, report it on rank 0, and end this process."""
         crash = self._peers.root_cause(reports)
+        if self._launcher.is_gone.is_set():  # what failed here followed from that
+            self._fail_without_launcher()
         self._end(crash, reports=self._place.rank == 0 or not self._peers.is_judged)
 
     def _end(self, crash: Crash, *, reports: bool) -> NoReturn:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from axonlaunch.diagnostics import flight_recorder
 from axonlaunch.diagnostics.flight_recorder import Record
-from axonlaunch.diagnostics.frame_origin import frame_owner
 from axonlaunch.diagnostics.wait_detection import is_passed_through, waits
 from axonlaunch.launch.failures.report import FailureKind, Report
 from axonlaunch.system import files
+from axonlaunch.system.frame_origin import frame_owner
 from axonlaunch.system.process_state import state
 
 SIGNAL = signal.SIGUSR1
@@ -47,8 +47,8 @@ class Frame:
     name: str
 
     def __str__(self) -> str:
-        parts = Path(self.file).parts
-        return f"{self.name} ({'/'.join(parts[-2:])}:{self.line})"
+        folders = Path(self.file).parts
+        return f"{self.name} ({'/'.join(folders[-2:])}:{self.line})"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
             os.kill(pid, SIGNAL)
         except ProcessLookupError:
             continue
-    found: dict[int, Whereabouts] = {}
+    places: dict[int, Whereabouts] = {}
     silent = dict(pids)
     deadline = time.monotonic() + _ANSWER_S
     while silent and time.monotonic() < deadline:
@@ -100,10 +100,10 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
             written = _since(logs[rank], sizes[rank])
             if frames := main_stack(written):
                 where, record = locate(frames, is_asleep=state(pid) == "S"), _record(written)
-                found[rank] = replace(where, record=record)
+                places[rank] = replace(where, record=record)
                 if record is not None:
                     del silent[rank]
-    return {rank: found.get(rank) or _silent(state(pid)) for rank, pid in pids.items()}
+    return {rank: places.get(rank) or _silent(state(pid)) for rank, pid in pids.items()}
 
 
 def write(log: Path) -> None:

@@ -80,17 +80,19 @@ def _memory(report: Report, config: RunConfig, context: ForkServerContext | None
         hardware = HardwareConfig(name="cpu")
     config = dataclasses.replace(config, hardware=hardware)
     try:
-        found = estimated(context, config)
-        fits = had is not None and found.process_bytes < had
+        estimate = estimated(context, config)
+        fits = had is not None and estimate.process_bytes < had
         # Where the estimate says that it fits, less is still what is asked for.
-        memory = int(0.9 * found.process_bytes) if fits or had is None else had
+        memory = int(0.9 * estimate.process_bytes) if fits or had is None else had
         asked = with_values(hardware, {"memory_gib": memory / GIB})
         smaller = prepared(context, dataclasses.replace(config, hardware=asked))
         changes = [*suggest_changes(context, smaller, forecast(context, smaller))]
     except (ConfigError, RuntimeError, OSError) as error:
         return f"axonlaunch estimate shows what each rank needs{there} ({error})"
-    highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
-    parts = ", ".join(f"{name} {size(part)}" for name, part in highest.breakdown.items() if part)
-    ways = "".join(f"\n  {' '.join(one.overrides)}" for one in changes[:3])
+    highest = max(estimate.ranks, key=lambda rank: rank.peak_bytes)
+    breakdown = ", ".join(
+        f"{name} {size(part)}" for name, part in highest.breakdown.items() if part
+    )
+    ways = "".join(f"\n  {' '.join(change.overrides)}" for change in changes[:3])
     less = f"\nsmallest changes that need less:{ways}" if ways else ""
-    return f"the highest rank needs {size(found.process_bytes)} ({parts}){there}{less}"
+    return f"the highest rank needs {size(estimate.process_bytes)} ({breakdown}){there}{less}"

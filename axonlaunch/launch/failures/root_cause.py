@@ -34,12 +34,12 @@ def find_root_cause(reports: Sequence[Report]) -> Crash:
     """
     missing = _missing(reports)
     reports = [_with_collective(report, missing.get(report.rank, [])) for report in reports]
-    missed = {rank for calls in missing.values() for one in calls for rank in one.ranks}
+    missed = {rank for calls in missing.values() for call in calls for rank in call.ranks}
     first = min(
         reports,
         key=lambda report: (
             _SUSPICION[report.kind],
-            report.rank not in missed or any(one.ranks for one in missing.get(report.rank, [])),
+            report.rank not in missed or any(call.ranks for call in missing.get(report.rank, [])),
         ),
     )
     if first.kind == "waiting":
@@ -79,14 +79,14 @@ def _waited_for(
     there = {rank: records[rank] for rank in call.ranks if rank in records}
     absent = [r for r, record in there.items() if record.begun.get(call.group, 0) < call.number]
     silent = [rank for rank in call.ranks if rank in mute]
-    words = f", which {plain_ranks(absent)} never joined" if absent else ""
-    words += f", {plain_ranks(silent)} could not be asked" if silent else ""
+    which = f", which {plain_ranks(absent)} never joined" if absent else ""
+    which += f", {plain_ranks(silent)} could not be asked" if silent else ""
     for rank, record in there.items():
         for other in record.open:
             same = (other.group, other.number) == (call.group, call.number)
             if same and not other.is_like(call):
-                words += f", where rank {rank} is in {other.op} of {other.num_bytes:,} bytes"
-    return MissingPeers(call, (*absent, *silent), words)
+                which += f", where rank {rank} is in {other.op} of {other.num_bytes:,} bytes"
+    return MissingPeers(call, (*absent, *silent), which)
 
 
 def _with_collective(report: Report, missing: Sequence[MissingPeers]) -> Report:

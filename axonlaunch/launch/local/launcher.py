@@ -30,6 +30,7 @@ from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, l
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.authentication import Credentials
+from axonlaunch.system.cores import cores_of_ranks
 
 LOOPBACK = "127.0.0.1"
 RANK = "axonlaunch.launch.local.rank_process:main"
@@ -157,6 +158,14 @@ def _places(
     """Return what each process of this node has to know beside the configuration."""
     processes = _processes(config)
     first = meeting.node_rank * processes
+    cores = None
+    if config.launch.pin_cores:
+        cores = cores_of_ranks(
+            processes,
+            allowed=os.sched_getaffinity(0),
+            on_devices=config.launch.backend == "nccl",
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        )
     return [
         RankSpec(
             rank=rank,
@@ -170,20 +179,11 @@ def _places(
             log=log_of(config, rank),
             pulse=pulse,
             threads=frozen_threads(config),
-            cores=_cores(index, processes) if config.launch.pin_cores else None,
+            cores=None if cores is None else cores[index],
             restarted=restarted,
         )
         for index, rank in enumerate(range(first, first + processes))
     ]
-
-
-def _cores(index: int, processes: int) -> tuple[int, ...] | None:
-    """Return a rank's share of the cores; None where there are fewer cores than ranks."""
-    available = sorted(os.sched_getaffinity(0))
-    share = len(available) // processes
-    if processes == 1 or share == 0:
-        return None
-    return tuple(available[index * share : (index + 1) * share])
 
 
 @contextmanager

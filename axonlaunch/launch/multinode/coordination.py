@@ -11,7 +11,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.events import Finished
@@ -21,13 +24,27 @@ from axonlaunch.system.authentication import ForgedMessageError
 
 _BEAT_S = 0.3
 _FAREWELL_S = 2.0
+_ANSWER_S = 10.0
+"""Seconds in which the store answers that a key is there: whatever is read is written already."""
 _AGAIN = "again"
 _SETTLE_S = 1.5
-"""How long member 0 waits for other nodes' words after the first failure."""
+"""How long member 0 waits for other nodes' reports after the first failure."""
 
 
 class Coordinator:
     """This process among the members of a run.
+
+    One class for member 0, which leads, and the others: most of what they do is the same. A run of
+    two nodes, in which a rank of node 1 crashes; each line is a key of the store and who writes it:
+
+        beat/0, beat/1    both, every 0.3 s: count, whether done, and this member's failures
+        beat/1            member 1: with the report of its rank, as soon as it is known
+        verdict           member 0, as soon as that explains it: which rank failed first, and why
+        left/1, left/0    both: read, and gone; member 0 waits for the others, for it has the store
+
+    In a run that succeeds ``done/0`` and ``done/1`` come instead, with what ranks reported, then
+    ``over`` of member 0, then ``left``. Member 0 is in ``_judge``, ``_poll_members`` and
+    ``_all_of``; the others are in ``_await_verdict``, ``_poll_leader`` and ``_said``.
 
     Attributes:
         channel: Where they meet, under what is the run's alone.
@@ -59,7 +76,7 @@ class Coordinator:
             lost_s: Seconds of silence after which a member is lost.
             are_nodes: Whether each supervises a node's ranks and does nothing else, so that
                 its silence fails the run. One that is a rank may be silent while it works; its
-                silence only explains another's failure.
+                silence only explains another's failure, until all have nothing left to do.
             newcomers: Whether somebody waits to join who could; member 0 alone asks, in the
                 thread that listens.
         """
@@ -113,7 +130,7 @@ class Coordinator:
                 message of an old run has another nonce.
         """
         self.channel.wait(key, timeout_s=timeout_s)
-        content = self.channel.get(key, sender=member_name(0))
+        content = _read(self.channel, key, member_name(0))
         nonces = content["nonces"]
         if len(nonces) != self.members or [nonces[self.member]] != self._nonces:
             raise ForgedMessageError(f"{key}: was written for an earlier start of this node")
@@ -133,7 +150,8 @@ class Coordinator:
         if not self.is_lead:
             return self._verdict is not None or self._lead_is_lost()
         with self._lock:
-            return bool(self._reports) or self._gone or (self._are_nodes and bool(self._lost()))
+            watches = self._are_nodes or self._is_done
+            return bool(self._reports) or self._gone or (watches and bool(self._lost()))
 
     def is_awaited(self) -> bool:
         """Return whether somebody waits to join; only member 0 knows."""
@@ -149,7 +167,7 @@ class Coordinator:
         """Agree with the others on who failed first; ``reports`` are this member's failures."""
         for report in reports:
             self.report(report)
-        return self._judged() if self.is_lead else self._told(reports)
+        return self._judge() if self.is_lead else self._await_verdict(reports)
 
     def finish(self, finished: list[Finished], *, again: bool = False) -> list[Finished] | Crash:
         """Wait until all members have ended; return what all ranks reported, in their order.
@@ -159,36 +177,36 @@ class Coordinator:
             again: Whether all are to meet again, with newcomers; member 0 decides.
         """
         self.will_restart = again
-        records = [dataclasses.asdict(one) for one in finished]
+        records = [dataclasses.asdict(record) for record in finished]
         self._send(f"done/{self.member}", records)
         self._is_done = True
         while not self._is_over:
             if self.failure():
-                return self._judged() if self.is_lead else self._told([])
+                return self._judge() if self.is_lead else self._await_verdict([])
             time.sleep(0.02)
         self.leave()
-        return [Finished(**one) for found in self._finished for one in found] or finished
+        return [Finished(**record) for node in self._finished for record in node] or finished
 
-    def _judged(self) -> Crash:
+    def _judge(self) -> Crash:
         """Wait for what explains a failure, find the root cause, and publish it."""
         begun = time.monotonic()
         while True:
             with self._lock:
-                found, lost = [*self._reports], self._lost()
+                reports, lost = [*self._reports], self._lost()
             waited = time.monotonic() - begun
-            explained = lost or (is_conclusive(found) and waited > _SETTLE_S)
+            explained = lost or (is_conclusive(reports) and waited > _SETTLE_S)
             if explained or self._gone or waited > self._lost_s + 1:
                 break
             time.sleep(0.02)
         if self._gone:
             reason = "the store by which it follows the others can't be used any more"
-            found.append(Report(rank=self._first_ranks[0], kind="connection", reason=reason))
-        crash = find_root_cause([*found, *(self._silence(member) for member in lost)])
+            reports.append(Report(rank=self._first_ranks[0], kind="connection", reason=reason))
+        crash = find_root_cause([*reports, *(self._silence(member) for member in lost)])
         self._send("verdict", crash.to_json())
         self.leave()
         return crash
 
-    def _told(self, reports: list[Report]) -> Crash:
+    def _await_verdict(self, reports: list[Report]) -> Crash:
         """Wait for member 0's verdict; where it never comes, member 0 is to blame."""
         deadline = time.monotonic() + 2 * self._lost_s + _SETTLE_S
         while self._verdict is None and time.monotonic() < deadline and not self._lead_is_lost():
@@ -221,7 +239,8 @@ class Coordinator:
         return Report(rank=rank, kind="lost", reason=reason)
 
     def _lead_is_lost(self) -> bool:
-        return self._gone or time.monotonic() - self._contact > self._lost_s
+        is_silent = time.monotonic() - self._contact > self._lost_s or bool(self._lost())
+        return self._gone or is_silent
 
     def _lost(self) -> list[int]:
         now = time.monotonic()
@@ -253,8 +272,7 @@ class Coordinator:
         """
         with self._lock:
             reports = [] if self.is_lead else [report.to_json() for report in self._reports]
-        beat = {"count": count, "done": self._is_done, "reports": reports}
-        self.channel.put(f"beat/{self.member}", beat)
+        self.channel.put(f"beat/{self.member}", {"count": count, "reports": reports})
 
     def _flush(self) -> None:
         """Write every message again: what a stranger wrote over one of them does not last."""
@@ -272,6 +290,14 @@ class Coordinator:
         elif self._is_done and (over := self._said("over")) is not None:
             self.will_restart = over == _AGAIN
             self._is_over = True
+        elif self._is_done:  # the store may live on without member 0
+            self._hear(0, self._said("beat/0"))
+
+    def _hear(self, member: int, beat: Any | None) -> None:
+        """Take a member's beat, if it is new: it beats until it has left."""
+        if beat is not None and beat["count"] > self._heard.get(member, -1):
+            self._heard[member] = beat["count"]
+            self._heard_at[member] = time.monotonic()
 
     def _said(self, name: str) -> Any | None:
         """Return a message of member 0; None where there is none, or another's."""
@@ -283,16 +309,11 @@ class Coordinator:
         """Take the others' beats and reports, and their ends."""
         others = range(1, self.members)
         beats = self.channel.get_each(self._names("beat", others))
-        now = time.monotonic()
         with self._lock:
             for member, beat in zip(others, beats, strict=True):
                 if beat is None:
                     continue
-                if beat["done"]:
-                    self._heard_at.pop(member, None)
-                elif beat["count"] > self._heard.get(member, -1):
-                    self._heard[member] = beat["count"]
-                    self._heard_at[member] = now
+                self._hear(member, beat)
                 new = beat["reports"][self._read[member] :]
                 self._reports += [Report.from_json(line) for line in new]
                 self._read[member] += len(new)
@@ -326,6 +347,18 @@ def member_name(member: int) -> str:
     return f"member {member}"
 
 
+def _read(channel: Channel, name: str, sender: str) -> Any:
+    """Read a message that stood there a moment ago.
+
+    Raises:
+        ForgedMessageError: Another wrote it, or deleted it since.
+    """
+    try:
+        return channel.get(name, sender=sender)
+    except dist.DistStoreError as error:
+        raise ForgedMessageError(f"{name}: was deleted") from error
+
+
 def meet(
     channel: Channel,
     *,
@@ -334,18 +367,30 @@ def meet(
     about: Any,
     timeout_s: float,
     announce: Callable[[str], None],
+    confirm: Callable[[], None],
 ) -> tuple[list[Any] | None, list[str]]:
     """Wait until every member has joined.
 
+    Args:
+        channel: Where they meet. From now on none of its operations waits for long: what a
+            stranger deletes is not waited for.
+        member: Which one this is.
+        members: How many there are.
+        about: What this one says of itself.
+        timeout_s: How long member 0 waits for the others.
+        announce: Takes a line for the user.
+        confirm: Raises where the others can't come any more; member 0 asks again and again.
+
     Returns:
-        What each said of itself, on member 0 alone, and the nonces for ``Peers``.
+        What each said of itself, on member 0 alone, and the nonces for ``Coordinator``.
 
     Raises:
         TimeoutError: Some did not come; the message says which.
         ForgedMessageError: Another than the member wrote what it said.
     """
+    channel.store.set_timeout(timedelta(seconds=_ANSWER_S))
     nonce = secrets.token_hex(16)
-    channel.put(f"beat/{member}", {"count": 0, "done": False, "reports": []})
+    channel.put(f"beat/{member}", {"count": 0, "reports": []})
     channel.put(f"joined/{member}", {"nonce": nonce, "about": about})
     if member:
         return None, [nonce]
@@ -358,6 +403,7 @@ def meet(
         if time.monotonic() > announce_at and missing:
             announce(f"waiting for {len(missing)} of {members}: {', '.join(map(str, missing))}")
             announce_at = deadline
+        confirm()
         time.sleep(0.05)
-    joined = [channel.get(name, sender=sender) for name, sender in names.items()]
-    return [one["about"] for one in joined], [one["nonce"] for one in joined]
+    joined = [_read(channel, name, sender) for name, sender in names.items()]
+    return [member["about"] for member in joined], [member["nonce"] for member in joined]

@@ -34,7 +34,8 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         options: Of the command.
 
     Returns:
-        The exit status and, on node 0, what was written to ``summary.json``.
+        The exit status and, on node 0, what was written to ``summary.json``: now, or before where
+        the run was finished.
 
     Raises:
         ConfigError: The nodes can't meet, or differ; no rank was started.
@@ -53,7 +54,11 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
         record = RunRecorder(options.started, console)
         try:
             while True:
-                config, meeting = me.rendezvous(folder)
+                attempt = me.rendezvous(folder)
+                if attempt is None:
+                    me.leave()
+                    return 0, me.summary
+                config, meeting = attempt
                 prediction = BackgroundEstimate(context, config)
                 record.prediction = folder.enter_context(closing(prediction))
                 outcome = run_ranks(

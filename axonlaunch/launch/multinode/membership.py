@@ -47,6 +47,7 @@ class NodeMembership:
     Attributes:
         attempts: How many there were before this one.
         restarts: Those of them that failed; the others made room for a node.
+        summary: Of a run that was finished before, on node 0.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class NodeMembership:
         self._frozen: RunConfig | None = None
         self._peers: Coordinator | None = None
         self.attempts = self.restarts = 0
+        self.summary: dict[str, Any] | None = None
 
     def _open(self, *, listens: bool) -> dist.Store:
         """Connect to where the nodes meet."""
@@ -123,8 +125,10 @@ class NodeMembership:
             message = _FORGED
         raise ConfigError([ConfigIssue("launch.master_addr", message, launch.master_addr)])
 
-    def rendezvous(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous]:
+    def rendezvous(self, folder: ExitStack) -> tuple[RunConfig, Rendezvous] | None:
         """Meet the others for an attempt; return what all run, and where the ranks meet.
+
+        None where the run was finished before, which is said.
 
         Raises:
             ConfigError: The nodes can't meet, or differ.
@@ -143,6 +147,7 @@ class NodeMembership:
                 about=self._about(),
                 timeout_s=launch.timeout_s,
                 announce=lambda text: self._console.line(f"node {now.member}: {text}"),
+                confirm=partial(run_identity.keep_identity, store, self._credentials),
             )
         except TimeoutError as missing:
             message = f"nodes {missing} did not join within launch.timeout_s={launch.timeout_s:g}"
@@ -164,7 +169,8 @@ class NodeMembership:
             self._freeze(peers, met, folder)
         else:
             self._take(peers)
-        assert self._frozen is not None
+        if self._frozen is None:
+            return None
         config = configuration.with_values(self._frozen, {"launch.nnodes": now.members})
         peers.watch()
         self._say(config, now.member)
@@ -190,7 +196,7 @@ class NodeMembership:
         return again
 
     def leave(self) -> None:
-        """Tell nodes that come later that the run has ended."""
+        """Let nodes that come later know that the run has ended."""
         if self._rounds is not None and self._hosts:
             self._rounds.leave()
 
@@ -237,18 +243,21 @@ class NodeMembership:
         }
 
     def _freeze(self, peers: Coordinator, met: list[dict[str, Any]], folder: ExitStack) -> None:
-        """Fix the configuration for all nodes; this one leads."""
+        """Fix the configuration for all nodes, unless the run is finished; this one leads."""
+        given = configuration.with_values(self._given, {"launch.node_rank": "auto"})
         try:
             _agreed(met)
+            if self._frozen is None and (summary := run_dir.finished(given)) is not None:
+                self.summary = summary
+                _launch_nothing(peers, finished=run_dir.finished_text(given, summary))
+                self._console.log(run_dir.finished_text(given, summary))
+                return
             if self._frozen is None:
-                given = configuration.with_values(self._given, {"launch.node_rank": "auto"})
                 self._frozen = folder.enter_context(
                     run_dir.open_run_dir(given, announce=self._console.line)
                 )
         except ConfigError as error:
-            peers.publish("frozen", {"problems": [str(one) for one in error.problems]})
-            peers.watch()
-            peers.leave()
+            _launch_nothing(peers, problems=[str(one) for one in error.problems])
             raise
         frozen = {
             "config": configuration.to_yaml(self._frozen),
@@ -259,6 +268,8 @@ class NodeMembership:
 
     def _take(self, peers: Coordinator) -> None:
         """Take the configuration that node 0 froze, and keep it here too.
+
+        Of a run that was finished before there is none.
 
         Raises:
             ConfigError: There is none, for the reasons that node 0 reports.
@@ -278,6 +289,11 @@ class NodeMembership:
             peers.watch()
             peers.leave()
             raise ConfigError([ConfigIssue("", problem) for problem in frozen["problems"]])
+        if "finished" in frozen:
+            peers.watch()
+            peers.leave()
+            self._console.log(frozen["finished"])
+            return
         self.attempts, self.restarts = frozen["attempts"], frozen["restarts"]
         self._frozen = configuration.parsed(frozen["config"])
         run_dir.adopt(self._frozen)
@@ -291,6 +307,13 @@ class NodeMembership:
             f"node {member} of {nodes(config)[1]}: {which} of {num_ranks(config)}; "
             f"node 0 at {config.launch.master_addr} reports progress"
         )
+
+
+def _launch_nothing(peers: Coordinator, **why: Any) -> None:
+    """Let the other nodes know why no rank is started."""
+    peers.publish("frozen", why)
+    peers.watch()
+    peers.leave()
 
 
 def unsaid(config: RunConfig) -> list[ConfigIssue]:

@@ -60,8 +60,8 @@ class AuthenticatedBackend(RendezvousBackend):
         content = {"number": self._number + 1, "state": as_plain(pickle.loads(state))}
         sealed = self._credentials.seal(_NAME, content)
         expected = self._stands if token is None else token
-        found = self._read(self._call("compare_set", _NAME, expected, sealed))
-        return None if found is None else (*found, self._stands == sealed)
+        current = self._read(self._call("compare_set", _NAME, expected, sealed))
+        return None if current is None else (*current, self._stands == sealed)
 
     def _read(self, stands: bytes) -> tuple[bytes, Token] | None:
         """Return the state that stands there, or the last one where a stranger wrote over it.

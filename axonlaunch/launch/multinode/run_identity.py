@@ -8,11 +8,12 @@ nonce (``peers.meet``), which are refused there.
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 
 import torch.distributed as dist
 
 from axonlaunch.comm.authenticated_store import Channel
-from axonlaunch.system.authentication import Credentials
+from axonlaunch.system.authentication import Credentials, ForgedMessageError
 
 _NAME = "run"
 
@@ -28,6 +29,21 @@ def publish_identity(store: dist.Store, key: bytes) -> Credentials:
     run = secrets.token_hex(8)
     channel.put(_NAME, run)
     return Credentials(key=key, run=run, sender="")
+
+
+def keep_identity(store: dist.Store, credentials: Credentials) -> None:
+    """Hold that the run's name stands where others learn it; one that was deleted is put again.
+
+    Raises:
+        ForgedMessageError: A stranger wrote over it: nobody can join any more.
+    """
+    channel = _announcements(store, credentials.key)
+    if not channel.check([_NAME]):
+        channel.put(_NAME, credentials.run)
+        return
+    with suppress(dist.DistStoreError):  # deleted since
+        if channel.get(_NAME) != credentials.run:
+            raise ForgedMessageError(f"{_NAME}: names another run")
 
 
 def learn(store: dist.Store, key: bytes, *, timeout_s: float) -> Credentials:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,7 +26,6 @@ from rich.status import Status
 from rich.text import Text
 
 from axonlaunch.config.url import is_url
-from axonlaunch.diagnostics.frame_origin import frame_owner
 from axonlaunch.events import (
     Evaluated,
     Event,
@@ -41,6 +40,8 @@ from axonlaunch.events import (
 )
 from axonlaunch.launch.failures.report import Crash, Report, plain_ranks
 from axonlaunch.system.formatting import quantity, size
+from axonlaunch.system.frame_origin import frame_owner
+from axonlaunch.system.streams import refusal
 
 SLOW = 0.2
 """Share of a step for which the others wait for a slow rank, from which it is reported."""
@@ -76,6 +77,11 @@ class RunConsole:
         self._slow_for = 0
         self._reported: int | None = None
         self._task: TaskID | None = None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why something could not be shown; None where all was."""
+        return refusal(cast("TextIO", self._console.file))
 
     def __call__(self, event: Event) -> None:
         """Show an event."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from axonlaunch import checkpoint
 from axonlaunch.config import RunConfig
-from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.url import is_url
-from axonlaunch.events import Event, Listener, Started, StepLogged, finite
+from axonlaunch.events import Event, Listener, Started, StepLogged
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
@@ -29,6 +29,7 @@ from axonlaunch.launch.output.console import (
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.files import append_text
 from axonlaunch.system.formatting import quantity, size
+from axonlaunch.system.strict_json import finite
 
 
 class RunRecorder:
@@ -66,7 +67,7 @@ class RunRecorder:
 
 
 class LogTail:
-    """Prints what is added to a log: the main rank's words reach the console."""
+    """Prints what is added to a log: the main rank's output reaches the console."""
 
     def __init__(self, log: Path, console: RunConsole) -> None:
         self._log = log
@@ -104,8 +105,22 @@ def finish_run(
 ) -> tuple[int, dict[str, Any]]:
     """Write ``summary.json``, print the run's figures, and return the exit status.
 
-    With a context of the fork server, what a run that ran out of memory needs is estimated.
-    ``again`` is what is to be added to the command to resume; None: the run's name.
+    In the order of what may go wrong, so that the most important is done first: the failure
+    summary, the deletion of an interrupted save, ``summary.json`` without an estimate, then the
+    estimate, which takes seconds and may be skipped by Ctrl-C, and ``summary.json`` with it.
+
+        every rank done                 status done           exit status 0
+        Ctrl-C, or killed by it         status interrupted    130, and how to resume
+        a rank crashed                  status failed         1, and the failure summary
+        done, but the disk is full      status done           1
+
+    Args:
+        config: The run's.
+        outcome: How its ranks ended.
+        record: What was reported while they ran.
+        console: Where the figures are shown.
+        context: Of the fork server: what a run that ran out of memory needs is then estimated.
+        again: What is to be added to the command to resume; None: the run's name.
     """
     finished = outcome.finished
     last = finished or record.last  # a run that failed is reported by its last logged step
@@ -120,6 +135,7 @@ def finish_run(
         "first_step_s": record.first_step_s,
         "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
         "corrupt_checkpoints": list(record.corrupt),
+        "console_refused": console.refusal,
         "run_dir": config.run_dir,
     }
     if outcome.crash is not None:
@@ -138,9 +154,11 @@ def finish_run(
     if finished is not None or outcome.killed:
         rows = _rows(config, summary, counted=record.counted)
         if interrupted:
-            words = f" with name={config.name}" if again is None else again
-            rows.append(("to resume", _how_to_resume(config, words)))
+            change = f" with name={config.name}" if again is None else again
+            rows.append(("to resume", _how_to_resume(config, change)))
         console.summary(rows)
+    if console.refusal is not None:
+        _log(config, f"the console did not take all that was printed: {console.refusal}\n")
     if interrupted:
         return 130, summary
     # Who started this and looks at the summary alone must not take an older one for this run's.
@@ -155,6 +173,14 @@ def _write(config: RunConfig, name: str, content: dict[str, Any]) -> bool:
         _say_refused(f"{name} could not be written", error)
         return False
     return True
+
+
+def _log(config: RunConfig, text: str) -> None:
+    """Add lines to rank 0's log, or print the first where it takes none."""
+    try:
+        append_text(log_of(config, 0), text)
+    except OSError as error:
+        _say_refused(text.partition("\n")[0], error)
 
 
 def _say_refused(what: str, error: OSError) -> None:
@@ -175,10 +201,7 @@ def _estimated(
         prediction.wait(0)
     if prediction.peak_bytes is None:
         text = f"summary.json has no predicted_peak_bytes: {prediction.reason}\n"
-        try:
-            append_text(log_of(config, 0), text + prediction.traceback)
-        except OSError as error:
-            _say_refused(text.rstrip(), error)
+        _log(config, text + prediction.traceback)
         return {}
     return {"predicted_peak_bytes": prediction.peak_bytes}
 
@@ -208,8 +231,8 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
 
 def coordinates(config: RunConfig, rank: int) -> dict[str, int]:
     """Return a rank's place on the mesh axes that have more than one rank, the last fastest."""
-    shares = layout(config, world_size=num_ranks(config))
-    return {axis: n for axis, n in shares.coordinates(rank).items() if shares.axes[axis] > 1}
+    layout = Layout.of(config, world_size=num_ranks(config))
+    return {axis: n for axis, n in layout.coordinates(rank).items() if layout.axes[axis] > 1}
 
 
 def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[tuple[str, str]]:
@@ -234,13 +257,13 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
     return rows
 
 
-def _how_to_resume(config: RunConfig, words: str) -> str:
+def _how_to_resume(config: RunConfig, change: str) -> str:
     if is_url(config.checkpoint.path or ""):
-        return f"the same command{words}"
+        return f"the same command{change}"
     try:
         last = run_dir.last_saved(config)
     except OSError as error:
-        return f"the same command{words}; its checkpoints can't be read now: {error}"
+        return f"the same command{change}; its checkpoints can't be read now: {error}"
     if last is None:
         return "no checkpoint was saved; the same command starts from step 0"
-    return f"the same command{words}, from step {last.step}"
+    return f"the same command{change}, from step {last.step}"

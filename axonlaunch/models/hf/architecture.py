@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from axonlaunch.config.did_you_mean import nearest
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf import files, library
-from axonlaunch.registry import nearest
 
 _CAUSAL_WITHOUT_A_FLAG = {"gpt_neox", "gpt_neox_japanese"}
 """Have ``is_decoder`` and are causal whatever it is."""
@@ -213,7 +213,10 @@ def _refuse_untrainable(typed: Any, config: HuggingFaceConfig) -> None:
     kind = typed.model_type
     why = _NEVER_CAUSAL.get(kind, "")
     if getattr(typed, "is_encoder_decoder", False):
-        why = "is an encoder-decoder, which is not supported; give a decoder"
+        why = (
+            "is an encoder-decoder, which is not supported; set "
+            "model.config.is_encoder_decoder=false to train its decoder alone"
+        )
     elif any(getattr(typed, part, None) is not None for part in _MODALITIES):
         why = "takes images or sound too, which is not supported; give its text model"
     elif getattr(typed, "is_decoder", True) is False and kind not in _CAUSAL_WITHOUT_A_FLAG:

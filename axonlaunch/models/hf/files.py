@@ -19,6 +19,8 @@ CONFIG_FILE_NAME = "config.json"
 BESIDES = ("*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 """What is fetched beside weights: a tokenizer's files, and how text is generated."""
 _WEIGHTS = "*.safetensors"
+_FLOAT = "__float__"
+"""Key of what JSON has no number for."""
 _ID = re.compile(r"\w([\w.-]*\w)?(/\w([\w.-]*\w)?)?")
 _LARGEST_JSON = 64 << 20
 
@@ -47,7 +49,21 @@ def read_config(config: HuggingFaceConfig) -> dict[str, Any]:
         ConfigError: There is none, or it can't be read.
     """
     where = folder(config)
-    return {} if where is None else read_folder_json(where / CONFIG_FILE_NAME, path=config.path)
+    if where is None:
+        return {}
+    content: dict[str, Any] = _with_floats(
+        read_folder_json(where / CONFIG_FILE_NAME, path=config.path)
+    )
+    return content
+
+
+def _with_floats(value: Any) -> Any:
+    """Put numbers in place of ``{"__float__": "Infinity"}``, as transformers writes them."""
+    if isinstance(value, dict):
+        if value.keys() == {_FLOAT} and value[_FLOAT] in ("Infinity", "-Infinity", "NaN"):
+            return float(value[_FLOAT])
+        return {key: _with_floats(inner) for key, inner in value.items()}
+    return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
 
 
 def read_folder_json(file: Path, *, path: str | None) -> dict[str, Any]:

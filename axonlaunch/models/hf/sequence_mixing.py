@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -61,13 +61,18 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
     chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if chosen not in ("sdpa", "eager"):
         return f"its attention is {chosen}, which is not divided; use model.attention=sdpa or eager"
-    outputs = _run_on_a_part(copy.deepcopy(model), layers=layers)
+    model = copy.deepcopy(model)
+    outputs = _run_on_a_part(model, layers=layers)
     if isinstance(outputs, ModelOutputs):
         return (
             "its auxiliary loss is of all tokens together; use "
             "model.config.output_router_logits=false"
         )
-    return outputs if isinstance(outputs, str) else ""
+    if isinstance(outputs, str):
+        return outputs
+    if _finds_positions_in_tokens(model, _length(model)):
+        return "it finds positions in the tokens themselves, from the first that is no padding"
+    return ""
 
 
 def why_unpackable(model: nn.Module, *, layers: str) -> str:
@@ -128,6 +133,26 @@ def _run_on_a_part(model: nn.Module, *, layers: str, needs_mask: bool = False) -
         before = "" if watch.attended else ", before it calls transformers' attention functions"
         return f"running it on a part of one fails{before} ({said})"
     return outputs if watch.attended else _ATTENDS_BY_ITSELF
+
+
+def _finds_positions_in_tokens(model: Any, length: int) -> bool:
+    """Say whether a model that is given no positions counts those tokens that are no padding."""
+    model._part_positions = None
+    watch = _CountsTokens()  # type: ignore[no-untyped-call]
+    with tensors_without_bytes(), watch, suppress(Exception):  # it ran before with positions
+        model(torch.zeros((1, length), dtype=torch.int64))
+    return watch.seen
+
+
+class _CountsTokens(TorchDispatchMode):
+    """Sees whether whole numbers are counted."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.seen |= name == "cumsum" and not args[0].is_floating_point()
+        return func(*args, **(kwargs or {}))
 
 
 class _Watch(TorchDispatchMode):

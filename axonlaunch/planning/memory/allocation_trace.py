@@ -72,11 +72,11 @@ class RecordingTrace(StorageTrace):
         known = {change.storage for change in self._changes[:start]}
         gone = {change.storage for change in self._changes[start:stop] if not change.num_bytes}
         passing = gone - known
-        kept = [change for change in self._changes if change.storage not in passing]
+        changes = [change for change in self._changes if change.storage not in passing]
         before = [0]
         for change in self._changes:
             before.append(before[-1] + (change.storage not in passing))
-        return Recording(kept, [(before[at], place) for at, place in self._visits], owners)
+        return Recording(changes, [(before[at], place) for at, place in self._visits], owners)
 
     def begin(self, *name: str | int) -> None:
         """Begin an event, which ends the one before."""
@@ -112,10 +112,10 @@ class RecordingTrace(StorageTrace):
         self._numbers[key] = len(self._changes)
         self._changes.append(Change(self._numbers[key], storage.nbytes(), self._stream()))
 
-    def _move(self, held: Any, category: Category) -> None:
-        super()._move(held, category)
+    def _move(self, storage: Any, category: Category) -> None:
+        super()._move(storage, category)
         if category in self.host:
-            number = self._numbers.pop(id(held.alive()), None)
+            number = self._numbers.pop(id(storage.alive()), None)
             if number is not None:
                 self._changes.append(Change(number, 0))
 
@@ -147,17 +147,17 @@ class RecordingTrace(StorageTrace):
             for index, block in enumerate(members)
             for parameter in block.parameters()
         }
-        found = {}
+        owners = {}
         of_name = {}
         for name, parameter in engine.named_parameters():
             if place := of_parameter.get(id(parameter)):
                 of_name[name] = place
-                found[self._number(parameter)] = place
+                owners[self._number(parameter)] = place
         for key, state in engine.state_dict()["optimizer"].items():
             if place := of_name.get(key.rpartition(".")[0]):
-                found[self._number(state)] = place
-        found.pop(None, None)
-        return found  # type: ignore[return-value]
+                owners[self._number(state)] = place
+        owners.pop(None, None)
+        return owners  # type: ignore[return-value]
 
     def _number(self, tensor: Tensor) -> int | None:
         return self._numbers.get(id(local_part(tensor.detach()).untyped_storage()))

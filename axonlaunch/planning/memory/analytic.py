@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 from axonlaunch.config import RunConfig, with_values
-from axonlaunch.config.layout import Layout, layout, num_ranks, of_ranks
+from axonlaunch.config.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models import fake_tensor_cache
@@ -76,29 +76,29 @@ class Formulas:
             partial(step_work, alone, world_size=1),
             partial(activations, alone),
         ]
-        one, held = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
-        return cls(one, held, share_of_states(config))
+        work, by_mode = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
+        return cls(work, by_mode, share_of_states(config))
 
-    def process_bytes(self, config: RunConfig, shares: Layout | None = None) -> float:
+    def process_bytes(self, config: RunConfig, layout: Layout | None = None) -> float:
         """Return what the highest rank of a layout holds of its device, about.
 
         Args:
             config: The layout's run, with ``launch.nproc`` resolved.
-            shares: Its layout; None: to be found.
+            layout: Its layout; None: to be found.
         """
-        shares = shares or layout(config, world_size=num_ranks(config))
-        layers = -(-sum(self.one.layers) // shares.pipeline)
+        layout = layout or Layout.of(config, world_size=num_ranks(config))
+        layers = -(-sum(self.one.layers) // layout.pipeline)
         tensors = peak_bytes(
             config,
-            shares,
-            one=self.one,
-            held=self.held,
+            layout,
+            work=self.one,
+            activations=self.held,
             layers=layers,
             state_share=self.state_share,
         )
         if config.hardware is not None and config.hardware.is_cpu:
             return tensors
-        rest = cuda_process.besides(shares.axes.values())
+        rest = cuda_process.besides(layout.axes.values())
         return _CACHED * tensors + rest
 
 
@@ -138,19 +138,19 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
             short = reduced_config(changed, world_size=2, layers=layers, micro_batches=1)
             runs.append(partial(_activations, short))
     traced = iter(forked_map.map_forked(runs, memory=fake_tensor_cache.recipes))
-    found = {}
+    activations_by_mode = {}
     for mode in _MODES:
         few, more = (next(traced) / SAMPLES for _ in depths)
-        found[mode] = ActivationBytes(more - few, _WITH_GRADIENT * (2 * few - more))
-    return found
+        activations_by_mode[mode] = ActivationBytes(more - few, _WITH_GRADIENT * (2 * few - more))
+    return activations_by_mode
 
 
 def peak_bytes(
     config: RunConfig,
-    shares: Layout,
+    layout: Layout,
     *,
-    one: StepWork,
-    held: dict[str, ActivationBytes],
+    work: StepWork,
+    activations: dict[str, ActivationBytes],
     layers: int,
     state_share: float = 2.0,
 ) -> float:
@@ -158,34 +158,34 @@ def peak_bytes(
 
     Args:
         config: The layout's run.
-        shares: Its layout.
-        one: Work of one device, for the sizes of parameters.
-        held: As ``activations`` gives it.
+        layout: Its layout.
+        work: Work of one device, for the sizes of parameters.
+        activations: As ``activations`` gives it.
         layers: Of the stage that has most, all of a rank's stages together; 0 of a model whose
             layers are not known: it is cut evenly.
         state_share: Bytes of the optimizer's states beside those of the parameters.
     """
     half = 1.0 if config.train.precision == "fp32" else 0.5
-    a_layer = one.first.step_layer.gradient_bytes
-    cut = 1.0 if layers else 1 / shares.pipeline
-    ends = cut * one.first.step_ends.gradient_bytes
+    a_layer = work.first.step_layer.gradient_bytes
+    cut = 1.0 if layers else 1 / layout.pipeline
+    ends = cut * work.first.step_ends.gradient_bytes
     whole = layers * a_layer + ends
     state_bytes = states(
-        config, shares, whole=whole, layer=a_layer, ends=ends, state_share=state_share
+        config, layout, whole=whole, layer=a_layer, ends=ends, state_share=state_share
     )
     held_of_states = sum(state_bytes.values())
     mode = config.train.activation_checkpointing
-    saved = held[mode]
-    divided = 1 / shares.tensor
+    saved = activations[mode]
+    divided = 1 / layout.tensor
     if not config.strategy.tensor.sequence_parallel:
-        divided = 1 - _DIVIDED + _DIVIDED / shares.tensor
-    samples = shares.micro_batch_size / shares.context
+        divided = 1 - _DIVIDED + _DIVIDED / layout.tensor
+    samples = layout.micro_batch_size / layout.context
     a_layer_keeps = divided * saved.layer
-    if mode == "selective" and shares.tensor > 1:
+    if mode == "selective" and layout.tensor > 1:
         # It keeps what is gathered and reduced, twice each in a layer's forward.
-        hidden = getattr(config.model, "hidden_size", 0) * one.sample_length * _FP32 * half
+        hidden = getattr(config.model, "hidden_size", 0) * work.sample_length * _FP32 * half
         a_layer_keeps += 2 * hidden * (1 + divided)
-    in_flight = _in_flight(shares)
+    in_flight = _in_flight(layout)
     kept_of_ends = saved.ends if layers else cut * in_flight * saved.ends
     passing = layers * in_flight * a_layer_keeps + divided * kept_of_ends
     return held_of_states + samples * passing
@@ -193,7 +193,7 @@ def peak_bytes(
 
 def states(
     config: RunConfig,
-    shares: Layout,
+    layout: Layout,
     *,
     whole: float,
     layer: float,
@@ -206,42 +206,47 @@ def states(
 
     Args:
         config: The layout's run.
-        shares: Its layout.
+        layout: Its layout.
         whole: The fp32 parameters of the rank's stages, undivided by other axes.
         layer: Of these, those of a layer.
         ends: Of these, those of no layer.
         state_share: Bytes of the optimizer's states beside those of the parameters.
     """
     half = 1.0 if config.train.precision == "fp32" else 0.5
-    whole, layer, ends = (size / shares.tensor for size in (whole, layer, ends))
+    whole, layer, ends = (size / layout.tensor for size in (whole, layer, ends))
     moments = state_share * whole
     cast = 0.0 if half == 1 else whole * half  # autocast keeps what it casts until a forward ends
-    if not shares.facts.shards_parameters:
-        moments /= shares.optimizer_shards
+    if not layout.facts.shards_parameters:
+        moments /= layout.optimizer_shards
         return {"parameters": whole, "gradients": whole, "optimizer": moments, "temporary": cast}
     working = _WORKING_LAYERS * layer * half + max(layer, ends) * (1 + half)
-    if shares.pipeline > 1:
+    if layout.pipeline > 1:
         working = whole * (1 + half)
     elif config.strategy.fsdp.sharding == "shard_grad_op":
         working = whole * half + max(layer, ends)
-    offload, shard = config.strategy.fsdp.cpu_offload, 1 / shares.parameter_shards
-    kept = 0.0 if offload in ("params", "full") else whole * shard
+    offload, shard = config.strategy.fsdp.cpu_offload, 1 / layout.parameter_shards
+    on_device = 0.0 if offload in ("params", "full") else whole * shard
     moments = 0.0 if offload in ("optimizer_states", "full") else moments * shard
-    return {"parameters": kept, "gradients": kept, "optimizer": moments, "communication": working}
+    return {
+        "parameters": on_device,
+        "gradients": on_device,
+        "optimizer": moments,
+        "communication": working,
+    }
 
 
-def _in_flight(shares: Layout) -> float:
+def _in_flight(layout: Layout) -> float:
     """Return micro-batches of which a rank holds all its layers' activations at once.
 
     Of the first rank of 1F1B and interleaved 1F1B: Narayanan et al., "Efficient Large-Scale
     Language Model Training on GPU Clusters", 2021, section 2.2; of ZB-V: Qi et al., "Pipeline
     Parallelism with Controllable Memory", 2024, section 3.
     """
-    ranks, chunks = shares.pipeline, shares.stages_per_rank
+    ranks, chunks = layout.pipeline, layout.stages_per_rank
     waiting = float(ranks)
-    if SCHEDULES[shares.schedule].in_rounds:
+    if SCHEDULES[layout.schedule].in_rounds:
         waiting = (2 * (ranks - 1) + (chunks - 1) * ranks + 1) / chunks
-    return min(waiting, shares.round_microbatches)
+    return min(waiting, layout.round_microbatches)
 
 
 def _activations(config: RunConfig) -> float:

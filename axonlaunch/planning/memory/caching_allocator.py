@@ -98,9 +98,9 @@ class Allocator:
     def replay(self, changes: Iterable[Change]) -> None:
         """Let storages come, change their size and go."""
         for change in changes:
-            held = self._held.pop(change.storage, None)
-            if held is not None:
-                self._free(held)
+            block = self._held.pop(change.storage, None)
+            if block is not None:
+                self._free(block)
             if change.num_bytes:
                 self._held[change.storage] = self._allocate(change.num_bytes, change.stream)
 

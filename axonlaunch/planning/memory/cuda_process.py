@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from axonlaunch.models.build import spec_for
 from axonlaunch.planning.memory.allocation_trace import Recording, RecordingTrace
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
-from axonlaunch.planning.memory.extend_trace import FEWEST, stretched
+from axonlaunch.planning.memory.extend_trace import FEWEST, extended
 from axonlaunch.planning.tracing import extrapolate_depth, fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -73,7 +73,7 @@ def held(
     Args:
         changes: What the rank asks of its allocator.
         peak_bytes: What its tensors hold at most. What is missing of that in ``changes``, as of
-            buckets that a stretched recording can't place, is held besides.
+            buckets that an extended recording can't place, is held besides.
         groups: Sizes of the groups that the rank talks to.
         capacity: Bytes of the device; None: without end.
         expandable: Whether the allocator's segments grow.
@@ -101,51 +101,51 @@ def communicators(groups: Iterable[int]) -> int:
 
 
 def record(
-    blueprint: ReducedRun, *, rank: int, stages: list[int], on_host: Collection[Category] = ()
+    reduced: ReducedRun, *, rank: int, stages: list[int], on_host: Collection[Category] = ()
 ) -> list[Change]:
     """Return what a rank asks of its allocator, in a process of its own.
 
-    Where blocks are equal a shallow model is run and stretched.
+    Where blocks are equal a shallow model is run and its recording extended.
 
     Args:
-        blueprint: The run's.
+        reduced: The run's.
         rank: The global rank.
         stages: Its pipeline stages.
         on_host: As ``StorageTrace``'s.
     """
-    spare = blueprint.spare_blocks(stages, needed=FEWEST)
+    spare = reduced.spare_blocks(stages, needed=FEWEST)
     if spare > 0:
-        recording, counts = _run(blueprint.without(spare, stages), rank, on_host)
+        recording, counts = _run(reduced.without(spare, stages), rank, on_host)
         # A schedule that splits backwards goes through blocks in an order that can't be continued.
         with suppress(ValueError):
-            return stretched(recording, blocks=spare, counts=counts)
-    return _run(blueprint, rank, on_host)[0].changes
+            return extended(recording, blocks=spare, counts=counts)
+    return _run(reduced, rank, on_host)[0].changes
 
 
 def _run(
-    blueprint: ReducedRun, rank: int, on_host: Collection[Category]
+    reduced: ReducedRun, rank: int, on_host: Collection[Category]
 ) -> tuple[Recording, dict[int, int]]:
     """Record two steps: what the first leaves behind decides where the second's storages go.
 
     Of a pipeline, whose step is long, it is one.
     """
     trace = RecordingTrace(on_host=on_host)
-    world = fake_world.join_fake_world(rank=rank, world_size=blueprint.world_size)
-    with refusing_untraceable(blueprint.config):
-        return _steps(blueprint, FakeRank(blueprint, world, trace=trace), trace)
+    world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
+    with refusing_untraceable(reduced.config):
+        return _steps(reduced, FakeRank(reduced, world, trace=trace), trace)
 
 
 def _steps(
-    blueprint: ReducedRun, dry: FakeRank, trace: RecordingTrace
+    reduced: ReducedRun, dry: FakeRank, trace: RecordingTrace
 ) -> tuple[Recording, dict[int, int]]:
-    spec = spec_for(blueprint.config.model)
+    spec = spec_for(reduced.config.model)
     blocks = {n: [*spec.blocks(part).values()] for n, part in enumerate(dry.engine.modules)}
     extrapolate_depth.watch_blocks(blocks, trace)
     batch = dry.batch()
     with dry.storing():
-        if blueprint.shares.pipeline > 1:
+        if reduced.layout.pipeline > 1:
             dry.settle()
-        for _ in range(1 if blueprint.shares.pipeline > 1 else 2):
+        for _ in range(1 if reduced.layout.pipeline > 1 else 2):
             dry.engine.backward(batch)
             trace.begin("update")
             with trace.during("temporary"), fake_world.assume_true():

@@ -28,15 +28,15 @@ def fsdp_stats(rank: RankEstimate) -> FSDPMemoryStats:
     )
 
 
-def pipeline_stats(found: Estimate, schedule: PipelineSchedule) -> PipelineMemoryStats:
+def pipeline_stats(estimate: Estimate, schedule: PipelineSchedule) -> PipelineMemoryStats:
     """Return what a schedule costs, with the bytes of the activations that each stage holds.
 
     Args:
-        found: Of the run, every place on its pp axis.
+        estimate: Of the run, every place on its pp axis.
         schedule: The run's.
     """
     of_stage: dict[int, int] = {}
-    for place, rank in enumerate(found.ranks):
+    for place, rank in enumerate(estimate.ranks):
         of_stage |= zip(schedule.stages_of(place), rank.microbatch_bytes, strict=True)
     return PipelineMemoryStats.from_schedule(
         schedule, [of_stage[stage] for stage in range(schedule.num_stages)]

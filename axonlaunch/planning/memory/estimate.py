@@ -44,11 +44,11 @@ def estimate(config: RunConfig, *, exact: bool = False, ends: bool = False) -> E
     Raises:
         ConfigError: The run can't be traced.
     """
-    blueprint = ReducedRun.of(config)
-    where: Sequence[int] = range(blueprint.shares.pipeline)
+    reduced = ReducedRun.of(config)
+    where: Sequence[int] = range(reduced.layout.pipeline)
     if ends:
         where = sorted({*where[:2], where[-1]})
-    run = _Run(blueprint, [StageTrace.of(blueprint, one, exact=exact) for one in where])
+    run = _Run(reduced, [StageTrace.of(reduced, place, exact=exact) for place in where])
     if len(run.places) > 1:
         run.trace(run.first)
     return run.estimate()
@@ -71,10 +71,10 @@ def estimate_fitting(
         ConfigError: The run can't be traced.
         TimeoutError: It is ``until``.
     """
-    blueprint = ReducedRun.of(config)
-    where = range(blueprint.shares.pipeline)
-    places = [StageTrace.of(blueprint, one, exact=False) for one in where]
-    run = _Run(blueprint, places, until=until)
+    reduced = ReducedRun.of(config)
+    where = range(reduced.layout.pipeline)
+    places = [StageTrace.of(reduced, place, exact=False) for place in where]
+    run = _Run(reduced, places, until=until)
     run.trace(run.first)
     rest = cuda_process.besides(run.groups) if run.on_gpu else 0
     if run.highest(run.first).peak_bytes + rest > memory:
@@ -87,13 +87,13 @@ class _Run:
     """A run, and what is known of it so far.
 
     Attributes:
-        blueprint: The run's.
+        reduced: The run's.
         places: On the pp axis: those to estimate.
         until: ``time.monotonic()`` at which tracing is given up; None: never.
         done: What was traced and recorded.
     """
 
-    blueprint: ReducedRun
+    reduced: ReducedRun
     places: list[StageTrace]
     until: float | None = None
     done: dict[Any, Any] = field(default_factory=dict)
@@ -107,32 +107,32 @@ class _Run:
 
     @property
     def on_gpu(self) -> bool:
-        hardware = self.blueprint.config.hardware
+        hardware = self.reduced.config.hardware
         return hardware is None or not hardware.is_cpu
 
     @property
     def groups(self) -> list[int]:
         """Sizes of the groups that a rank talks to."""
-        return list(self.blueprint.shares.axes.values())
+        return list(self.reduced.layout.axes.values())
 
     def trace(self, places: Iterable[StageTrace], *, recorded: int | None = None) -> None:
         """Trace what is not traced yet of some places, and record one beside them."""
         runs: dict[Any, Callable[[], Any]] = {}
         if recorded is not None and ("process", recorded) not in self.done:  # the longest to run
-            runs["process", recorded] = _recorded(self.blueprint, recorded)
+            runs["process", recorded] = _recorded(self.reduced, recorded)
         for place in places:
-            runs |= {key: one for key, one in place.traces().items() if key not in self.done}
-        found = forked_map.map_forked(
+            runs |= {key: run for key, run in place.traces().items() if key not in self.done}
+        results = forked_map.map_forked(
             [*runs.values()], memory=fake_tensor_cache.recipes, until=self.until
         )
-        self.done.update(zip(runs, found, strict=True))
+        self.done.update(zip(runs, results, strict=True))
 
     def rank(self, place: StageTrace) -> RankEstimate:
         """Return what the first rank of a traced place holds."""
         if place.kind not in self._steps:
             self._steps[place.kind] = place.short_step(self.done)
         if place.place not in self._ranks:
-            first = place.place * self.blueprint.world_size // self.blueprint.shares.pipeline
+            first = place.place * self.reduced.world_size // self.reduced.layout.pipeline
             estimated = _of_rank(place, first, self._steps[place.kind], self.done)
             self._ranks[place.place] = estimated
         return self._ranks[place.place]
@@ -143,39 +143,39 @@ class _Run:
         likely = self.highest(traced).coords["pp"] if traced else 0
         self.trace(self.places, recorded=likely if self.on_gpu else None)
         highest = self.highest(self.places)
-        hardware = self.blueprint.config.hardware
+        hardware = self.reduced.config.hardware
         memory = hardware.memory_bytes if hardware else None
-        reserved = held = highest.peak_bytes
+        reserved = process_bytes = highest.peak_bytes
         if self.on_gpu:
             place = highest.coords["pp"]
             self.trace([], recorded=place)
             changes = self.done["process", place]
-            found = _process(highest.peak_bytes, changes, groups=self.groups, memory=memory)
-            reserved, held = found.allocator, found.process
+            device = _process(highest.peak_bytes, changes, groups=self.groups, memory=memory)
+            reserved, process_bytes = device.allocator, device.process
         return Estimate(
-            world_size=self.blueprint.world_size,
-            mesh=self.blueprint.shares.axes,
-            parameters=sum(p.numel() for p in self.blueprint.model.parameters()),
+            world_size=self.reduced.world_size,
+            mesh=self.reduced.layout.axes,
+            parameters=sum(p.numel() for p in self.reduced.model.parameters()),
             peak_bytes=highest.peak_bytes,
             reserved_bytes=reserved,
-            process_bytes=held,
+            process_bytes=process_bytes,
             ranks=[self.rank(place) for place in self.places],
         )
 
     def highest(self, places: Iterable[StageTrace]) -> RankEstimate:
         """Return the rank of traced places that holds most."""
-        return max(map(self.rank, places), key=lambda one: one.peak_bytes)
+        return max(map(self.rank, places), key=lambda rank: rank.peak_bytes)
 
 
-def _recorded(blueprint: ReducedRun, place: int) -> Callable[[], list[Change]]:
+def _recorded(reduced: ReducedRun, place: int) -> Callable[[], list[Change]]:
     """Return the run that shows what a rank asks of its allocator, in a shorter step."""
-    found = StageTrace.of(blueprint, place, exact=False)
+    stage = StageTrace.of(reduced, place, exact=False)
     return partial(
         cuda_process.record,
-        found.short,
-        rank=found.short_rank,
-        stages=found.short.stages_of(found.like),
-        on_host=host_categories(blueprint.config),
+        stage.short,
+        rank=stage.short_rank,
+        stages=stage.short.stages_of(stage.short_place),
+        on_host=host_categories(reduced.config),
     )
 
 
@@ -200,10 +200,11 @@ def _of_rank(
     point, host = extrapolate_depth.peak(place.events(short_step, done))
     return RankEstimate(
         rank=rank,
-        coords=place.whole.shares.coordinates(rank),
+        coords=place.whole.layout.coordinates(rank),
         peak_bytes=on_device(point),
         host_bytes=host,
         breakdown=dict(zip(CATEGORIES, point, strict=False)),
         sharded_parameters=place.sharded(done),
         microbatch_bytes=place.left_by_forward(short_step),
+        read_bytes=place.read(done),
     )

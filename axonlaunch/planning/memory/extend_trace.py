@@ -8,7 +8,7 @@ is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from axonlaunch.planning.memory.allocation_trace import Place, Recording
 from axonlaunch.planning.memory.caching_allocator import Change
@@ -22,21 +22,20 @@ FEWEST = 2 * (_NEAR + 1) + 1
 
 @dataclass(frozen=True)
 class BlockPass:
-    """One block's turn in a pass through a stage."""
+    """One block's turn in a pass through a stage, or what happens between blocks.
+
+    Attributes:
+        block: None between blocks.
+        passage: Number of the pass up or down a stage, from 1.
+        changes: Storages that come and go in it.
+    """
 
     block: Place | None
     passage: int
     changes: list[Change]
 
 
-@dataclass
-class Slot:
-    """A turn in the deeper model: what comes of which position in the shallow one's turn."""
-
-    changes: list[tuple[int, Change]] = field(default_factory=list)
-
-
-def stretched(recording: Recording, *, blocks: int, counts: Mapping[int, int]) -> list[Change]:
+def extended(recording: Recording, *, blocks: int, counts: Mapping[int, int]) -> list[Change]:
     """Return the changes of a model with more blocks.
 
     Args:
@@ -47,88 +46,85 @@ def stretched(recording: Recording, *, blocks: int, counts: Mapping[int, int]) -
     Raises:
         ValueError: Blocks take turns in an order that can't be continued.
     """
-    stretch = TraceExtender(
-        recording, blocks, {stage: count // 2 for stage, count in counts.items()}
-    )
-    return list(stretch.changes())
+    middle = {stage: count // 2 for stage, count in counts.items()}
+    return list(TraceExtender(recording, blocks, middle).changes())
 
 
 class TraceExtender:
     """Puts further blocks into the middle of a recording of a shallow model's step.
 
-    Each pass over a block (forward or backward) is repeated: what the pass allocates gets storages
-    of its own in every repetition, and what it frees is freed in the pass that mirrors it. A model
-    of blocks 0 1 2 with two more becomes 0 1 1' 1" 2, and its backward 2 1" 1' 1 0.
+    The turns of the middle block are repeated, and each storage belongs to a block, its home. With
+    the middle block 1 of 0 1 2 and two more blocks:
+
+        forward    0 1 2    becomes    0 1 2 3 4
+        backward   2 1 0    becomes    4 3 2 1 0
+
+    A storage of block 0 is there once, as it was. One of block 2 is there once, of what is now
+    block 4. An activation of block 1 is there three times: its first copy comes and goes in the
+    turns of block 1, the second in those of block 2, the third in those of block 3. What
+    another block does to it goes along: if block 2 frees the output of block 1, blocks 2, 3 and 4
+    free the outputs of 1, 2 and 3.
     """
 
     def __init__(self, recording: Recording, blocks: int, middle: Mapping[int, int]) -> None:
         self._more = blocks
         self._middle = middle
-        self._visits = list(_visits(recording))
+        self._turns = list(_turns(recording))
         self._home = dict(recording.owners)
-        for visit in self._visits:
-            if visit.block is not None:
-                for change in visit.changes:
-                    self._home.setdefault(change.storage, visit.block)
-        self._born_inside = {
-            change.storage
-            for visit in self._visits
-            if visit.block is not None
-            for change in visit.changes
-        }
+        for turn in self._turns:
+            if turn.block is not None:
+                for change in turn.changes:
+                    self._home.setdefault(change.storage, turn.block)
         self._numbers: dict[tuple[int, int], int] = {}
 
     def changes(self) -> Iterator[Change]:
         """Yield every allocation and release of the deeper model's step, in order."""
-        spots: dict[tuple[int, Place], Slot] = {}
-        order: list[Slot] = []
-        for at, visit in enumerate(self._visits):
-            for place in self._places(at):
-                spot = Slot()
-                order.append(spot)
-                if place is not None:
-                    spots[visit.passage, place] = spot
-                else:
-                    spots[-1 - at, (0, 0)] = spot
-        for at, visit in enumerate(self._visits):
-            for position, change in enumerate(visit.changes):
-                for copy in self._copies(change.storage):
-                    key = (-1 - at, (0, 0))
-                    if visit.block is not None:
-                        key = visit.passage, self._target(change.storage, copy, visit.block)
-                    if key not in spots:
+        # The deeper model's turns in order; what is between blocks goes by its number instead.
+        slots: dict[tuple[int, Place | None], list[tuple[int, Change]]] = {}
+        for number, turn in enumerate(self._turns):
+            for block in self._blocks_for(number):
+                slots[number if block is None else turn.passage, block] = []
+        for number, turn in enumerate(self._turns):
+            for position, change in enumerate(turn.changes):
+                for shift in self._shifts(change.storage):
+                    key: tuple[int, Place | None] = (number, None)
+                    if turn.block is not None:
+                        key = turn.passage, self._moved(turn.block, change.storage, shift)
+                    if key not in slots:
                         raise ValueError(
                             f"block {key[1]} has no turn where another one's storage goes"
                         )
-                    spots[key].changes.append((position, self._as(change, copy)))
-        for spot in order:
-            spot.changes.sort(key=lambda one: one[0])
-            yield from (change for _, change in spot.changes)
+                    slots[key].append((position, self._copied(change, shift)))
+        for positioned in slots.values():
+            # Within a turn things happen in the order in which they did in the shallow model's.
+            yield from (change for _, change in sorted(positioned, key=lambda item: item[0]))
 
-    def _places(self, at: int) -> list[Place | None]:
-        """Return the turns of the deeper model that take a turn's place."""
-        visit = self._visits[at]
-        if visit.block is None:
+    def _blocks_for(self, number: int) -> list[Place | None]:
+        """Return the deeper model's blocks, in order, that take turns where one did."""
+        block = self._turns[number].block
+        if block is None:
             return [None]
-        stage, index = visit.block
+        stage, index = block
         middle = self._middle[stage]
         if index != middle:
             return [(stage, index if index < middle else index + self._more)]
         copies: list[Place | None] = [(stage, index + n) for n in range(self._more + 1)]
-        return copies if self._ascends(at) else copies[::-1]
+        return copies if self._ascends(number) else copies[::-1]
 
-    def _ascends(self, at: int) -> bool:
-        """Say whether a pass goes up through the blocks."""
-        here = self._visits[at]
-        assert here.block is not None
-        for other in self._visits[max(0, at - 1) : at + 2]:
-            if other is not here and other.passage == here.passage and other.block is not None:
-                before = self._visits.index(other, max(0, at - 1)) < at
-                return (other.block[1] < here.block[1]) == before
+    def _ascends(self, number: int) -> bool:
+        """Say whether the pass of a turn goes up through the blocks, by the turns beside it."""
+        turn = self._turns[number]
+        assert turn.block is not None
+        for other in (number - 1, number + 1):
+            if not 0 <= other < len(self._turns):
+                continue
+            neighbour = self._turns[other]
+            if neighbour.passage == turn.passage and neighbour.block is not None:
+                return (neighbour.block[1] < turn.block[1]) == (other < number)
         return True
 
-    def _copies(self, storage: int) -> range:
-        """Return how far a storage's copies are moved up."""
+    def _shifts(self, storage: int) -> range:
+        """Return by how many blocks each of a storage's copies is moved up."""
         home = self._home.get(storage)
         if home is None or home[1] < self._middle[home[0]]:
             return range(1)
@@ -136,33 +132,33 @@ class TraceExtender:
             return range(self._more, self._more + 1)
         return range(self._more + 1)
 
-    def _target(self, storage: int, copy: int, block: Place) -> Place:
-        """Return the block in whose turn a copy changes as the storage does in a block's turn."""
+    def _moved(self, block: Place, storage: int, shift: int) -> Place:
+        """Return the block in whose turn a copy changes as the storage does in this block's."""
         stage, index = block
         home = self._home[storage]
         if home[0] == stage and abs(index - home[1]) <= _NEAR:
-            return stage, index + copy
+            return stage, index + shift
         return stage, index if index <= self._middle[stage] else index + self._more
 
-    def _as(self, change: Change, copy: int) -> Change:
-        number = self._numbers.setdefault((change.storage, copy), len(self._numbers))
-        return Change(number, change.num_bytes, change.stream)
+    def _copied(self, change: Change, shift: int) -> Change:
+        storage = self._numbers.setdefault((change.storage, shift), len(self._numbers))
+        return Change(storage, change.num_bytes, change.stream)
 
 
-def _visits(recording: Recording) -> Iterator[BlockPass]:
+def _turns(recording: Recording) -> Iterator[BlockPass]:
     """Yield turns, with those of one pass up or down a stage under one number."""
     starts = [start for start, _ in recording.visits]
     passage, before, step = 0, None, 0
-    for (start, place), stop in zip(
+    for (start, block), stop in zip(
         recording.visits, [*starts[1:], len(recording.changes)], strict=True
     ):
-        if place is None or before is None or place[0] != before[0]:
+        if block is None or before is None or block[0] != before[0]:
             passage, step = passage + 1, 0
         else:
-            move = place[1] - before[1]
+            move = block[1] - before[1]
             if abs(move) != 1 or (step and move != step):
                 passage, step = passage + 1, 0
             else:
                 step = move
-        before = place
-        yield BlockPass(place, passage, recording.changes[start:stop])
+        before = block
+        yield BlockPass(block, passage, recording.changes[start:stop])

@@ -31,13 +31,13 @@ def estimate_states(config: RunConfig) -> Estimate:
     Raises:
         ConfigError: The model is to be cut into stages, and can't be traced for that.
     """
-    blueprint = ReducedRun.of(config)
-    ranks = [_of_rank(blueprint, place) for place in range(blueprint.shares.pipeline)]
-    peak = max(one.peak_bytes for one in ranks)
+    reduced = ReducedRun.of(config)
+    ranks = [_of_rank(reduced, place) for place in range(reduced.layout.pipeline)]
+    peak = max(rank.peak_bytes for rank in ranks)
     return Estimate(
-        world_size=blueprint.world_size,
-        mesh=blueprint.shares.axes,
-        parameters=sum(p.numel() for p in blueprint.model.parameters()),
+        world_size=reduced.world_size,
+        mesh=reduced.layout.axes,
+        parameters=sum(p.numel() for p in reduced.model.parameters()),
         peak_bytes=peak,
         reserved_bytes=peak,
         process_bytes=peak,
@@ -45,37 +45,37 @@ def estimate_states(config: RunConfig) -> Estimate:
     )
 
 
-def _of_rank(blueprint: ReducedRun, place: int) -> RankEstimate:
-    config, shares = blueprint.config, blueprint.shares
-    spec, modules = spec_for(config.model), [blueprint.built()]
-    if shares.pipeline > 1:
-        stages = parts(blueprint.counts)
-        modules = [cut(spec, blueprint.built(), stages[n]) for n in blueprint.stages_of(place)]
+def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
+    config, layout = reduced.config, reduced.layout
+    spec, modules = spec_for(config.model), [reduced.build()]
+    if layout.pipeline > 1:
+        stages = parts(reduced.counts)
+        modules = [cut(spec, reduced.build(), stages[n]) for n in reduced.stages_of(place)]
     whole = sum(_bytes(module) for module in modules)
     blocks = [_bytes(block) for module in modules for block in spec.blocks(module).values()]
-    facts = parameter_facts(spec, blueprint.model)
-    ties = tied_names(blueprint.model)
+    facts = parameter_facts(spec, reduced.model)
+    ties = tied_names(reduced.model)
     names = [ties.get(n, n) for module in modules for n, _ in module.named_parameters()]
     share = state_share(config.optimizer, [facts[name] for name in names if name in facts])
-    held = states(
+    bytes_of = states(
         config,
-        shares,
+        layout,
         whole=whole,
         layer=max(blocks, default=0),
         ends=whole - sum(blocks),
         state_share=share,
     )
-    breakdown = {category: round(held.get(category, 0)) for category in CATEGORIES}
+    breakdown = {category: round(bytes_of.get(category, 0)) for category in CATEGORIES}
     breakdown["parameters"] += sum(b.nbytes for module in modules for b in module.buffers())
-    kept = sum(held[category] for category in ("parameters", "gradients", "optimizer"))
+    total = sum(bytes_of[category] for category in ("parameters", "gradients", "optimizer"))
     host = 0.0
-    if shares.facts.shards_parameters and config.strategy.fsdp.cpu_offload != "none":
-        shard = whole / shares.tensor / shares.parameter_shards
-        host = (2 + share) * shard - kept
-    rank = place * blueprint.world_size // shares.pipeline
+    if layout.facts.shards_parameters and config.strategy.fsdp.cpu_offload != "none":
+        shard = whole / layout.tensor / layout.parameter_shards
+        host = (2 + share) * shard - total
+    rank = place * reduced.world_size // layout.pipeline
     return RankEstimate(
         rank=rank,
-        coords=shares.coordinates(rank),
+        coords=layout.coordinates(rank),
         peak_bytes=sum(breakdown.values()),
         host_bytes=round(host),
         breakdown=breakdown,

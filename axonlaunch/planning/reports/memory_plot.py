@@ -15,43 +15,43 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw_memory(found: Forecast) -> Figure:
+def draw_memory(forecast: Forecast) -> Figure:
     """Draw what each stage holds at its peak, and a device's memory as a line."""
     # A figure of its own, as in ``timeline_plot``: pyplot would choose a backend for the process.
     from matplotlib.figure import Figure
 
-    estimate = found.estimate
-    unit = unit_of(max(estimate.peak_bytes, found.memory_bytes or 0))
+    estimate = forecast.estimate
+    unit = unit_of(max(estimate.peak_bytes, forecast.memory_bytes or 0))
     rows = range(len(estimate.ranks))
     figure = Figure(figsize=(9.0, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     before = [0.0] * len(rows)
     for category, colour in CATEGORY_COLOURS.items():
-        wide = [one.breakdown[category] / unit for one in estimate.ranks]
+        wide = [rank.breakdown[category] / unit for rank in estimate.ranks]
         axes.barh(rows, wide, left=before, height=0.8, color=colour, label=category)
         before = [start + more for start, more in zip(before, wide, strict=True)]
-    for row, one in enumerate(estimate.ranks):
-        label = f" {figures(one.peak_bytes / unit)}"
+    for row, rank in enumerate(estimate.ranks):
+        label = f" {figures(rank.peak_bytes / unit)}"
         axes.text(
-            *(one.peak_bytes / unit, row, label),
+            *(rank.peak_bytes / unit, row, label),
             va="center_baseline",
             fontsize=9,
             zorder=3,  # before the device's line
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
     widest = estimate.peak_bytes / unit
-    if found.memory_bytes is not None:
-        memory = found.memory_bytes / unit
-        axes.axvline(memory, color="#a80000", linewidth=1.5, label=f"{size(found.memory_bytes)}")
+    if forecast.memory_bytes is not None:
+        memory = forecast.memory_bytes / unit
+        axes.axvline(memory, color="#a80000", linewidth=1.5, label=f"{size(forecast.memory_bytes)}")
         widest = max(widest, memory)
     axes.set_xlim(0, widest * 1.08)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(rows, [stage_name(one, estimate) for one in estimate.ranks])
+    axes.set_yticks(rows, [stage_name(rank, estimate) for rank in estimate.ranks])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlabel(
         "MiB of live tensors per rank" if unit == MIB else "GiB of live tensors per rank"
     )
-    axes.set_title(f"{found.layout}: {estimate.world_size} ranks", loc="left", fontsize=11)
+    axes.set_title(f"{forecast.layout}: {estimate.world_size} ranks", loc="left", fontsize=11)
     figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=9)
     return figure

@@ -33,51 +33,53 @@ _SHORT: dict[Category, str] = {
 }
 
 
-def stage_name(rank: RankEstimate, found: Estimate) -> str:
+def stage_name(rank: RankEstimate, estimate: Estimate) -> str:
     """Name the ranks that an entry stands for."""
-    return f"pp {rank.coords['pp']}" if found.mesh["pp"] > 1 else "all"
+    return f"pp {rank.coords['pp']}" if estimate.mesh["pp"] > 1 else "all"
 
 
-def build_memory_table(found: Estimate) -> Table:
+def build_memory_table(estimate: Estimate) -> Table:
     """Return a row for each stage: its peak, and what that is made of."""
-    unit = unit_of(found.peak_bytes)
+    unit = unit_of(estimate.peak_bytes)
     drawn = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
     for name in ("ranks", f"peak {UNITS[unit]}"):
         drawn.add_column(name, justify="left" if name == "ranks" else "right", no_wrap=True)
     for category in CATEGORY_COLOURS:
         drawn.add_column(_SHORT.get(category, category), justify="right", no_wrap=True)
-    has_host = any(one.host_bytes for one in found.ranks)
+    has_host = any(rank.host_bytes for rank in estimate.ranks)
     if has_host:
         drawn.add_column("on host", justify="right", no_wrap=True)
-    for one in found.ranks:
-        numbers = [one.peak_bytes, *(one.breakdown[category] for category in CATEGORY_COLOURS)]
+    for rank in estimate.ranks:
+        numbers = [rank.peak_bytes, *(rank.breakdown[category] for category in CATEGORY_COLOURS)]
         if has_host:
-            numbers.append(one.host_bytes)
-        drawn.add_row(stage_name(one, found), *(figures(number / unit) for number in numbers))
+            numbers.append(rank.host_bytes)
+        drawn.add_row(stage_name(rank, estimate), *(figures(number / unit) for number in numbers))
     return drawn
 
 
-def conclusions(found: Forecast) -> Iterator[tuple[str, str, str]]:
+def conclusions(forecast: Forecast) -> Iterator[tuple[str, str, str]]:
     """Yield what follows from an estimate, each as a label, a sentence and a style."""
-    known = found.estimate
+    known = forecast.estimate
     yield "highest peak", f"{size(known.peak_bytes)} per rank", ""
     if known.process_bytes > known.peak_bytes:
         text = f"{size(known.reserved_bytes)} reserved by torch's allocator, "
         yield "on a GPU", text + f"{size(known.process_bytes)} by the process", ""
-    if found.host_memory is not None:
-        style = "red" if found.host_memory.fits is False else ""
-        yield "host memory", of_host(found.host_memory), style
-    if found.memory_bytes is None:
+    if read := max(rank.read_bytes for rank in known.ranks):
+        yield "reading weights", f"at most {size(read)} of host memory at once per rank", ""
+    if forecast.host_memory is not None:
+        style = "red" if forecast.host_memory.fits is False else ""
+        yield "host memory", of_host(forecast.host_memory), style
+    if forecast.memory_bytes is None:
         return
-    room = found.memory_bytes - known.process_bytes
-    device = f"{found.hardware}, {size(found.memory_bytes)}: "
-    verdict = found.verdict
+    room = forecast.memory_bytes - known.process_bytes
+    device = f"{forecast.hardware}, {size(forecast.memory_bytes)}: "
+    verdict = forecast.verdict
     if verdict is None:
         yield "may fit", f"{device}{size(room)} are left for the rest", ""
     elif verdict == "fits":
         yield "fits", f"{device}{size(room)} to spare", "green"
     elif verdict == "tight":
-        why = f"less than the {found.margin:.0%} by which an estimate may be too low"
+        why = f"less than the {forecast.margin:.0%} by which an estimate may be too low"
         yield "tight", f"{device}{size(room)} to spare, {why} (estimate.margin)", "yellow"
     elif room < 0:
         yield "does not fit", f"{device}{size(-room)} too little", "red"
@@ -85,38 +87,38 @@ def conclusions(found: Forecast) -> Iterator[tuple[str, str, str]]:
         yield "does not fit", "a node has too little host memory for what is offloaded", "red"
 
 
-def of_host(found: HostMemory) -> str:
+def of_host(memory: HostMemory) -> str:
     """Say what is offloaded, and whether a node has it."""
-    text = f"{size(found.bytes_per_rank)} per rank, {size(found.bytes_per_node)} per node; "
-    if found.node_bytes is None:
+    text = f"{size(memory.bytes_per_rank)} per rank, {size(memory.bytes_per_node)} per node; "
+    if memory.node_bytes is None:
         return text + "hardware.host_memory_gib is not known, so whether a node has it isn't either"
-    return text + f"a node has {size(found.node_bytes)}" + ("" if found.fits else ": too little")
+    return text + f"a node has {size(memory.node_bytes)}" + ("" if memory.fits else ": too little")
 
 
-def bars(found: Estimate, *, memory_bytes: int | None, width: int) -> Text:
+def bars(estimate: Estimate, *, memory_bytes: int | None, width: int) -> Text:
     """Draw each stage's peak in so many columns, and a device's memory as a line across.
 
     Args:
-        found: What to draw.
+        estimate: What to draw.
         memory_bytes: Of a device; None draws no line.
         width: Of the terminal, columns.
     """
-    names = [stage_name(one, found) for one in found.ranks]
+    names = [stage_name(rank, estimate) for rank in estimate.ranks]
     head = max(map(len, names)) + 2
     room = max(width - head - 1, 20)
-    whole = max(found.peak_bytes, memory_bytes or 0)
+    whole = max(estimate.peak_bytes, memory_bytes or 0)
     limit = None if memory_bytes is None else round(memory_bytes / whole * room)
     lines = []
-    for name, one in zip(names, found.ranks, strict=True):
-        lines.append(Text(f"{name:<{head}}") + _bar(one, whole / room, limit))
+    for name, rank in zip(names, estimate.ranks, strict=True):
+        lines.append(Text(f"{name:<{head}}") + _bar(rank, whole / room, limit))
     return Text("\n").join([*lines, Text(), *_legend(memory_bytes, width)])
 
 
-def _bar(one: RankEstimate, unit: float, limit: int | None) -> Text:
+def _bar(rank: RankEstimate, unit: float, limit: int | None) -> Text:
     bar = Text()
     total = 0
     for category, colour in CATEGORY_COLOURS.items():
-        total += one.breakdown[category]
+        total += rank.breakdown[category]
         wide = round(total / unit) - len(bar)
         bar.append(_letter(category).ljust(wide, "-")[:wide], f"#000000 on {colour}")
     if limit is None:
@@ -127,14 +129,14 @@ def _bar(one: RankEstimate, unit: float, limit: int | None) -> Text:
 
 
 def _legend(memory_bytes: int | None, width: int) -> list[Text]:
-    words = [
+    entries = [
         Text.assemble((f" {_letter(category)} ", f"#000000 on {colour}"), f" {category}")
         for category, colour in CATEGORY_COLOURS.items()
     ]
     if memory_bytes is not None:
-        words.append(Text(f" |  {size(memory_bytes)}"))
-    lines = [words[0]]
-    for word in words[1:]:
+        entries.append(Text(f" |  {size(memory_bytes)}"))
+    lines = [entries[0]]
+    for word in entries[1:]:
         if len(lines[-1]) + len(word) + 2 <= width:
             lines[-1] = Text("  ").join([lines[-1], word])
         else:

@@ -12,14 +12,14 @@ _TELLING = 0.01
 """Share of a step below which a difference is not reported."""
 
 
-def build_plan_table(found: Plan) -> Table:
+def build_plan_table(plan: Plan) -> Table:
     """Return a row for each layout."""
     made = Table(box=None, pad_edge=False, header_style="")
     made.add_column("")
     made.add_column("layout", overflow="fold")
     for name in ("a device", "tokens/s a device", "step", "MFU"):
         made.add_column(name, justify="right")
-    for number, planned in enumerate(found.candidates, 1):
+    for number, planned in enumerate(plan.candidates, 1):
         room = size(planned.process_bytes)
         made.add_row(
             str(number),
@@ -41,12 +41,12 @@ def _unfit(planned: Planned) -> str:
 def spent(planned: Planned) -> str:
     """Say where a step's time goes, most first."""
     shares = sorted(planned.breakdown.items(), key=lambda item: -item[1])
-    parts = [
+    times = [
         f"{name} {seconds / planned.step_s:.0%}"
         for name, seconds in shares
         if seconds > _TELLING * planned.step_s
     ]
-    return ", ".join(parts)
+    return ", ".join(times)
 
 
 def why_slower(first: Planned, second: Planned) -> str:

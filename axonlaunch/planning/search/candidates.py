@@ -14,7 +14,7 @@ from typing import Any
 from axonlaunch.config import RunConfig
 from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.errors import divisors
-from axonlaunch.config.layout import Layout, layout, of_ranks
+from axonlaunch.config.layout import Layout, of_ranks
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.preflight.optimizer import layout_problems
@@ -53,12 +53,12 @@ class Candidate:
 
     Attributes:
         config: The whole run.
-        shares: Its layout.
+        layout: Its layout.
         settings: What it sets, by dotted key.
     """
 
     config: RunConfig
-    shares: Layout
+    layout: Layout
     settings: Mapping[str, Any]
 
     @property
@@ -77,7 +77,7 @@ def candidates(
     *,
     devices: int,
     in_node: int,
-    kept: Mapping[str, Any],
+    fixed: Mapping[str, Any],
     offloads: bool = False,
 ) -> Iterator[Candidate]:
     """Yield every layout worth a look.
@@ -86,12 +86,12 @@ def candidates(
         config: The run, but for its layout.
         devices: Ranks.
         in_node: Devices of a node.
-        kept: What the user has set of ``SEARCHED``.
+        fixed: What the user has set of ``SEARCHED``.
         offloads: Whether a device has a host whose memory it could use.
     """
     batch = config.train.global_batch_size
     for tensor, pipeline, context in _degrees(
-        config, devices=devices, in_node=in_node, context=kept.get(_CONTEXT)
+        config, devices=devices, in_node=in_node, context=fixed.get(_CONTEXT)
     ):
         ranks = devices // (tensor * pipeline * context)
         if batch % ranks:
@@ -102,7 +102,7 @@ def candidates(
                 ranks * context,
                 in_node=max(1, in_node // tensor),
                 offloads=offloads,
-                chosen=kept.get(_KIND),
+                chosen=fixed.get(_KIND),
             ),
             _powers(batch // ranks),
             _RECOMPUTATION,
@@ -121,11 +121,11 @@ def candidates(
                 "train.micro_batch_size": size,
                 _RECOMPUTE: recompute,
             }
-            if all(settings.get(key, value) == value for key, value in kept.items()):
+            if all(settings.get(key, value) == value for key, value in fixed.items()):
                 made = with_values(config, {**settings, **of_ranks(devices)})
-                shares = layout(made, world_size=devices)
-                if not any(layout_problems(made, shares)):
-                    yield Candidate(made, shares, settings)
+                layout = Layout.of(made, world_size=devices)
+                if not any(layout_problems(made, layout)):
+                    yield Candidate(made, layout, settings)
 
 
 def _degrees(
@@ -146,7 +146,7 @@ def _degrees(
     ):
         if devices % (tensor * pipeline * around) or pipeline > min(depth, _MOST_STAGES):
             continue
-        if heads % tensor or shared % tensor or getattr(model, "vocab_size", tensor) % tensor:
+        if heads % tensor or shared % tensor:
             continue
         if around > 1:
             if length % (2 * around * tensor) or config.train.compile:
@@ -183,11 +183,11 @@ def _kinds(
 
 def _sharded(kind: str, ranks: int, *, in_node: int, offloads: bool) -> Iterator[dict[str, Any]]:
     for sharding, offload in itertools.product(_SHARDINGS, _OFFLOADED if offloads else ("none",)):
-        found = {_KIND: kind, "strategy.fsdp.sharding": sharding, _OFFLOAD: offload}
+        settings = {_KIND: kind, "strategy.fsdp.sharding": sharding, _OFFLOAD: offload}
         if sharding != "hybrid_shard":
-            yield found
+            yield settings
         elif ranks > in_node > 1 and ranks % in_node == 0:
-            yield found | {"strategy.fsdp.replicate": ranks // in_node}
+            yield settings | {"strategy.fsdp.replicate": ranks // in_node}
 
 
 def _fits(config: RunConfig, schedule: str, pipeline: int, micro_batches: int) -> bool:
@@ -202,7 +202,7 @@ def _fits(config: RunConfig, schedule: str, pipeline: int, micro_batches: int) -
 
 def _powers(most: int) -> list[int]:
     """Return the powers of two that divide a number."""
-    found = [1]
-    while most % (2 * found[-1]) == 0:
-        found.append(2 * found[-1])
-    return found
+    powers = [1]
+    while most % (2 * powers[-1]) == 0:
+        powers.append(2 * powers[-1])
+    return powers

@@ -14,7 +14,7 @@ from typing import Any
 
 from axonlaunch.config import ConfigError, RunConfig, to_tree, typed, with_values
 from axonlaunch.config.errors import plain
-from axonlaunch.config.layout import Layout, layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.planning.records import Estimate, Remedy
 from axonlaunch.planning.search.candidates import takes_sequences
 from axonlaunch.planning.search.workload import host_memory
@@ -55,21 +55,21 @@ def candidate_changes(config: RunConfig) -> list[Lever]:
     Args:
         config: With ``launch.nproc`` resolved.
     """
-    shares = layout(config, world_size=num_ranks(config))
+    layout = Layout.of(config, world_size=num_ranks(config))
     return [
-        _micro_batches(shares),
+        _micro_batches(layout),
         _recomputing(config),
-        _sharding(config, shares),
+        _sharding(config, layout),
         _sequence_parallel(config),
-        _tensor(config, shares),
-        _pipeline(config, shares),
-        _offload(config, shares),
+        _tensor(config, layout),
+        _pipeline(config, layout),
+        _offload(config, layout),
     ]
 
 
 def search_changes(
     config: RunConfig,
-    found: Estimate,
+    now: Estimate,
     *,
     memory: float,
     formula: Callable[[RunConfig], float],
@@ -80,7 +80,7 @@ def search_changes(
 
     Args:
         config: Of a run that does not fit, with ``launch.nproc`` resolved.
-        found: Its estimate.
+        now: Its estimate.
         memory: Bytes of a device that a run may be estimated to take.
         formula: The bytes of the highest rank of a changed configuration, about.
         estimate: Of a changed configuration; None where it is seen early not to fit; raises
@@ -93,8 +93,10 @@ def search_changes(
     fitting: list[set[int]] = []
     traced = untried = 0
     # Formulas are judged by themselves and by how far they are off where the answer is known.
-    off = min(1.0, found.process_bytes / formula(config))
-    for which, change in _likely(config, memory=memory, formula=lambda one: off * formula(one)):
+    off = min(1.0, now.process_bytes / formula(config))
+    for which, change in _likely(
+        config, memory=memory, formula=lambda changed: off * formula(changed)
+    ):
         if len(fitting) == MOST or traced + untried == TRACED:
             break
         if any(fewer <= set(which) for fewer in fitting):
@@ -138,15 +140,15 @@ def _likely(
     Those that fit by the formulas come first, the cheapest of them before the others; those that
     don't by little come last, for most of their traces would be in vain.
     """
-    found: list[tuple[tuple[int, ...], _Change]] = []
+    changes: list[tuple[tuple[int, ...], _Change]] = []
     last: list[tuple[tuple[int, ...], _Change]] = []
     for which, options in _candidates(candidate_changes(config)):
         settings = {key: value for option in options for key, value in option.settings.items()}
         num_bytes = formula(with_values(config, settings))
         if num_bytes <= _LIKELY * memory:
-            kept = found if num_bytes <= memory else last
-            kept.append((which, _Change(settings, [option.cost for option in options])))
-    return found + last
+            members = changes if num_bytes <= memory else last
+            members.append((which, _Change(settings, [option.cost for option in options])))
+    return changes + last
 
 
 def _candidates(available: Sequence[Lever]) -> Iterator[tuple[tuple[int, ...], tuple[Option, ...]]]:
@@ -167,9 +169,9 @@ def changed(config: RunConfig, settings: Settings) -> RunConfig:
     return typed(to_tree(with_values(config, settings)))
 
 
-def _micro_batches(shares: Layout) -> Lever:
+def _micro_batches(layout: Layout) -> Lever:
     options = []
-    size, count = shares.micro_batch_size, shares.micro_batches
+    size, count = layout.micro_batch_size, layout.micro_batches
     while size % 2 == 0:
         size, count = size // 2, count * 2
         cost = f"{count} smaller micro-batches: smaller matrix products, as much compute"
@@ -190,16 +192,16 @@ def _recomputing(config: RunConfig) -> Lever:
     return options[("none", "selective", "full").index(now) :]
 
 
-def _sharding(config: RunConfig, shares: Layout) -> Lever:
+def _sharding(config: RunConfig, layout: Layout) -> Lever:
     """Traffic beside that of replicas: Rajbhandari et al., "ZeRO", 2020, section 7.
 
     ZeRO-1 is not theirs: here its gradients are all-reduced, as replicas' are. Shards are summed
     in every micro-batch, replicas once a step.
     """
-    if shares.data_ranks == 1:
+    if layout.data_ranks == 1:
         return []
     kind, sharding = "strategy.data_parallel", _SHARDING
-    count = shares.micro_batches
+    count = layout.micro_batches
     options = [
         Option({kind: "zero1"}, f"gathers updated parameters: {_traffic(1.5)}"),
         Option(
@@ -211,8 +213,8 @@ def _sharding(config: RunConfig, shares: Layout) -> Lever:
             f"gathers parameters in every forward and backward: {_traffic(1.5 * count)}",
         ),
     ]
-    if not shares.facts.shards_parameters:
-        return options[int(shares.facts.shards_optimizer) :]
+    if not layout.facts.shards_parameters:
+        return options[int(layout.facts.shards_optimizer) :]
     after = {"no_shard": 1, "shard_grad_op": 2, "hybrid_shard": 2, "full_shard": 3}
     return options[after[config.strategy.fsdp.sharding] :]
 
@@ -230,33 +232,33 @@ def _sequence_parallel(config: RunConfig) -> Lever:
     return [Option({"strategy.tensor.sequence_parallel": True}, cost)]
 
 
-def _tensor(config: RunConfig, shares: Layout) -> Lever:
+def _tensor(config: RunConfig, layout: Layout) -> Lever:
     """Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 
     What it does not divide, sequence parallelism does, for as much traffic.
     """
     cost = "4 all-reduces of activations more a layer and micro-batch"
     more: Settings = {}
-    if shares.tensor > 1:
+    if layout.tensor > 1:
         cost = "smaller matrix products between as many all-reduces, over more ranks"
     elif takes_sequences(config):
         cost = f"all-gathers and reduce-scatters: as much as {cost}"
         more = {"strategy.tensor.sequence_parallel": True}
     return [
         Option(
-            {"strategy.tensor.degree": degree, **more, **_same_micro_batch(config, shares)}, cost
+            {"strategy.tensor.degree": degree, **more, **_same_micro_batch(config, layout)}, cost
         )
-        for degree in _doubled(shares.tensor, shares)
+        for degree in _doubled(layout.tensor, layout)
     ]
 
 
-def _pipeline(config: RunConfig, shares: Layout) -> Lever:
+def _pipeline(config: RunConfig, layout: Layout) -> Lever:
     """Ranks are idle for (p - 1) / (v m + p - 1): Narayanan et al., 2021, section 2.2."""
     options = []
-    for degree in _doubled(shares.pipeline, shares):
-        settings = {"strategy.pipeline.degree": degree, **_same_micro_batch(config, shares)}
+    for degree in _doubled(layout.pipeline, layout):
+        settings = {"strategy.pipeline.degree": degree, **_same_micro_batch(config, layout)}
         try:
-            new = layout(changed(config, settings), world_size=num_ranks(config))
+            new = Layout.of(changed(config, settings), world_size=num_ranks(config))
         except ConfigError:
             continue
         idle = (degree - 1) / (new.stages_per_rank * new.round_microbatches + degree - 1)
@@ -265,7 +267,7 @@ def _pipeline(config: RunConfig, shares: Layout) -> Lever:
     return options
 
 
-def _offload(config: RunConfig, shares: Layout) -> Lever:
+def _offload(config: RunConfig, layout: Layout) -> Lever:
     """What crosses the link to the host: Ren et al., "ZeRO-Offload", 2021, section 4."""
     if config.hardware is not None and config.hardware.is_cpu:
         return []  # host and device are one memory
@@ -275,8 +277,8 @@ def _offload(config: RunConfig, shares: Layout) -> Lever:
         "optimizer_states": "optimizer states cross the link to host memory both ways every step",
         "full": "parameters and gradients cross the link to host memory, whose cores do the update",
     }
-    if not shares.facts.shards_parameters:
-        if shares.data_ranks == 1:
+    if not layout.facts.shards_parameters:
+        if layout.data_ranks == 1:
             return []
         before: Settings = {"strategy.data_parallel": "fsdp", _SHARDING: "full_shard"}
         return [
@@ -287,16 +289,16 @@ def _offload(config: RunConfig, shares: Layout) -> Lever:
     return [Option({key: value}, costs[value]) for value in left]
 
 
-def _same_micro_batch(config: RunConfig, shares: Layout) -> Settings:
+def _same_micro_batch(config: RunConfig, layout: Layout) -> Settings:
     """A rank's share of the batch grows with fewer data-parallel ranks; what it holds must not."""
-    is_told = config.train.micro_batch_size != "auto"
-    return {} if is_told else {"train.micro_batch_size": shares.micro_batch_size}
+    is_set = config.train.micro_batch_size != "auto"
+    return {} if is_set else {"train.micro_batch_size": layout.micro_batch_size}
 
 
-def _doubled(degree: int, shares: Layout) -> list[int]:
+def _doubled(degree: int, layout: Layout) -> list[int]:
     """Return degrees that data-parallel ranks can be turned into."""
-    found, left = [], shares.data_ranks
+    doubled, left = [], layout.data_ranks
     while left % 2 == 0:
         degree, left = degree * 2, left // 2
-        found.append(degree)
-    return found
+        doubled.append(degree)
+    return doubled

@@ -42,7 +42,7 @@ def search_layouts(
     config: RunConfig,
     *,
     devices: int,
-    kept: Mapping[str, Any],
+    fixed: Mapping[str, Any],
     check: Callable[[RunConfig], RunConfig],
     wanted: int = 3,
 ) -> Plan:
@@ -51,7 +51,7 @@ def search_layouts(
     Args:
         config: A run; its layout is what is looked for.
         devices: Ranks.
-        kept: Settings of ``candidates.SEARCHED`` that stay as they are.
+        fixed: Settings of ``candidates.SEARCHED`` that stay as they are.
         check: Resolves a run, or raises ``ConfigError`` where no node can do it.
         wanted: Layouts that fit.
 
@@ -69,38 +69,38 @@ def search_layouts(
             config,
             devices=devices,
             in_node=in_node,
-            kept=kept,
+            fixed=fixed,
             offloads=hardware.host_gb_s is not None,
         )
     )
     if not listed:
-        raise ConfigError([_indivisible(config, devices, kept)])
+        raise ConfigError([_indivisible(config, devices, fixed)])
     formulas = Formulas.of(config)
     likely = _likely(listed, formulas=formulas, hardware=hardware, memory=memory)
     first = _fastest(_legal(likely, check), hardware=hardware)
     num_nodes = devices // in_node if devices % in_node == 0 else 1
-    found = _estimated(first, config=config, ranks=(num_nodes, devices // num_nodes), wanted=wanted)
-    if not any(planned.fits for planned in found):
-        raise ConfigError([_too_large(config, devices, found)])
+    plans = _estimated(first, config=config, ranks=(num_nodes, devices // num_nodes), wanted=wanted)
+    if not any(planned.fits for planned in plans):
+        raise ConfigError([_too_large(config, devices, plans)])
     known = workload(config, searched=True)
-    return Plan(workload=known, searched=len(listed), candidates=found)
+    return Plan(workload=known, searched=len(listed), candidates=plans)
 
 
 def _needed(config: RunConfig, devices: int) -> list[str]:
     """Return the figures of hardware without which no layout can be timed."""
     assert config.hardware is not None
-    found = ["memory_gib", "devices_per_node", f"{config.train.precision}_tflops"]
-    found += ["matrix_efficiency", "multiprocessors"]
+    names = ["memory_gib", "devices_per_node", f"{config.train.precision}_tflops"]
+    names += ["matrix_efficiency", "multiprocessors"]
     if hasattr(config.model, "num_attention_heads"):
-        found.append("attention_efficiency")
+        names.append("attention_efficiency")
     if not config.hardware.kernel_bytes:
-        found += ["memory_bandwidth_gb_s", "memory_efficiency"]
+        names += ["memory_bandwidth_gb_s", "memory_efficiency"]
     crossed = ["link"] if devices > 1 else []
     in_node = config.hardware.devices_per_node
     if in_node is not None and devices > in_node:
         crossed.append("network")
-    parts = ("gb_s", "efficiency", "latency_us")
-    return found + [f"{link}_{part}" for link in crossed for part in parts]
+    figures = ("gb_s", "efficiency", "latency_us")
+    return names + [f"{link}_{part}" for link in crossed for part in figures]
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def _likely(
     done: set[tuple[Any, ...]] = set()
     smallest: _Likely | None = None
     for candidate in listed:
-        shares = candidate.shares
-        size = formulas.process_bytes(candidate.config, shares)
+        layout = candidate.layout
+        size = formulas.process_bytes(candidate.config, layout)
         if size > memory:
             if smallest is None or size < smallest.bytes:
                 smallest = _Likely(candidate, math.inf, size)
@@ -133,16 +133,16 @@ def _likely(
         if (kept_there := (candidate.family, candidate.offload)) in done:
             continue  # what recomputes less comes first
         done.add(kept_there)
-        layers = _layers(sum(formulas.one.layers), shares.num_stages)
-        work = scaled(formulas.one, candidate.config, shares, layers=layers)
-        seconds = StepTime(candidate.config, shares, hardware).about(work)
+        layers = _layers(sum(formulas.one.layers), layout.num_stages)
+        work = scaled(formulas.one, candidate.config, layout, layers=layers)
+        seconds = StepTime(candidate.config, layout, hardware).about(work)
         known = best.get(candidate.family)
         if known is None or seconds < known.step_s:
             best[candidate.family] = _Likely(candidate, seconds, size)
     if not best:
         assert smallest is not None
         return [smallest]
-    return sorted(best.values(), key=lambda one: one.step_s)
+    return sorted(best.values(), key=lambda time: time.step_s)
 
 
 def _layers(depth: int, stages: int) -> tuple[int, ...]:
@@ -155,20 +155,20 @@ def _legal(likely: list[_Likely], check: Callable[[RunConfig], RunConfig]) -> li
     Raises:
         ConfigError: What is wrong with the first, if no layout passes.
     """
-    found: list[Candidate] = []
+    legal: list[Candidate] = []
     refused: list[ConfigError] = []
-    for one in likely:
+    for candidate in likely:
         try:
-            checked = check(one.candidate.config)
+            checked = check(candidate.candidate.config)
         except ConfigError as error:
             refused.append(error)
         else:
-            found.append(dataclasses.replace(one.candidate, config=checked))
-        if len(found) == TIMED or len(refused) == _REFUSED:
+            legal.append(dataclasses.replace(candidate.candidate, config=checked))
+        if len(legal) == TIMED or len(refused) == _REFUSED:
             break
-    if not found:
+    if not legal:
         raise refused[0]
-    return found
+    return legal
 
 
 def _fastest(
@@ -181,15 +181,15 @@ def _fastest(
     """
     runs = [partial(_timed, candidate.config, hardware) for candidate in first]
     works = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
-    found = [
-        (candidate, one)
-        for candidate, one in zip(first, works, strict=True)
-        if isinstance(one, Throughput)
+    fastest = [
+        (candidate, work)
+        for candidate, work in zip(first, works, strict=True)
+        if isinstance(work, Throughput)
     ]
-    if not found:
+    if not fastest:
         assert isinstance(works[0], ConfigError)
         raise works[0]
-    return sorted(found, key=lambda pair: pair[1].step_s)
+    return sorted(fastest, key=lambda pair: pair[1].step_s)
 
 
 def _timed(config: RunConfig, hardware: HardwareConfig) -> Throughput | ConfigError:
@@ -215,14 +215,14 @@ def _estimated(
         ranks: Nodes, and ranks of each.
         wanted: Layouts that fit.
     """
-    found: list[Planned] = []
+    plans: list[Planned] = []
     for candidate, speed in first[:TRIED]:
         result = estimate(candidate.config, ends=True)
-        found.append(
+        plans.append(
             Planned(
                 overrides=_overrides(config, candidate, ranks),
                 layout=_named(candidate),
-                mesh=candidate.shares.axes,
+                mesh=candidate.layout.axes,
                 peak_bytes=result.peak_bytes,
                 host_bytes=result.host_bytes,
                 process_bytes=result.process_bytes,
@@ -234,48 +234,48 @@ def _estimated(
                 host_memory=host_memory(candidate.config, result.host_bytes),
             )
         )
-        if sum(planned.fits for planned in found) == wanted:
+        if sum(planned.fits for planned in plans) == wanted:
             break
-    return sorted(found, key=lambda planned: not planned.fits)
+    return sorted(plans, key=lambda planned: not planned.fits)
 
 
-def _verdict(found: Estimate, config: RunConfig) -> FitVerdict:
+def _verdict(estimate: Estimate, config: RunConfig) -> FitVerdict:
     assert config.hardware is not None
     memory = figure(config.hardware, "memory_gib") * GIB
-    return verdict(found.process_bytes, memory=memory, margin=config.estimate.margin)
+    return verdict(estimate.process_bytes, memory=memory, margin=config.estimate.margin)
 
 
 def _named(candidate: Candidate) -> str:
     """Describe a layout, with what its axes don't show."""
-    config, shares = candidate.config, candidate.shares
-    words = [str(shares)]
-    if shares.facts.shards_parameters and config.strategy.fsdp.sharding == "shard_grad_op":
-        words.append("shard_grad_op")
+    config, layout = candidate.config, candidate.layout
+    properties = [str(layout)]
+    if layout.facts.shards_parameters and config.strategy.fsdp.sharding == "shard_grad_op":
+        properties.append("shard_grad_op")
     if candidate.offload != "none":
-        words.append(f"{candidate.offload.replace('_', ' ')} offloaded")
-    words.append(f"micro-batch {shares.micro_batch_size}")
+        properties.append(f"{candidate.offload.replace('_', ' ')} offloaded")
+    properties.append(f"micro-batch {layout.micro_batch_size}")
     if config.train.activation_checkpointing != "none":
-        words.append(f"{config.train.activation_checkpointing} recomputation")
-    return ", ".join(words)
+        properties.append(f"{config.train.activation_checkpointing} recomputation")
+    return ", ".join(properties)
 
 
 def _overrides(config: RunConfig, candidate: Candidate, ranks: tuple[int, int]) -> list[str]:
     """Write what differs from the run as it was given, and what is the layout's own choice."""
-    given = flatten(config)
-    found = [
-        f"{key}={plain(value)}" for key, value in candidate.settings.items() if value != given[key]
+    values = flatten(config)
+    overrides = [
+        f"{key}={plain(value)}" for key, value in candidate.settings.items() if value != values[key]
     ]
     num_nodes, of_each = ranks
     if num_nodes > 1:
-        found.append(f"launch.nnodes={num_nodes}")
-    return [*found, f"launch.nproc={of_each}"]
+        overrides.append(f"launch.nnodes={num_nodes}")
+    return [*overrides, f"launch.nproc={of_each}"]
 
 
-def _indivisible(config: RunConfig, devices: int, kept: Mapping[str, Any]) -> ConfigIssue:
+def _indivisible(config: RunConfig, devices: int, fixed: Mapping[str, Any]) -> ConfigIssue:
     batch = config.train.global_batch_size
     message = f"no layout of {_counted(devices)} divides the model and a batch of {batch} samples"
-    if kept:
-        message += " with " + " ".join(f"{key}={plain(value)}" for key, value in kept.items())
+    if fixed:
+        message += " with " + " ".join(f"{key}={plain(value)}" for key, value in fixed.items())
     return ConfigIssue("train.global_batch_size", f"{message}; use a multiple of {devices}", batch)
 
 
@@ -283,10 +283,10 @@ def _counted(devices: int) -> str:
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
-def _too_large(config: RunConfig, devices: int, found: list[Planned]) -> ConfigIssue:
+def _too_large(config: RunConfig, devices: int, plans: list[Planned]) -> ConfigIssue:
     assert config.hardware is not None
     assert config.hardware.memory_gib is not None
-    least = min(planned.process_bytes for planned in found) / GIB
+    least = min(planned.process_bytes for planned in plans) / GIB
     margin = config.estimate.margin
     message = (
         f"no layout of {_counted(devices)} fits: the smallest takes {least:.1f} GiB, and a device "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.planning.records import HostMemory, Workload
 
 
@@ -19,7 +19,7 @@ def workload(config: RunConfig, *, searched: bool = False) -> Workload:
         searched: Whether its layout, micro-batch and recomputation are still looked for.
     """
     train = config.train
-    micro = None if searched else layout(config, world_size=num_ranks(config)).micro_batch_size
+    micro = None if searched else Layout.of(config, world_size=num_ranks(config)).micro_batch_size
     length = getattr(config.data, "sequence_length", None)
     return Workload(
         global_batch_size=train.global_batch_size,

@@ -262,16 +262,16 @@ class OperationTrace(TorchDispatchMode):
             under.append(key)
 
     def _attention(self, func: Any, args: Any, kwargs: Any, *, backward: bool) -> None:
-        given = dict(kwargs)
-        given.update(zip((a.name for a in func._schema.arguments), args, strict=False))
-        q, k, v = given["query"], given["key"], given["value"]
+        arguments = dict(kwargs)
+        arguments.update(zip((a.name for a in func._schema.arguments), args, strict=False))
+        q, k, v = arguments["query"], arguments["key"], arguments["value"]
         # Formulas for as many key as query heads: those that share keys compute as much.
         shapes = [(q.shape[0], q.shape[1], *x.shape[2:]) for x in (q, k, v)]
         flops = (
             sdpa_backward_flop_count(shapes[0], *shapes) if backward else sdpa_flop_count(*shapes)
         )
         queries, keys = q.shape[2], k.shape[2]
-        if given.get("is_causal"):
+        if arguments.get("is_causal"):
             # Kernels skip blocks above the diagonal, so half the square is left.
             flops /= 2
         key = AttentionOp(self._phase, q.shape[0] * q.shape[1], queries, keys, q.shape[-1], q.dtype)
@@ -304,14 +304,14 @@ class OperationTrace(TorchDispatchMode):
         if len(ranks) == 1:
             return ()
         stride, size = ranks[1] - ranks[0], len(ranks)
-        inner, spanned, found = 1, 1, []
+        inner, spanned, axes = 1, 1, []
         for axis, extent in reversed(self._axes.items()):
             if extent > 1 and inner >= stride and spanned < size:
-                found.append(axis)
+                axes.append(axis)
                 spanned *= extent
             inner *= extent
         assert spanned == size, f"ranks {ranks} are not along {self._axes}"
-        return tuple(reversed(found))
+        return tuple(reversed(axes))
 
 
 def _ranks(arguments: Iterable[Any]) -> list[int]:

@@ -60,18 +60,18 @@ class Parts(dict[str, float]):
 class StepTime:
     """Times of one run's step on one kind of hardware."""
 
-    def __init__(self, config: RunConfig, shares: Layout, hardware: HardwareConfig) -> None:
+    def __init__(self, config: RunConfig, layout: Layout, hardware: HardwareConfig) -> None:
         self._config = config
-        self._shares = shares
+        self._layout = layout
         self._roofline = Roofline(hardware)
-        self._links = Links(hardware, shares.axes)
+        self._links = Links(hardware, layout.axes)
 
     def parts(self, work: StepWork) -> Parts:
         """Return where the seconds of a step go, on the rank that has most to do."""
-        parts = self._alone(work) if self._shares.pipeline == 1 else self._pipelined(work)
-        if copied := self._copied(work, parts.total):
-            parts.put("host memory", copied)
-        return parts
+        times = self._alone(work) if self._layout.pipeline == 1 else self._pipelined(work)
+        if copied := self._copied(work, times.total):
+            times.put("host memory", copied)
+        return times
 
     def about(self, work: StepWork) -> float:
         """Return the seconds of a step by a closed formula of the pipeline's bubble.
@@ -81,8 +81,8 @@ class StepTime:
 
         Source: Narayanan et al., 2021, section 2.2; Qi et al., 2024.
         """
-        shares = self._shares
-        if shares.pipeline == 1:
+        layout = self._layout
+        if layout.pipeline == 1:
             alone = self._alone(work).total
             return alone + self._copied(work, alone)
         times = []
@@ -92,11 +92,11 @@ class StepTime:
                 self._pass(stage, layers, phases).total for phases in (_FORWARD, _BACKWARD)
             )
             times.append((forward + backward, self._once(stage, layers).total))
-        a_turn = max(one for one, _ in times)
-        split = SCHEDULES[shares.schedule].splits_backward
-        waits = (shares.pipeline - 1) * (1 / 3 if split else 1.0) * shares.rounds
-        turns = shares.micro_batches * shares.stages_per_rank
-        once = max(update for _, update in times) * shares.stages_per_rank
+        a_turn = max(seconds for seconds, _ in times)
+        split = SCHEDULES[layout.schedule].splits_backward
+        waits = (layout.pipeline - 1) * (1 / 3 if split else 1.0) * layout.rounds
+        turns = layout.micro_batches * layout.stages_per_rank
+        once = max(update for _, update in times) * layout.stages_per_rank
         computing = (turns + waits) * a_turn + once
         return computing + self._copied(work, computing)
 
@@ -108,24 +108,24 @@ class StepTime:
         Raises:
             ConfigError: The host's cores do the update.
         """
-        shares, offload = self._shares, self._config.strategy.fsdp.cpu_offload
-        is_copied = shares.facts.shards_parameters and offload != "none"
+        layout, offload = self._layout, self._config.strategy.fsdp.cpu_offload
+        is_copied = layout.facts.shards_parameters and offload != "none"
         if not is_copied or self._links.takes_cores:
             return 0.0
         if offload == "full":
             message = "the speed of updates on the host's cores can't be estimated; use params"
             raise ConfigError([ConfigIssue("strategy.fsdp.cpu_offload", message, offload)])
-        shards = shares.tensor * shares.pipeline * shares.dp_shard * shares.context
-        held = FP32 * work.parameters / shards
+        shards = layout.tensor * layout.pipeline * layout.dp_shard * layout.context
+        state_bytes = FP32 * work.parameters / shards
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
         if offload == "optimizer_states":
             moments = share_of_states(self._config)
-            return float(2 * moments * held / rate)
+            return float(2 * moments * state_bytes / rate)
         # The shard is read for forward and, where it was let go, for backward; its gradient is
         # written. An update reads both and writes the shard.
         reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
-        beside = (reads + 1) * shares.micro_batches * held / rate
-        return float(max(0.0, beside - step_s) + 3 * held / rate)
+        beside = (reads + 1) * layout.micro_batches * state_bytes / rate
+        return float(max(0.0, beside - step_s) + 3 * state_bytes / rate)
 
     def _alone(self, work: StepWork) -> Parts:
         stage, layers = work.first, work.layers[0]
@@ -133,20 +133,20 @@ class StepTime:
         backward = self._pass(stage, layers, _BACKWARD)
         total = self._once(stage, layers)
         for part in (forward, backward):
-            total.put_all(part, times=self._shares.micro_batches)
-        if self._shares.facts.sums_gradients:
+            total.put_all(part, times=self._layout.micro_batches)
+        if self._layout.facts.sums_gradients:
             total.put("communication dp", self._reduced_in_backward(stage, layers, backward))
         return total
 
     def _pipelined(self, work: StepWork) -> Parts:
-        shares = self._shares
+        layout = self._layout
         schedule = PipelineSchedule(
-            shares.schedule,
-            degree=shares.pipeline,
-            microbatches=shares.round_microbatches,
-            stages_per_rank=shares.stages_per_rank,
+            layout.schedule,
+            degree=layout.pipeline,
+            microbatches=layout.round_microbatches,
+            stages_per_rank=layout.stages_per_rank,
         )
-        stages = [self._stage(work, index) for index in range(shares.num_stages)]
+        stages = [self._stage(work, index) for index in range(layout.num_stages)]
         forward = [
             self._pass(stage, n, _FORWARD) for stage, n in zip(stages, work.layers, strict=True)
         ]
@@ -157,7 +157,7 @@ class StepTime:
             amount.num_bytes
             for key, amount in work.first.micro_ends.work.items()
             if not isinstance(key, Product | AttentionOp | Kernel | CollectiveOp)
-        ) / min(2, shares.stages_per_rank)
+        ) / min(2, layout.stages_per_rank)
         span = (
             timeline(
                 schedule,
@@ -165,25 +165,25 @@ class StepTime:
                 backward=[part.total for part in backward],
                 message=self._links.message(sent, axis="pp"),
             ).span
-            * shares.rounds
+            * layout.rounds
         )
         ranks: list[Parts] = []
-        for rank in range(shares.pipeline):
+        for rank in range(layout.pipeline):
             busy, total = Parts(), Parts()
             for stage in schedule.stages_of(rank):
                 for part in (forward[stage], backward[stage]):
-                    busy.put_all(part, times=shares.micro_batches)
+                    busy.put_all(part, times=layout.micro_batches)
                 total.put_all(self._once(stages[stage], work.layers[stage]))
             total.put_all(busy)
             total.put("pipeline bubble", span - busy.total)
             ranks.append(total)
-        return max(ranks, key=lambda parts: parts.total)
+        return max(ranks, key=lambda times: times.total)
 
     def _stage(self, work: StepWork, index: int) -> StageWork:
         """Return the work of a stage: ends are with the first and the last, layers with all."""
         if index == 0:
             return work.first
-        if index == self._shares.num_stages - 1:
+        if index == self._layout.num_stages - 1:
             return work.last
         nothing = Share({})
         return StageWork(nothing, work.last.step_layer, nothing, work.last.micro_layer)
@@ -242,7 +242,9 @@ class StepTime:
         for key, amount in work.items():
             if isinstance(key, CollectiveOp) and not self._is_gathered(key):
                 beside = () if self._links.takes_cores else key.under
-                under = sum(self._roofline.seconds(one, Amount(amount.count)) for one in beside)
+                under = sum(
+                    self._roofline.seconds(operation, Amount(amount.count)) for operation in beside
+                )
                 waited = max(0.0, self._links.seconds(key, amount) - under)
                 total.put(f"communication {_axis(key.axes)}", waited)
         return total
@@ -256,8 +258,8 @@ class StepTime:
         )
 
     def _is_gathered(self, key: CollectiveOp) -> bool:
-        small = key.kind == "all_reduce" and self._shares.dp_replicate == 1
-        sharded = self._shares.facts.shards_parameters
+        small = key.kind == "all_reduce" and self._layout.dp_replicate == 1
+        sharded = self._layout.facts.shards_parameters
         return sharded and bool(key.axes) and _DATA_AXES.issuperset(key.axes) and not small
 
     def _reduced_in_backward(self, stage: StageWork, layers: int, backward: Parts) -> float:
@@ -283,10 +285,10 @@ class StepTime:
         of ``strategy.ddp.bucket_size_mb``, over all gradients.
         """
         strategy = self._config.strategy
-        if self._shares.gradient_ranks == 1:
+        if self._layout.gradient_ranks == 1:
             return []
         torchs = strategy.ddp.sync == "overlapped" and strategy.reduce_dtype == "fp32"
-        if torchs and self._shares.tensor == 1:
+        if torchs and self._layout.tensor == 1:
             num_bytes = stage.step_ends.gradient_bytes + layers * stage.step_layer.gradient_bytes
             count = 1 + max(0.0, num_bytes - 2**20) / (strategy.ddp.bucket_size_mb * 2**20)
             key = CollectiveOp("backward", "all_reduce", ("dp_replicate", "cp"))
@@ -299,8 +301,8 @@ class StepTime:
         ]
 
     def _is_bucket(self, key: CollectiveOp) -> bool:
-        replicated = self._shares.facts.sums_gradients
-        alone = self._shares.pipeline == 1 and key.phase == "backward"
+        replicated = self._layout.facts.sums_gradients
+        alone = self._layout.pipeline == 1 and key.phase == "backward"
         return replicated and alone and bool(key.axes) and _DATA_AXES.issuperset(key.axes)
 
 

@@ -3,6 +3,15 @@
 Layers repeat and micro-batches repeat, so operations are counted at two depths and two numbers of
 micro-batches and follow a line in both. A pipeline over a model without ``num_hidden_layers`` is
 refused.
+
+An example, in floating-point operations: traces of 1 and 2 layers with 1 and 2 micro-batches count
+
+    1 layer, 1 micro-batch   115        1 layer, 2 micro-batches   216
+    2 layers, 1 micro-batch  139        2 layers, 2 micro-batches  260
+
+One more layer adds 24, or 44 with two micro-batches: 20 for each micro-batch, 4 for each step. What
+is left, 91 and 172, is beside the layers: 81 for each micro-batch, 10 for each step. So 32 layers
+and 8 micro-batches take 10 + 32 * 4 + 8 * (81 + 32 * 20) = 5906.
 """
 
 from __future__ import annotations
@@ -15,7 +24,7 @@ from torch import nn
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.layout import layout, num_ranks, of_ranks
+from axonlaunch.config.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.optimizer.step import local_part
 from axonlaunch.models import fake_tensor_cache
@@ -109,44 +118,44 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     Raises:
         ConfigError: The run can't be traced.
     """
-    shares = layout(config, world_size=world_size)
+    layout = Layout.of(config, world_size=world_size)
     depth = getattr(config.model, _DEPTH, None)
-    if depth is None and shares.pipeline > 1:
+    if depth is None and layout.pipeline > 1:
         message = f"its depth can't be varied for it has no {_DEPTH}; use 1"
-        raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, shares.pipeline)])
-    counts = (2, 3) if shares.pipeline > 1 else (1, 2)[: min(2, shares.micro_batches)]
+        raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, layout.pipeline)])
+    counts = (2, 3) if layout.pipeline > 1 else (1, 2)[: min(2, layout.micro_batches)]
     depths = _LAYERS if depth is not None else (0,)
-    stages = min(2, shares.stages_per_rank)
-    ranks = (0, 1) if shares.pipeline > 1 else (0,)
+    stages = min(2, layout.stages_per_rank)
+    ranks = (0, 1) if layout.pipeline > 1 else (0,)
     runs = {
         (d, m): reduced_config(config, world_size=world_size, layers=d, micro_batches=m)
         for d in depths
         for m in counts
     }
     # A process for each rank, or each depth: what a first trace learns makes the next ones quick.
-    parts = [list(runs)] if shares.pipeline > 1 else [[(d, m) for m in counts] for d in depths]
-    jobs = [(rank, keys) for rank in ranks for keys in parts]
+    batches = [list(runs)] if layout.pipeline > 1 else [[(d, m) for m in counts] for d in depths]
+    jobs = [(rank, keys) for rank in ranks for keys in batches]
     functions: list[Any] = [
         partial(_trace, [runs[key] for key in keys], stage=rank) for rank, keys in jobs
     ]
-    if shares.pipeline > 1:
+    if layout.pipeline > 1:
         functions.append(partial(_split, config))
     results = forked_map.map_forked(functions, memory=fake_tensor_cache.recipes)
-    layers = tuple(results[-1]) if shares.pipeline > 1 else (depth or 0,)
+    layers = tuple(results[-1]) if layout.pipeline > 1 else (depth or 0,)
     traced = {
-        (rank, *key): one
-        for (rank, keys), ones in zip(jobs, results, strict=False)
-        for key, one in zip(keys, ones, strict=True)
+        (rank, *key): trace
+        for (rank, keys), traces in zip(jobs, results, strict=False)
+        for key, trace in zip(keys, traces, strict=True)
     }
     first, last = (
         _fit({(d, m): traced[rank, d, m].share for d in depths for m in counts}, stages=stages)
         for rank in (ranks[0], ranks[-1])
     )
-    few = [traced[ranks[0], d, counts[0]].parameters for d in depths]
-    parameters = few[0]
+    at_depths = [traced[ranks[0], d, counts[0]].parameters for d in depths]
+    parameters = at_depths[0]
     if depth is not None:
-        a_layer = (few[1] - few[0]) // (stages * len(ranks))
-        parameters = few[0] + a_layer * (depth - _LAYERS[0] * stages * len(ranks))
+        of_a_layer = (at_depths[1] - at_depths[0]) // (stages * len(ranks))
+        parameters += of_a_layer * (depth - _LAYERS[0] * stages * len(ranks))
     length = traced[ranks[0], depths[0], counts[0]].sample_length
     return StepWork(first, last, layers, parameters, length)
 
@@ -162,30 +171,32 @@ def reduced_config(
         layers: Of each stage; 0: as many as there are.
         micro_batches: Of a rank's step.
     """
-    shares = layout(config, world_size=world_size)
+    layout = Layout.of(config, world_size=world_size)
     settings: dict[str, Any] = {
-        "train.micro_batch_size": shares.micro_batch_size,
-        "train.global_batch_size": shares.micro_batch_size * micro_batches * shares.data_ranks,
+        "train.micro_batch_size": layout.micro_batch_size,
+        "train.global_batch_size": layout.micro_batch_size * micro_batches * layout.data_ranks,
         "train.compile": False,
     }
     stages = 1
-    if shares.pipeline > 1:
-        per_rank = min(2, shares.stages_per_rank)
+    if layout.pipeline > 1:
+        per_rank = min(2, layout.stages_per_rank)
         stages = 2 * per_rank
         settings |= {
             "strategy.pipeline.degree": 2,
-            "strategy.pipeline.schedule": _like(shares.schedule, stages_per_rank=per_rank),
+            "strategy.pipeline.schedule": _short_schedule(
+                layout.schedule, stages_per_rank=per_rank
+            ),
             "strategy.pipeline.stages_per_rank": per_rank,
             "strategy.pipeline.split": [layers] * stages,
             "strategy.pipeline.microbatches": "auto",
         }
-        world_size = 2 * world_size // shares.pipeline
+        world_size = 2 * world_size // layout.pipeline
     if layers:
         settings[f"model.{_DEPTH}"] = layers * stages
     return with_values(config, {**settings, **of_ranks(world_size)})
 
 
-def _like(schedule: str, *, stages_per_rank: int) -> Any:
+def _short_schedule(schedule: str, *, stages_per_rank: int) -> Any:
     """Return a schedule that does the same work in two ranks, in whatever order."""
     if stages_per_rank == 1 and not SCHEDULES[schedule].splits_backward:
         return "gpipe"
@@ -194,6 +205,9 @@ def _like(schedule: str, *, stages_per_rank: int) -> Any:
 
 def _fit(at: dict[tuple[int, int], Share], *, stages: int) -> StageWork:
     """Find the four parts of a stage's work, which is linear in layers and in micro-batches.
+
+    The module's example, where ``stages`` is 1: the layer's 24 and 44, and the ends' 91 and 172,
+    are each divided into what comes once a step and what comes with every micro-batch.
 
     Args:
         at: By layers of a stage and micro-batches.
@@ -215,7 +229,7 @@ def _fit(at: dict[tuple[int, int], Share], *, stages: int) -> StageWork:
 
 
 def _by_micro_batches(at: dict[int, Share]) -> tuple[Share, Share]:
-    """Part what comes once a step from what each micro-batch brings.
+    """Separate what comes once a step from what each micro-batch brings.
 
     With one micro-batch alone, the update is what comes once.
     """
@@ -224,9 +238,9 @@ def _by_micro_batches(at: dict[int, Share]) -> tuple[Share, Share]:
         update = {key: amount for key, amount in share.work.items() if key.phase == "update"}
         rest = {key: amount for key, amount in share.work.items() if key.phase != "update"}
         return Share(update, share.gradient_bytes), Share(rest)
-    few, more = sorted(at)
-    each = at[more].plus(at[few], times=-1)
-    return at[few].plus(each, times=-few), each
+    fewer, more = sorted(at)  # one apart
+    each = at[more].plus(at[fewer], times=-1)
+    return at[fewer].plus(each, times=-fewer), each
 
 
 def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
@@ -240,9 +254,9 @@ def _trace(configs: list[RunConfig], *, stage: int) -> list[_Traced]:
 
 def _trace_one(config: RunConfig, world: World) -> _Traced:
     # What fusing saves is the roofline's: how a compiler cuts a graph into kernels is not traced.
-    blueprint = ReducedRun.of(with_values(config, {"train.compile": False}))
-    dry = FakeRank(blueprint, world)
-    trace = OperationTrace(blueprint.shares.axes)
+    reduced = ReducedRun.of(with_values(config, {"train.compile": False}))
+    dry = FakeRank(reduced, world)
+    trace = OperationTrace(reduced.layout.axes)
     batch = dry.batch()
     with dry.storing():
         dry.settle()
@@ -251,12 +265,12 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
             with trace.updating(), fake_world.assume_true():
                 dry.engine.update()
     parameters = dict(dry.engine.named_parameters()).values()
-    held = sum(
+    gradient_bytes = sum(
         local_part(p.detach()).numel() * p.element_size() for p in parameters if p.requires_grad
     )
-    sample = blueprint.sample
+    sample = reduced.sample
     length = sample.shape[0] if sample.ndim == 1 else 1
-    return _Traced(Share(trace.work, held), dry.engine.num_parameters, length)
+    return _Traced(Share(trace.work, gradient_bytes), dry.engine.num_parameters, length)
 
 
 def _split(config: RunConfig) -> list[int]:

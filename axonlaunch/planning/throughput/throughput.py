@@ -10,7 +10,7 @@ from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.planning.throughput.roofline import figure
 from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
@@ -51,16 +51,16 @@ def throughput(config: RunConfig, hardware: HardwareConfig) -> Throughput:
 def timed(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throughput:
     """Estimate the speed of a run whose work is known."""
     ranks = num_ranks(config)
-    shares = layout(config, world_size=ranks)
-    parts = StepTime(config, shares, hardware).parts(work)
-    seconds = parts.total
-    samples = shares.micro_batch_size * shares.micro_batches * shares.data_ranks
+    layout = Layout.of(config, world_size=ranks)
+    times = StepTime(config, layout, hardware).parts(work)
+    seconds = times.total
+    samples = layout.micro_batch_size * layout.micro_batches * layout.data_ranks
     rate = samples * work.sample_length / seconds / ranks
     mfu = None
     if work.sample_length > 1:
         peak = figure(hardware, f"{config.train.precision}_tflops") * 1e12
         mfu = rate * flops_per_token(config.model, work) / peak
-    return Throughput(seconds, rate, mfu, dict(parts))
+    return Throughput(seconds, rate, mfu, dict(times))
 
 
 def flops_per_token(model: Any, work: StepWork) -> float:

@@ -35,20 +35,18 @@ class FakeRank:
     """
 
     def __init__(
-        self, blueprint: ReducedRun, world: World, *, trace: StorageTrace | None = None
+        self, reduced: ReducedRun, world: World, *, trace: StorageTrace | None = None
     ) -> None:
         """Build a rank's engine.
 
         Args:
-            blueprint: What is run.
+            reduced: What is run.
             world: Where this process stands as the rank.
             trace: Entered wherever storage is allocated; None: nothing follows it.
         """
         self._trace = trace
-        self._blueprint = blueprint
-        self._stages = blueprint.stages_of(
-            world.rank * blueprint.shares.pipeline // blueprint.world_size
-        )
+        self._reduced = reduced
+        self._stages = reduced.stages_of(world.rank * reduced.layout.pipeline // reduced.world_size)
         self.received: Counter[Category] = Counter()
         self._mode = fake_tensor_cache.tensors_without_bytes()
         source = Source(
@@ -57,12 +55,12 @@ class FakeRank:
             storing=self.storing,
             boundaries=self._boundaries,
         )
-        if blueprint.config.train.compile:
+        if reduced.config.train.compile:
             from axonlaunch.planning.tracing import fake_inductor
 
             fake_inductor.install_fake_inductor()
         self.engine: Engine = build_engine(
-            blueprint.config, world, sample=blueprint.sample, source=source
+            reduced.config, world, sample=reduced.sample, source=source
         )
 
     def storing(self) -> AbstractContextManager[Any]:
@@ -81,13 +79,13 @@ class FakeRank:
         Args:
             micro_batches: How many; None: all of a step.
         """
-        shares, sample = self._blueprint.shares, self._blueprint.sample
-        samples = shares.micro_batch_size * (micro_batches or shares.micro_batches)
+        layout, sample = self._reduced.layout, self._reduced.sample
+        samples = layout.micro_batch_size * (micro_batches or layout.micro_batches)
         with self._mode:
             inputs = torch.empty((samples, *sample.shape), dtype=sample.dtype)
-            shape = inputs.shape if self._blueprint.is_text else inputs.shape[:1]
+            shape = inputs.shape if self._reduced.is_text else inputs.shape[:1]
             targets = torch.empty(shape, dtype=torch.int64)
-            positions = torch.empty_like(targets) if self._blueprint.is_packed else None
+            positions = torch.empty_like(targets) if self._reduced.is_packed else None
             return Batch(inputs, targets, positions)
 
     def settle(self) -> None:
@@ -96,7 +94,7 @@ class FakeRank:
         Without a pipeline it is a step of one micro-batch. A pipeline's least step is long, so that
         there gradients come from nowhere.
         """
-        if self._blueprint.shares.pipeline == 1:
+        if self._reduced.layout.pipeline == 1:
             self.engine.backward(self.batch(1))
         for _, parameter in self.engine.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
@@ -107,7 +105,7 @@ class FakeRank:
 
     def _construct(self, config: Any, *, seed: int) -> nn.Module:
         del config, seed
-        return self._blueprint.built()
+        return self._reduced.build()
 
     def _start(self, module: nn.Module, config: Any, *, seed: int, device: Any) -> None:
         del config, seed
@@ -115,23 +113,23 @@ class FakeRank:
             materialize(module, device=device)
 
     def _boundaries(self, divide: Divide, stages: Any) -> dict[int, tuple[Tensor, Tensor]]:
-        spec, shares = spec_for(self._blueprint.config.model), self._blueprint.shares
-        model = self._blueprint.built(1 if self._blueprint.repeats else None)
+        spec, layout = spec_for(self._reduced.config.model), self._reduced.layout
+        model = self._reduced.build(1 if self._reduced.repeats else None)
         divide(model)
-        shape = [shares.micro_batch_size, *self._blueprint.sample.shape]
-        if shares.context > 1:
-            shape[1] //= shares.context
-        parts: list[Part] = list(stages)
+        shape = [layout.micro_batch_size, *self._reduced.sample.shape]
+        if layout.context > 1:
+            shape[1] //= layout.context
+        segments: list[Part] = list(stages)
         with self._mode:
             materialize(model, device="cpu")
             ends = stage_boundaries.find(
                 model,
                 blocks=block_names(spec, model),
-                stages=parts,
-                inputs=torch.empty(shape, dtype=self._blueprint.sample.dtype),
+                stages=segments,
+                inputs=torch.empty(shape, dtype=self._reduced.sample.dtype),
                 takes_first=spec.flow is not None,
             )
-        for part in parts:
+        for part in segments:
             takes, gives = ends[part.index]
             if part.index in self._stages:
                 below, above = (index in self._stages for index in (part.index - 1, part.index + 1))

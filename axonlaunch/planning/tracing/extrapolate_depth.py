@@ -4,6 +4,9 @@ Whatever a step holds at one of its moments is linear in the number of equal blo
 are paired by what runs and by their block, counted from the nearer end of the model. Blocks in
 between hold what lies between their neighbours, so that the peak is at one of the paired ones.
 Models whose blocks differ are refused: they have to be traced whole.
+
+An example: if 50 MiB are held when block 1 begins its forward in a model of 4 blocks, and 53 in one
+of 5, then 50 + 28 * 3 = 134 are in one of 32.
 """
 
 from __future__ import annotations
@@ -54,16 +57,16 @@ def extrapolate(
     Returns:
         Those at the ends of each stage.
     """
-    others = _paired(deeper)
-    found = []
+    deeper_events = _paired(deeper)
+    extrapolated = []
     for name, event in _paired(shallow).items():
-        other = others[name]
+        other = deeper_events[name]
         pairs = [*zip(event.points, other.points, strict=False)]
         if len(event.points) != len(other.points):
             # An operation for each parameter, say: what they hold most is linear.
             pairs = [pairs[0], (max(event.points, key=on_device), max(other.points, key=on_device))]
-        found.append(TraceEvent(name, [linear_extrapolate(a, b, blocks) for a, b in pairs]))
-    return found
+        extrapolated.append(TraceEvent(name, [linear_extrapolate(a, b, blocks) for a, b in pairs]))
+    return extrapolated
 
 
 def linear_extrapolate(point: Iterable[int], other: Iterable[int], times: int) -> Point:
@@ -73,7 +76,7 @@ def linear_extrapolate(point: Iterable[int], other: Iterable[int], times: int) -
 
 def _paired(events: Sequence[TraceEvent]) -> dict[_Name, TraceEvent]:
     """Name events alike in models of different depths: by the block's place from the nearer end."""
-    found: dict[_Name, TraceEvent] = {}
+    paired: dict[_Name, TraceEvent] = {}
     seen: dict[_Name, int] = {}
     for event in events:
         what, *where = event.name
@@ -86,8 +89,8 @@ def _paired(events: Sequence[TraceEvent]) -> dict[_Name, TraceEvent]:
             where = [stage, "front", front] if front < NEAR else [stage, "back", back]
         name = (what, *where)
         seen[name] = seen.get(name, 0) + 1
-        found[(*name, seen[name])] = event
-    return found
+        paired[(*name, seen[name])] = event
+    return paired
 
 
 def _watch(block: nn.Module, trace: StorageTrace, *where: int) -> None:

@@ -2,8 +2,18 @@
 
 What a rank's action changes, and what it holds beside what stood before it, depends on what it does
 and on its neighbours in the schedule, not on how many micro-batches wait. So every action of the
-long step is given what a like one of the short step did. Receive buffers differ with a schedule's
-neighbours, so the result is exact to about one activation between stages.
+long step is given the effect of the most similar one of the short step. Receive buffers differ with
+a schedule's neighbours, so the result is exact to about one activation between stages.
+
+An example, the first of 2 ranks under 1f1b, in MiB of activations. Traced with 4 micro-batches:
+
+    action   F0    F1    B0    F2    B1    F3    B2    B3
+    start    0     10    20    10    20    10    20    10
+    end      10    20    10    20    10    20    10    0
+
+Of 64 forwards, F0 and F1 stand for the first two, F3 for the last, F2 for all others: like it they
+come after a backward. Of 64 backwards, B0 stands for the first, B3 for the last. Each adds what it
+added in the short step, +10 or -10, to where the action before has ended.
 """
 
 from __future__ import annotations
@@ -58,8 +68,8 @@ class ActionContext:
     before: tuple[tuple[ActionKind, int], ...]
     after: tuple[tuple[ActionKind, int], ...]
 
-    def likeness(self, other: ActionContext) -> tuple[int, ...]:
-        """Say how far both agree, what matters most first."""
+    def similarity(self, other: ActionContext) -> tuple[int, ...]:
+        """Return how far both agree, what matters most first; the larger the more similar."""
         return (
             (self.kind, self.stage) == (other.kind, other.stage),
             self.ends == other.ends,
@@ -76,7 +86,7 @@ class ActionContext:
 class ActionEffect:
     """What an action of the short step did: the bytes at its start and end, and its highest."""
 
-    like: ActionContext
+    context: ActionContext
     start: Point
     end: Point
     highest: Point
@@ -115,16 +125,16 @@ def watch_actions(trace: StorageTrace) -> None:
         run = getattr(stage, name)
 
         @functools.wraps(run)
-        def run_and_tell(self: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+        def begin_and_run(self: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
             trace.begin(f"{_ACTION} {kind_of(kwargs)} {self.stage_index} {chunk}")
             return run(self, chunk, *args, **kwargs)
 
-        setattr(stage, name, run_and_tell)
+        setattr(stage, name, begin_and_run)
 
     receive("_prepare_forward_infra", source=-1, here="activations")
     receive("_prepare_backward_infra", source=1, here="temporary")
     begin("forward_one_chunk", lambda _: "F")
-    begin("backward_one_chunk", lambda given: "B" if given.get("full_backward", True) else "I")
+    begin("backward_one_chunk", lambda kwargs: "B" if kwargs.get("full_backward", True) else "I")
     begin("backward_weight_one_chunk", lambda _: "W")
 
 
@@ -135,55 +145,64 @@ def extend_schedule(
 
     Args:
         events: Of a step that did each kind of action at least three times a round, watched by
-            ``watch``.
+            ``watch_actions``.
         rounds: What the rank does in each round of the longer step.
 
     Returns:
         An event before the first action, one of each action, and those after the last.
     """
-    starts = [n for n, event in enumerate(events) if _action(event) is not None]
-    after = _first_update(events)
-    parts = zip(starts, [*starts[1:], after], strict=True)
-    done = [_action(events[n]) for n in starts]
-    likes = _likes(_in_rounds([one for one in done if one is not None]))
-    short = [
-        _did(like, events[start:stop], events[stop].points[0])
-        for like, (start, stop) in zip(likes, parts, strict=True)
+    actions = {n: action for n, event in enumerate(events) if (action := _action(event))}
+    starts, update = [*actions], _first_update(events)
+    effects = [
+        _effect(context, events[start:stop], events[stop].points[0])
+        for context, (start, stop) in zip(
+            _contexts(_in_rounds([*actions.values()])),
+            itertools.pairwise([*starts, update]),
+            strict=True,
+        )
     ]
-    found = [*events[: starts[0]]]
-    now = short[0].start
-    for like in _likes(rounds):
-        # Of equals the one that leaves least: a buffer kept once isn't kept for each micro-batch.
-        did = max(short, key=lambda one: (like.likeness(one.like), -one.left))
-        shift = _minus(now, did.start)
-        held = TraceEvent((_ACTION,), [_plus(did.highest, shift)])
+    longer = [*events[: starts[0]]]
+    now = effects[0].start
+    for context in _contexts(rounds):
+        effect = _most_similar(effects, context)
+        shift = _minus(now, effect.start)
+        event = TraceEvent((_ACTION,), [_plus(effect.highest, shift)])
         # The host's most and the device's are not of one moment.
-        held.points.append((*did.start[:-1], did.host + shift[-1]))
-        found.append(held)
-        now = _plus(did.end, shift)
-    shift = _minus(now, events[after].points[0])
-    return found + [shifted(event, shift) for event in events[after:]]
+        event.points.append((*effect.start[:-1], effect.host + shift[-1]))
+        longer.append(event)
+        now = _plus(effect.end, shift)
+    shift = _minus(now, events[update].points[0])
+    return longer + [shifted(event, shift) for event in events[update:]]
+
+
+def _most_similar(effects: Sequence[ActionEffect], context: ActionContext) -> ActionEffect:
+    """Return the effect of the action in the most similar context.
+
+    Of equals the one that leaves least: a buffer kept once isn't kept for each micro-batch.
+    """
+    return max(effects, key=lambda effect: (context.similarity(effect.context), -effect.left))
 
 
 def left_by_forward(events: Sequence[TraceEvent]) -> dict[int, int]:
     """Return what a micro-batch's forward leaves for its backward, in bytes.
 
     Args:
-        events: Of a step that was watched by ``watch``.
+        events: Of a step that was watched by ``watch_actions``.
 
     Returns:
         ``{stage: bytes of activations}``, of the last forward of each: first ones may make what
         all share.
     """
-    kept = CATEGORIES.index("activations")
+    activations = CATEGORIES.index("activations")
     starts = [n for n, event in enumerate(events) if _action(event) is not None]
-    found = {}
+    left = {}
     for start, stop in itertools.pairwise([*starts, _first_update(events)]):
         action = _action(events[start])
         assert action is not None
         if action.kind == "F":
-            found[action.stage] = events[stop].points[0][kept] - events[start].points[0][kept]
-    return found
+            end, begin = events[stop].points[0], events[start].points[0]
+            left[action.stage] = end[activations] - begin[activations]
+    return left
 
 
 def shifted(event: TraceEvent, shift: Point) -> TraceEvent:
@@ -196,11 +215,11 @@ def _first_update(events: Sequence[TraceEvent]) -> int:
 
 
 def _action(event: TraceEvent) -> Action | None:
-    what, *words = str(event.name[0]).split()
+    what, *fields = str(event.name[0]).split()
     if what != _ACTION:
         return None
-    kind: Any = words[0]
-    return Action(kind, int(words[1]), int(words[2]))
+    kind: Any = fields[0]
+    return Action(kind, int(fields[1]), int(fields[2]))
 
 
 def _in_rounds(actions: Sequence[Action]) -> list[list[Action]]:
@@ -213,36 +232,39 @@ def _in_rounds(actions: Sequence[Action]) -> list[list[Action]]:
     return rounds
 
 
-def _likes(rounds: Sequence[Sequence[Action]]) -> list[ActionContext]:
-    found, done = [], Counter[tuple[ActionKind, int]]()
+def _contexts(rounds: Sequence[Sequence[Action]]) -> list[ActionContext]:
+    """Return the context of each action of a step."""
+    contexts, done = [], Counter[tuple[ActionKind, int]]()
     stages = sorted({action.stage for action in rounds[0]})
     for actions in rounds:
-        what = [(action.kind, stages.index(action.stage)) for action in actions]
-        for place, one in enumerate(what):
-            found.append(
+        steps = [(action.kind, stages.index(action.stage)) for action in actions]
+        for place, (kind, stage) in enumerate(steps):
+            before, after = steps[:place], steps[place + 1 :]
+            contexts.append(
                 ActionContext(
-                    *one,
-                    is_first=not done[one],
-                    done=tuple(min(_SETTLED, done[kind, one[1]]) for kind in get_args(ActionKind)),
-                    begins=one not in what[:place],
-                    ends=one not in what[place + 1 :],
-                    before=tuple(what[max(0, place - 2) : place]),
-                    after=tuple(what[place + 1 : place + 2]),
+                    kind,
+                    stage,
+                    is_first=not done[kind, stage],
+                    done=tuple(min(_SETTLED, done[other, stage]) for other in get_args(ActionKind)),
+                    begins=(kind, stage) not in before,
+                    ends=(kind, stage) not in after,
+                    before=tuple(before[-2:]),
+                    after=tuple(after[:1]),
                 )
             )
-            done[one] += 1
-    return found
+            done[kind, stage] += 1
+    return contexts
 
 
-def _did(like: ActionContext, events: Sequence[TraceEvent], end: Point) -> ActionEffect:
+def _effect(context: ActionContext, events: Sequence[TraceEvent], end: Point) -> ActionEffect:
     points = [point for event in events for point in event.points]
     highest = max(points, key=on_device)
-    return ActionEffect(like, points[0], end, highest, max(point[-1] for point in points))
+    return ActionEffect(context, points[0], end, highest, max(point[-1] for point in points))
 
 
-def _plus(one: Point, other: Point) -> Point:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
+def _plus(a: Point, b: Point) -> Point:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _minus(one: Point, other: Point) -> Point:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
+def _minus(a: Point, b: Point) -> Point:
+    return tuple(x - y for x, y in zip(a, b, strict=True))

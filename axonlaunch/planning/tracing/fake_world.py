@@ -3,6 +3,17 @@
 Everything private to torch that this takes is here, and ``tests/planning/test_fake_world.py``
 holds it and says what to do when it moves. It never undoes what it does to torch: it belongs in
 a process that is forked for one rank and ends with it.
+
+What is replaced in torch, each by one function below, and what would go wrong:
+
+    DDP.__init__, Reducer._rebuild_buckets     the C++ reducer reads gradients, which have no bytes
+    _PipelineSchedule._warmup_p2p              stages would ask absent neighbours for shapes
+    schedules._batch_p2p                       a sent tensor would count as freed too early
+    ShardingPropagator._propagate_...          DTensor's planning would count as memory of a step
+    aten._local_scalar_dense                   ``if grad.isfinite().all()`` has no answer
+
+An example of the last, only inside of ``assume_true``: ``bool(fake > 0)`` is True, and
+``float(fake)`` is 0.5.
 """
 
 from __future__ import annotations

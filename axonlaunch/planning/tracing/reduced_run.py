@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from axonlaunch import data
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.layout import Layout, layout, num_ranks, of_ranks
+from axonlaunch.config.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.parameter_groups import states_of, with_options
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.data.dataset import holds_documents, sample_inputs
@@ -42,7 +42,7 @@ class ReducedRun:
 
     Attributes:
         config: The run's, with the blocks of each pipeline stage written out.
-        shares: Its layout.
+        layout: Its layout.
         world_size: Ranks.
         model: Whole and undivided, on the meta device.
         sample: Inputs of one sample [...]; values don't matter.
@@ -53,7 +53,7 @@ class ReducedRun:
     """
 
     config: RunConfig
-    shares: Layout
+    layout: Layout
     world_size: int
     model: nn.Module
     sample: Tensor
@@ -66,16 +66,16 @@ class ReducedRun:
     def of(cls, config: RunConfig) -> Self:
         """Build the model of a checked configuration and read what a sample is."""
         ranks = num_ranks(config)
-        shares = layout(config, world_size=ranks)
+        layout = Layout.of(config, world_size=ranks)
         dataset = data.build_dataset(config.data, config.tokenizer)
         model, sample = on_meta(config.model, seed=config.seed), sample_inputs(dataset)
-        if shares.pipeline > 1:
-            split = _split(config, shares, model, sample)
+        if layout.pipeline > 1:
+            split = _split(config, layout, model, sample)
             config = with_values(config, {"strategy.pipeline.split": split})
         spec = spec_for(config.model)
         return cls(
             config,
-            shares,
+            layout,
             ranks,
             model,
             sample,
@@ -91,32 +91,32 @@ class ReducedRun:
     def counts(self) -> list[int]:
         """Blocks of each pipeline stage."""
         split = self.config.strategy.pipeline.split
-        return [self.num_blocks] if self.shares.pipeline == 1 or split == "auto" else split
+        return [self.num_blocks] if self.layout.pipeline == 1 or split == "auto" else split
 
-    def built(self, num_blocks: int | None = None) -> nn.Module:
+    def build(self, num_blocks: int | None = None) -> nn.Module:
         """Return a model of as many of the first blocks, or ``num_blocks``, on the meta device."""
         spec, fewer = spec_for(self.config.model), {}
         count = num_blocks or self.num_blocks
         if count < len(spec.blocks(self.model)):
             assert spec.layers is not None
-            held = self.model.get_submodule(spec.layers)
-            assert isinstance(held, nn.ModuleList)
-            fewer[id(held)] = copy.deepcopy(held[:count])  # the others cost time
+            layers = self.model.get_submodule(spec.layers)
+            assert isinstance(layers, nn.ModuleList)
+            fewer[id(layers)] = copy.deepcopy(layers[:count])  # the others cost time
         return copy.deepcopy(self.model, fewer)
 
     @property
     def schedule(self) -> PipelineSchedule:
         """One round of a pipeline."""
         return PipelineSchedule(
-            self.shares.schedule,
-            degree=self.shares.pipeline,
-            microbatches=self.shares.round_microbatches,
-            stages_per_rank=self.shares.stages_per_rank,
+            self.layout.schedule,
+            degree=self.layout.pipeline,
+            microbatches=self.layout.round_microbatches,
+            stages_per_rank=self.layout.stages_per_rank,
         )
 
     def stages_of(self, place: int) -> list[int]:
         """Return the stages of a rank, by its place on the pp axis."""
-        return [0] if self.shares.pipeline == 1 else list(self.schedule.stages_of(place))
+        return [0] if self.layout.pipeline == 1 else list(self.schedule.stages_of(place))
 
     def spare_blocks(self, stages: list[int], *, needed: int = extrapolate_depth.SHALLOW) -> int:
         """Return how many blocks can be left out of each of these stages."""
@@ -130,11 +130,18 @@ class ReducedRun:
             [count - blocks if stage in stages else 1 for stage, count in enumerate(self.counts)]
         )
 
-    def shorter(self, place: int) -> tuple[Self, int]:
+    def reduce(self, place: int) -> tuple[Self, int]:
         """Return the run with the shortest step that shows what a rank of this one does, and where.
 
         The rank does fewer micro-batches and, if blocks repeat, holds its stages in a shorter
-        pipeline.
+        pipeline. An example: a pipeline of 8 ranks under 1f1b, 32 micro-batches, 2 blocks a stage.
+        It is reduced to 4 ranks and 6 micro-batches, where these ranks stand for those of 8:
+
+            rank of 8    0    1 2 3 4 5    6    7
+            rank of 4    0    1            2    3
+
+        The rank in question holds its 2 blocks there, all others one. Ranks near the end differ,
+        for how many forwards go ahead of the first backward is counted from the last rank.
 
         Args:
             place: The rank's, on the pp axis.
@@ -142,36 +149,36 @@ class ReducedRun:
         Returns:
             The run and the place of a rank like this one on its pp axis.
         """
-        shares = self.shares
-        if shares.pipeline == 1:
-            few = min(_FEW, shares.micro_batches)
-            return self._with(degree=1, microbatches=few, rounds=1), 0
+        layout = self.layout
+        if layout.pipeline == 1:
+            microbatches = min(_FEW, layout.micro_batches)
+            return self._with(degree=1, microbatches=microbatches, rounds=1), 0
         if not self.repeats:
             return self, place
-        degree = min(_SHORT, shares.pipeline)
-        fits = SCHEDULES[shares.schedule].fits
+        degree = min(_SHORT, layout.pipeline)
+        fits = SCHEDULES[layout.schedule].fits
         # The first rank's forwards may all go ahead of its backwards, or all but one.
-        rest = 2 if place else min(2, shares.round_microbatches - shares.pipeline)
-        few = next(
+        rest = 2 if place else min(2, layout.round_microbatches - layout.pipeline)
+        microbatches = next(
             n
             for n in itertools.count(degree + rest if rest < 2 else _SETTLED)
-            if fits(n, degree=degree, stages_per_rank=shares.stages_per_rank)
+            if fits(n, degree=degree, stages_per_rank=layout.stages_per_rank)
         )
-        few = min(few, shares.round_microbatches)
-        short = self._with(degree=degree, microbatches=few, rounds=min(2, shares.rounds))
-        like = min(place, max(1, degree - shares.pipeline + place))
-        counts = [1] * short.shares.num_stages
-        for stage, other in zip(self.stages_of(place), short.stages_of(like), strict=True):
+        microbatches = min(microbatches, layout.round_microbatches)
+        short = self._with(degree=degree, microbatches=microbatches, rounds=min(2, layout.rounds))
+        short_place = min(place, max(1, degree - layout.pipeline + place))
+        counts = [1] * short.layout.num_stages
+        for stage, other in zip(self.stages_of(place), short.stages_of(short_place), strict=True):
             counts[other] = self.counts[stage]
-        return short._of_blocks(counts), like
+        return short._of_blocks(counts), short_place
 
     def _with(self, *, degree: int, microbatches: int, rounds: int) -> Self:
         """Return the same over a shorter pipeline, in a world to fit, with fewer micro-batches."""
-        shares = self.shares
-        world_size = self.world_size // shares.pipeline * degree
-        samples = shares.micro_batch_size * microbatches * rounds * shares.data_ranks
+        layout = self.layout
+        world_size = self.world_size // layout.pipeline * degree
+        samples = layout.micro_batch_size * microbatches * rounds * layout.data_ranks
         settings: dict[str, Any] = {
-            "train.micro_batch_size": shares.micro_batch_size,
+            "train.micro_batch_size": layout.micro_batch_size,
             "train.global_batch_size": samples,
             **of_ranks(world_size),
         }
@@ -181,12 +188,12 @@ class ReducedRun:
                 "strategy.pipeline.microbatches": microbatches,
             }
         config = with_values(self.config, settings)
-        shares = layout(config, world_size=world_size)
-        return dataclasses.replace(self, config=config, shares=shares, world_size=world_size)
+        layout = Layout.of(config, world_size=world_size)
+        return dataclasses.replace(self, config=config, layout=layout, world_size=world_size)
 
     def _of_blocks(self, counts: list[int]) -> Self:
         """Return the same with the model's first blocks alone, so many in each stage."""
-        split = {} if self.shares.pipeline == 1 else {"strategy.pipeline.split": counts}
+        split = {} if self.layout.pipeline == 1 else {"strategy.pipeline.split": counts}
         config = with_values(self.config, split)
         return dataclasses.replace(self, config=config, num_blocks=sum(counts))
 
@@ -199,11 +206,11 @@ def _are_divided_alike(
     if tensor.degree == 1 or not tensor.plan:
         return True
     styles: dict[str, set[Any]] = {name: set() for name in blocks}
-    for one in styled(model, tensor.plan):
+    for module in styled(model, tensor.plan):
         for block in blocks:
-            if one.name == block or one.name.startswith(f"{block}."):
-                inside = one.name.removeprefix(block)
-                styles[block].add((inside, one.style, one.in_region, one.in_sequence))
+            if module.name == block or module.name.startswith(f"{block}."):
+                inside = module.name.removeprefix(block)
+                styles[block].add((inside, module.style, module.in_region, module.in_sequence))
     first, *others = styles.values()
     return all(other == first for other in others)
 
@@ -213,24 +220,24 @@ def _are_updated_alike(config: RunConfig, spec: ModelSpec, model: nn.Module) -> 
     if not getattr(config.optimizer, "groups", None):
         return True
     blocks = spec.blocks(model)
-    kept: dict[str, set[str]] = {name: set() for name in blocks}
-    for name, one in parameter_facts(spec, model).items():
+    states_in: dict[str, set[str]] = {name: set() for name in blocks}
+    for name, parameter in parameter_facts(spec, model).items():
         for block in blocks:
             if name.startswith(f"{block}."):
-                states = states_of(with_options(config.optimizer, one), one.shape)
-                kept[block].add(f"{name.removeprefix(block)}: {sorted(states)}")
-    first, *others = kept.values()
+                states = states_of(with_options(config.optimizer, parameter), parameter.shape)
+                states_in[block].add(f"{name.removeprefix(block)}: {sorted(states)}")
+    first, *others = states_in.values()
     return all(other == first for other in others)
 
 
-def _split(config: RunConfig, shares: Layout, model: nn.Module, sample: Tensor) -> list[int]:
+def _split(config: RunConfig, layout: Layout, model: nn.Module, sample: Tensor) -> list[int]:
     """Return the blocks of each pipeline stage.
 
     Raises:
         ConfigError: The model computes with values, which there are none of.
     """
     try:
-        return stage_blocks(config, shares, model, sample=sample)
+        return stage_blocks(config, layout, model, sample=sample)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         message = (

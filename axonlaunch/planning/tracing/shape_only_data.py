@@ -11,8 +11,8 @@ from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.data import DATASETS, SyntheticImagesConfig, SyntheticTokensConfig
+from axonlaunch.config.registry import EntryPointError
 from axonlaunch.config.tokenizer import TokenizerConfig
-from axonlaunch.registry import EntryPointError
 
 _MISSING = "???"
 

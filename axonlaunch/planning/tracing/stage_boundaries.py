@@ -49,7 +49,7 @@ def find(
 
     hooks = [
         model.get_submodule(name).register_forward_hook(
-            lambda module, given, output, index=index: note(index, output)
+            lambda module, _, output, index=index: note(index, output)
         )
         for index, name in enumerate(blocks)
     ]

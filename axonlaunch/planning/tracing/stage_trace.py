@@ -6,6 +6,7 @@ What can't be traced so is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.data_parallel.fsdp import CPUOffload
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
-from axonlaunch.models.build import spec_for
+from axonlaunch.models.build import initial_weights, spec_for
+from axonlaunch.models.dtensor_regions import local_boxes
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.tracing import extrapolate_depth, extrapolate_schedule, fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
@@ -48,12 +50,14 @@ class Traced:
             also its loss, which is kept.
         received: Buffers for what other stages give of one, by category.
         sharded: What the rank holds of parameters that are sharded; None where none are.
+        read: Most bytes of host memory that reading initial weights takes at once.
     """
 
     events: list[TraceEvent]
     fed: int
     received: Mapping[Category, int]
     sharded: FSDPMemoryStats | None
+    read: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,27 +68,27 @@ class StageTrace:
         whole: The run.
         place: Its place there.
         short: A run of fewer micro-batches in a shorter pipeline.
-        like: Its place there.
+        short_place: Of a rank like its own, there.
         spare: Blocks of each of its stages that need not be traced.
     """
 
     whole: ReducedRun
     place: int
     short: ReducedRun
-    like: int
+    short_place: int
     spare: int
 
     @classmethod
-    def of(cls, blueprint: ReducedRun, place: int, *, exact: bool) -> Self:
+    def of(cls, reduced: ReducedRun, place: int, *, exact: bool) -> Self:
         """Choose the runs that represent a place; with ``exact`` it is the whole run."""
-        short, like = (blueprint, place) if exact else blueprint.shorter(place)
-        spare = 0 if exact else short.spare_blocks(short.stages_of(like))
-        return cls(blueprint, place, short, like, spare if spare > 1 else 0)
+        short, short_place = (reduced, place) if exact else reduced.reduce(place)
+        spare = 0 if exact else short.spare_blocks(short.stages_of(short_place))
+        return cls(reduced, place, short, short_place, spare if spare > 1 else 0)
 
     @property
     def short_rank(self) -> int:
         """The first rank of the place in the short run."""
-        return self.like * self.short.world_size // self.short.shares.pipeline
+        return self.short_place * self.short.world_size // self.short.layout.pipeline
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -110,7 +114,7 @@ class StageTrace:
     ) -> list[TraceEvent]:
         """Return the place's step."""
         trace = done[next(iter(self._keys()))]
-        short, whole = self.short.shares, self.whole.shares
+        short, whole = self.short.layout, self.whole.layout
         micro_batches = whole.micro_batches - short.micro_batches
         in_a_round = whole.round_microbatches - short.round_microbatches
         more = dict.fromkeys(CATEGORIES, 0)
@@ -125,56 +129,74 @@ class StageTrace:
 
     def sharded(self, done: Mapping[TraceKey, Traced]) -> dict[str, int] | None:
         """Return bytes of the rank's sharded parameters, by name; None where there are none."""
-        few, *more = (_of_parameters(done[key].sharded) for key in self._keys())
-        if not more or not few:
-            return few or None
+        shallow, *deeper = (_of_parameters(done[key].sharded) for key in self._keys())
+        if not deeper or not shallow:
+            return shallow or None
         # They grow by as much with every block, as a moment of a step does.
-        return dict(
-            zip(
-                few,
-                extrapolate_depth.linear_extrapolate(few.values(), more[0].values(), self.spare),
-                strict=True,
-            )
+        grown = extrapolate_depth.linear_extrapolate(
+            shallow.values(), deeper[0].values(), self.spare
         )
+        return dict(zip(shallow, grown, strict=True))
+
+    def read(self, done: Mapping[TraceKey, Traced]) -> int:
+        """Return the most bytes of host memory that reading initial weights takes at once."""
+        return max(done[key].read for key in self._keys())
 
     def left_by_forward(self, short_step: list[TraceEvent]) -> list[int]:
         """Return what a micro-batch leaves for its backward on each of the rank's stages."""
-        if self.whole.shares.pipeline == 1:
+        if self.whole.layout.pipeline == 1:
             return []
         return [*extrapolate_schedule.left_by_forward(short_step).values()]
 
     def _keys(self) -> dict[TraceKey, int]:
+        """Return the traces by how many blocks are left out of each stage of the rank.
+
+        Of a rank with 10 blocks, 6 of them spare: one trace of 4 blocks and one of 5.
+        """
         depths = (self.spare, self.spare - 1) if self.spare else (0,)
-        return {(self.like, tuple(self._without(fewer).counts)): fewer for fewer in depths}
+        return {(self.short_place, tuple(self._without(fewer).counts)): fewer for fewer in depths}
 
     def _without(self, blocks: int) -> ReducedRun:
         if not blocks:
             return self.short
-        return self.short.without(blocks, self.short.stages_of(self.like))
+        return self.short.without(blocks, self.short.stages_of(self.short_place))
 
 
-def traced(blueprint: ReducedRun, rank: int) -> Traced:
+def traced(reduced: ReducedRun, rank: int) -> Traced:
     """Trace one rank's step; this process must be forked for it.
 
     Raises:
         ConfigError: It can't be traced.
     """
-    trace = StorageTrace(on_host=host_categories(blueprint.config))
+    trace = StorageTrace(on_host=host_categories(reduced.config))
     extrapolate_schedule.watch_actions(trace)
-    world = fake_world.join_fake_world(rank=rank, world_size=blueprint.world_size)
-    with refusing_untraceable(blueprint.config):
-        dry = FakeRank(blueprint, world, trace=trace)
-        batch, spec = dry.batch(), spec_for(blueprint.config.model)
+    world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
+    with refusing_untraceable(reduced.config):
+        dry = FakeRank(reduced, world, trace=trace)
+        batch, spec = dry.batch(), spec_for(reduced.config.model)
         with dry.storing():
             dry.settle()
             measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
-    shares = blueprint.shares
+    layout = reduced.layout
     tensors = (batch.inputs, batch.targets, batch.positions)
     fed = sum(one.nbytes for one in tensors if one is not None)
-    fed //= shares.micro_batches * shares.context
-    if shares.pipeline == 1:
+    fed //= layout.micro_batches * layout.context
+    if layout.pipeline == 1:
         fed += torch.float32.itemsize
-    return Traced(trace.events, fed, dry.received, dry.engine.memory_stats())
+    read = _most_read_at_once(dry.engine) if initial_weights(reduced.config.model) else 0
+    return Traced(trace.events, fed, dry.received, dry.engine.memory_stats(), read)
+
+
+def _most_read_at_once(engine: Engine) -> int:
+    """Return the bytes of the largest box of a parameter that a rank reads, of fp32 at most.
+
+    What is read goes into the parameter, and only then is the next read. The few parameters that a
+    model's authors compute from several tensors are read whole.
+    """
+    tensors = (tensor for _, tensor in engine.named_parameters() if tensor.ndim)
+    boxes = (box for tensor in tensors for box in local_boxes(tensor))
+    sizes = (math.prod(length for _, length in box.region) for box in boxes)
+    return torch.float32.itemsize * max(sizes, default=0)
 
 
 def _of_parameters(stats: FSDPMemoryStats | None) -> dict[str, int]:

@@ -147,11 +147,11 @@ class StorageTrace(UncompiledDispatchMode):
         """Say what some tensors are for; those that were not seen yet are counted from now on."""
         for tensor in tensors:
             plain = _plain(tensor)
-            held = self._live.get(id(plain.untyped_storage()))
-            if held is None:
+            storage = self._live.get(id(plain.untyped_storage()))
+            if storage is None:
                 self._add(plain, category)
             else:
-                self._move(held, category)
+                self._move(storage, category)
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Take whatever these have as ``.grad`` for gradients, from now on."""
@@ -176,14 +176,14 @@ class StorageTrace(UncompiledDispatchMode):
 
     def resized(self, storage: Any) -> None:
         """Note that a storage has another size, as those of gathered parameters get."""
-        held = self._live.get(id(storage))
-        if held is None:
+        live = self._live.get(id(storage))
+        if live is None:
             return
-        if held.category in _PASSING:
-            self._move(held, "communication")
+        if live.category in _PASSING:
+            self._move(live, "communication")
         size = storage.nbytes()
-        self._count(held.category, size - held.num_bytes)
-        held.num_bytes = size
+        self._count(live.category, size - live.num_bytes)
+        live.num_bytes = size
         self._note()
 
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -214,8 +214,8 @@ class StorageTrace(UncompiledDispatchMode):
 
     def _remover(self, key: int) -> Callable[[Any], None]:
         def remove(_: Any) -> None:
-            held = self._live.pop(key)
-            self._count(held.category, -held.num_bytes)
+            live = self._live.pop(key)
+            self._count(live.category, -live.num_bytes)
 
         return remove
 
@@ -223,23 +223,23 @@ class StorageTrace(UncompiledDispatchMode):
         """Take an operation's buffers, given to be written or read, for what they are."""
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
-                held = self._live.get(id(tensor.untyped_storage()))
-                if held is not None and held.category in _PASSING:
-                    self._move(held, "communication")
+                live = self._live.get(id(tensor.untyped_storage()))
+                if live is not None and live.category in _PASSING:
+                    self._move(live, "communication")
 
-    def _move(self, held: _Held, category: Category) -> None:
-        if held.category == category:
+    def _move(self, live: _Held, category: Category) -> None:
+        if live.category == category:
             return
-        crosses = (held.category in self.host) != (category in self.host)
+        crosses = (live.category in self.host) != (category in self.host)
         if crosses:
-            self._count(held.category, -held.num_bytes)
-            held.category = category
-            self._count(category, held.num_bytes)
+            self._count(live.category, -live.num_bytes)
+            live.category = category
+            self._count(category, live.num_bytes)
             return
         place = self.host if category in self.host else self.now
-        place[held.category] -= held.num_bytes
-        place[category] += held.num_bytes
-        held.category = category
+        place[live.category] -= live.num_bytes
+        place[category] += live.num_bytes
+        live.category = category
 
     def _count(self, category: Category, change: int) -> None:
         if change < 0:
@@ -256,8 +256,8 @@ class StorageTrace(UncompiledDispatchMode):
         self._grown = False
         points = self.events[-1].points
         points.append(self._point())
-        if (held := on_device(points[-1])) > self._highest:
-            self._highest, self._top = held, len(points) - 1
+        if (num_bytes := on_device(points[-1])) > self._highest:
+            self._highest, self._top = num_bytes, len(points) - 1
 
     def _settle(self) -> None:
         """Write down what an event's peak is made of, before it is left.
@@ -276,9 +276,9 @@ class StorageTrace(UncompiledDispatchMode):
         for parameter in self._parameters:
             if parameter.grad is not None:
                 plain = _plain(parameter.grad)
-                held = self._live.get(id(plain.untyped_storage()))
-                if held is not None:
-                    self._move(held, "gradients")
+                live = self._live.get(id(plain.untyped_storage()))
+                if live is not None:
+                    self._move(live, "gradients")
 
 
 def _category() -> Category:

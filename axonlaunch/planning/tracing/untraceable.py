@@ -12,10 +12,10 @@ from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
-from axonlaunch.config.layout import layout, num_ranks
-from axonlaunch.diagnostics.frame_origin import frame_owner
+from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors
+from axonlaunch.system.frame_origin import frame_owner
 
 UNTRACEABLE = (
     fake_tensor.DataDependentOutputException,
@@ -67,7 +67,7 @@ def _failing(config: RunConfig, error: BaseException, line: str | None) -> Confi
     if line is None:
         message = f"the model, divided so, fails{where} with {reason}"
         return ConfigIssue("strategy.tensor.plan", message)
-    samples = layout(config, world_size=num_ranks(config)).micro_batch_size
+    samples = Layout.of(config, world_size=num_ranks(config)).micro_batch_size
     message = f"a micro-batch of {samples} fails{where} with {reason} ({line})"
     return ConfigIssue("model.name", message, config.model.name)
 
@@ -86,9 +86,9 @@ def _module(error: BaseException) -> str | None:
     """Return the innermost module that an error passed."""
     module = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module):
-            module = _name(found)
+        receiver = frame.f_locals.get("self")
+        if isinstance(receiver, nn.Module):
+            module = _name(receiver)
     return module
 
 

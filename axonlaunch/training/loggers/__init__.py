@@ -14,9 +14,9 @@ from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.loggers import LOGGERS
-from axonlaunch.diagnostics.frame_origin import frame_owner
 from axonlaunch.events import Evaluated, Event, Listener, Noted, StepLogged
 from axonlaunch.system.files import read_text, replace_text
+from axonlaunch.system.frame_origin import frame_owner
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.jsonl import JSONLLogger
 

@@ -32,14 +32,14 @@ class CSVLogger(Logger):
     def start(self, run: RunInfo) -> None:
         """Write the header and the rows that are kept."""
         self._path = run.run_dir / "metrics.csv"
-        kept: list[dict[str, str]] = []
+        earlier: list[dict[str, str]] = []
         if run.resumed_at is not None and self._path.exists():
             rows = csv.DictReader(io.StringIO(read_text(self._path, at_most=_LARGEST)))
-            kept = [row for row in rows if int(row["step"]) <= run.resumed_at]
+            earlier = [row for row in rows if int(row["step"]) <= run.resumed_at]
         text = io.StringIO()
         table = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
         table.writeheader()
-        table.writerows(kept)
+        table.writerows(earlier)
         replace_text(self._path, text.getvalue())
 
     def log(self, metrics: Mapping[str, Number], *, step: int) -> None:

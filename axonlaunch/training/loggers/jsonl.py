@@ -10,8 +10,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from axonlaunch.events import Evaluated, Event, StepLogged, finite
+from axonlaunch.events import Evaluated, Event, StepLogged
 from axonlaunch.system.files import append_text, is_there, opened, replace
+from axonlaunch.system.strict_json import finite
 
 
 class JSONLLogger:
@@ -42,7 +43,7 @@ class JSONLLogger:
         """
         content = _content(path)
         lines, unreadable = _lines(content)
-        kept = [] if resumed_at is None else [t for t, step in lines if step <= resumed_at]
+        lines_before = [] if resumed_at is None else [t for t, step in lines if step <= resumed_at]
         reasons = []
         if content and resumed_at is None:
             reasons.append("of a run before, which this one does not resume")
@@ -54,9 +55,9 @@ class JSONLLogger:
             reasons = [f"{path.name}: {reasons[0]}; it is kept as {aside.name}"]
         self.notes = tuple(reasons)
         self.last_step = 0 if resumed_at is None else max((step for _, step in lines), default=0)
-        replace(path, b"".join(kept))
+        replace(path, b"".join(lines_before))
         self._path = path
-        self._last = kept[-1] if kept else b""
+        self._last = lines_before[-1] if lines_before else b""
 
     def __call__(self, event: Event) -> None:
         """Append an event that has numbers."""
@@ -89,7 +90,7 @@ def _lines(content: bytes) -> tuple[list[tuple[bytes, int]], int]:
     A run that was killed while writing leaves half a one, which is no loss.
     """
     *whole, _ = content.split(b"\n")
-    found, unreadable = [], 0
+    lines, unreadable = [], 0
     for text in whole:
         try:
             step = json.loads(text)["step"]
@@ -98,8 +99,8 @@ def _lines(content: bytes) -> tuple[list[tuple[bytes, int]], int]:
         except (ValueError, KeyError, TypeError, RecursionError):
             unreadable += 1
         else:
-            found.append((text + b"\n", step))
-    return found, unreadable
+            lines.append((text + b"\n", step))
+    return lines, unreadable
 
 
 def _free(path: Path) -> Path:

@@ -55,9 +55,9 @@ class MLflowLogger(Logger):
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
     def _experiment(self) -> str:
-        found = self._client.get_experiment_by_name(self._config.experiment)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = self._client.get_experiment_by_name(self._config.experiment)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         return str(self._client.create_experiment(self._config.experiment))
 
 

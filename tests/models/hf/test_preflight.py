@@ -16,8 +16,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from axonlaunch.config import ConfigError
 from axonlaunch.config.errors import plain
 from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.registry import Needs
 from axonlaunch.models.hf import files, library
-from axonlaunch.registry import Needs
 
 
 def words(kind: str, **changes: Any) -> list[str]:

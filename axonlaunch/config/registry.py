@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
-import importlib
 import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from axonlaunch.config.did_you_mean import unknown
+from axonlaunch.system.targets import load_target
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 F = TypeVar("F")
 B = TypeVar("B", bound=Callable[..., Any])
-_BEGUN = 3
-"""Letters that are the beginning of a name, rather than any letters."""
 
 
 class UnknownNameError(ValueError):
@@ -52,8 +51,8 @@ class Needs:
     @property
     def is_missing(self) -> bool:
         """Whether it is not installed; a folder that is only named like it does not count."""
-        found = importlib.util.find_spec(self.module)
-        return found is None or found.origin is None
+        spec = importlib.util.find_spec(self.module)
+        return spec is None or spec.origin is None
 
     def __str__(self) -> str:
         return f"{self.package} is not installed; pip install '{self.requirement}'"
@@ -246,19 +245,19 @@ class Registry(Generic[_T, F]):
 
     def summaries(self) -> dict[str, str]:
         """Return ``{name: summary}``, sorted by name; of an offered one the package that does."""
-        found = {name: entry.summary for name, entry in self._entries.items()}
+        lines = {name: entry.summary for name, entry in self._entries.items()}
         for point in self.offers():
-            target = self._entries[point.name].target if point.name in found else None
+            target = self._entries[point.name].target if point.name in lines else None
             module = point.value.partition(":")[0]
             if target is None:
-                found[point.name] = f"from {_package(point)}"
+                lines[point.name] = f"from {_package(point)}"
             elif isinstance(target, str) and target.partition(":")[0] != module:
                 warnings.warn(
                     f"{_package(point)} is passed over where it offers {point.name} = "
                     f"{point.value}: {point.name} is an included {self.kind}",
                     stacklevel=2,
                 )
-        return dict(sorted(found.items()))
+        return dict(sorted(lines.items()))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries or bool(isinstance(name, str) and self.offers(name))
@@ -305,46 +304,3 @@ def _with_arguments(builder: Callable[..., Any]) -> Callable[[Any], Any]:
 
 def _package(point: EntryPoint) -> str:
     return point.dist.name if point.dist else "an installed package"
-
-
-def load_target(target: str) -> Any:
-    """Import ``"package.module:attribute"``.
-
-    Raises:
-        ValueError: The text is not of that form.
-        ImportError: The module or the attribute does not exist.
-    """
-    module_name, colon, attribute = target.partition(":")
-    if not (module_name and colon and attribute):
-        raise ValueError(f"{target!r} is not of the form package.module:attribute")
-    module = importlib.import_module(module_name)
-    if not hasattr(module, attribute):
-        raise ImportError(f"module {module_name!r} has no attribute {attribute!r}")
-    return getattr(module, attribute)
-
-
-def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known name that is most like ``name``, or None where none is like it.
-
-    A name that was begun is nearer than one of other letters: ``h100`` is ``h100_80gb``, and not
-    ``h200``.
-
-    Args:
-        name: As a user wrote it.
-        known: What it may stand for.
-        cutoff: Similarity, from 0 to 1, below which a name is too far to be what was meant.
-    """
-    lowered = {candidate.lower(): candidate for candidate in known}
-    begun = [candidate for candidate in lowered if candidate.startswith(name.lower())]
-    if begun and len(name) >= _BEGUN:
-        return lowered[min(begun, key=len)]
-    close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=cutoff)
-    return lowered[close[0]] if close else None
-
-
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Say that a name is not known, which ones are, and which was probably meant."""
-    known = list(known)
-    close = nearest(name, known)
-    meant = f"did you mean {close}? " if close else ""
-    return f"there is no {kind} {name!r}; {meant}known: {', '.join(known)}"

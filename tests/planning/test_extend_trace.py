@@ -1,4 +1,4 @@
-"""A shallow model's recording, stretched, is the deeper model's own."""
+"""A shallow model's recording, extended, is the deeper model's own."""
 
 import pytest
 from configured import estimate_config
@@ -6,7 +6,7 @@ from configured import estimate_config
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.memory.allocation_trace import Recording
 from axonlaunch.planning.memory.caching_allocator import Allocator, Change
-from axonlaunch.planning.memory.extend_trace import stretched
+from axonlaunch.planning.memory.extend_trace import extended
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.system import forked_map
 
@@ -49,10 +49,10 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
     """What rank 0 of a model of 8 blocks a stage asks of its allocator."""
     layers = 32 if layout == "interleaved" else 8
     overrides = [*MODEL, *LAYOUTS[layout], f"model.num_hidden_layers={layers}"]
-    blueprint = ReducedRun.of(estimate_config(overrides))
+    reduced = ReducedRun.of(estimate_config(overrides))
     if whole:
-        return cuda_process._run(blueprint, 0, ())[0].changes
-    return cuda_process.record(blueprint, rank=0, stages=blueprint.stages_of(0))
+        return cuda_process._run(reduced, 0, ())[0].changes
+    return cuda_process.record(reduced, rank=0, stages=reduced.stages_of(0))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def asked(layout: str, *, whole: bool) -> list[Change]:
         for name in ("fsdp", "tensor", "interleaved")
     ],
 )
-def test_a_stretched_recording_is_the_deep_models(layout: str) -> None:
+def test_an_extended_recording_is_the_deep_models(layout: str) -> None:
     short, long = forked_map.map_forked(
         [lambda: asked(layout, whole=False), lambda: asked(layout, whole=True)], at_once=1
     )
@@ -79,4 +79,4 @@ def test_an_order_of_blocks_that_can_not_be_continued_is_refused() -> None:
     changes = [Change(0, 8), Change(1, 8), Change(1, 0), Change(0, 0)]
     visits = [(0, (0, 3)), (1, (0, 5)), (2, (0, 1)), (3, (0, 4))]
     with pytest.raises(ValueError, match="no turn"):
-        stretched(Recording(changes, [*visits], {}), blocks=2, counts={0: 7})
+        extended(Recording(changes, [*visits], {}), blocks=2, counts={0: 7})

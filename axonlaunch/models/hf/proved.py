@@ -1,0 +1,59 @@
+"""Which layouts were proved equal to one process for which models of transformers.
+
+It reads what ``scripts/bench hf`` wrote, and imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = Path(__file__).parent / "proved.json"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of models.
+
+    Attributes:
+        class_name: Transformers' name of it.
+        also: Other ``model_type`` of the same class.
+        refused: By layout that was not proved: why.
+    """
+
+    class_name: str
+    also: tuple[str, ...]
+    refused: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Proved:
+    """What was proved of every causal language model of a version of transformers.
+
+    Attributes:
+        versions: Of transformers and torch, with which it was.
+        layouts: By name: the overrides.
+        families: By ``model_type``.
+    """
+
+    versions: Mapping[str, str]
+    layouts: Mapping[str, list[str]]
+    families: Mapping[str, Family]
+
+    def count(self, layout: str) -> int:
+        """Return how many families a layout was proved for."""
+        return sum(layout not in family.refused for family in self.families.values())
+
+
+@functools.cache
+def proved() -> Proved:
+    """Return the table that comes with the package."""
+    content = json.loads(FILE.read_text())
+    families = {
+        kind: Family(entry["class"], tuple(entry["also"]), entry["refused"])
+        for kind, entry in content["families"].items()
+    }
+    return Proved(content["versions"], content["layouts"], families)

@@ -1,0 +1,101 @@
+"""A model of transformers, trained for a step, exported, and loaded again by both libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from axonlaunch import checkpoint, data
+from axonlaunch.checkpoint import weights
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.step_folders import Retention
+from axonlaunch.comm import World
+from axonlaunch.config import RunConfig, to_yaml, with_values
+from axonlaunch.config.layout import layout, num_ranks
+from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.loader import rank_loader
+from axonlaunch.engines.build import build_engine
+from axonlaunch.models.build import build_model
+from axonlaunch.models.dtensor_regions import whole
+
+_TOLERANCE = 1e-6
+
+
+def difference(config: RunConfig, folder: Path) -> str:
+    """Train a step, export; return what transformers, or we, load otherwise; empty if nothing.
+
+    Args:
+        config: Of the run, checked.
+        folder: Empty, for the run and what is exported.
+    """
+    run_dir, out = folder / "run", folder / "out"
+    run_dir.mkdir()
+    config = with_values(config, {"run_dir": str(run_dir), "name": "run"})
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    trained = _trained(config, run_dir)
+    saved = checkpoint.latest(run_dir)
+    assert saved is not None
+    weights.export_weights(saved, config, out, dtype=None, file_bytes=10**9)
+    return _by_transformers(config, trained, out) or _by_us(config, trained, out)
+
+
+def _engine(config: RunConfig, world: World) -> Any:
+    dataset = data.build_dataset(config.data)
+    return build_engine(config, world, sample=sample_inputs(dataset))
+
+
+def _trained(config: RunConfig, run_dir: Path) -> dict[str, torch.Tensor]:
+    """Save a run after its first step; return the whole parameters and buffers."""
+
+    def on_rank(world: World) -> dict[str, torch.Tensor]:
+        engine = _engine(config, world)
+        shares = layout(config, world_size=world.world_size)
+        dataset = data.build_dataset(config.data)
+        loader = rank_loader(config, dataset, shares=shares, rank=world.rank)
+        engine.train_step(loader.batch(0))
+        state = engine.state_dict()
+        saver = Saver(run_dir, world=world, retention=Retention(newest=1))
+        saver.save(state, step=1, samples=4)
+        return {name: whole(tensor).clone() for name, tensor in state["model"].items()}
+
+    return World.mock(num_ranks(config)).run(on_rank)[0]
+
+
+def _by_transformers(config: RunConfig, trained: dict[str, torch.Tensor], out: Path) -> str:
+    """Say what ``from_pretrained`` misses, does not expect, or computes otherwise."""
+    import transformers
+
+    theirs, about = transformers.AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True, dtype=torch.float32
+    )
+    for what, names in about.items():
+        if names:
+            return f"from_pretrained reports {what}: {', '.join(map(str, list(names)[:4]))}"
+    ours: Any = build_model(config.model, seed=0)
+    ours.load_state_dict(trained, strict=False)  # what is tied is named once
+    tokens = torch.arange(32).reshape(2, 16) + 3
+    with torch.no_grad():
+        expected = ours.eval()(tokens)
+        seen = theirs.eval()(tokens, use_cache=False).logits
+    expected = expected if isinstance(expected, torch.Tensor) else expected.logits
+    off = float((seen - expected).abs().max() / expected.abs().max())
+    return "" if off <= _TOLERANCE else f"logits of from_pretrained are off by {off:.1g}"
+
+
+def _by_us(config: RunConfig, trained: dict[str, torch.Tensor], out: Path) -> str:
+    """Say which parameter a run of the exported folder starts with otherwise."""
+    pretrained = {"model.path": str(out), "model.init": "pretrained", "model.config": {}}
+    again = with_values(config, pretrained)
+
+    def on_rank(world: World) -> dict[str, torch.Tensor]:
+        engine = _engine(again, world)
+        weights.load_initial_weights(engine, again.model, world=world)
+        return {name: whole(one).clone() for name, one in engine.state_dict()["model"].items()}
+
+    loaded = World.mock(num_ranks(config)).run(on_rank)[0]
+    if missing := trained.keys() ^ loaded.keys():
+        return f"model.path lacks or adds {', '.join(sorted(missing)[:4])}"
+    other = [name for name, tensor in trained.items() if not torch.equal(tensor, loaded[name])]
+    return f"model.path loads another {other[0]}" if other else ""

@@ -1,0 +1,131 @@
+"""The table of ``scripts/bench hf`` as data of the package and as a page of its documentation."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from axonlaunch.models.hf import proved
+
+if TYPE_CHECKING:
+    from hf import Row
+
+PAGE = Path(proved.__file__).parents[2] / "docs" / "huggingface.md"
+HEADINGS = {
+    "fsdp 2": "fully sharded (FSDP)",
+    "zero1 2": "optimizer states sharded (ZeRO-1)",
+    "tensor 2": "tensor parallel",
+    "tensor 4": "tensor parallel on more ranks than there are key-value heads",
+    "pipeline 2": "pipeline, 1F1B",
+    "zero bubble 2": "pipeline, zero bubble in V shape",
+    "context 2": "context parallel",
+    "hybrid 2x2x2": "sharded x tensor x pipeline",
+    "export": "trained for a step, exported, loaded by `from_pretrained` and by `model.path`",
+}
+_INTRODUCTION = """\
+# Hugging Face models
+
+Which causal language models of transformers train, under which layout, as one process does: a table
+that `scripts/bench hf` wrote by running each of them.
+
+Every class of transformers {transformers} that `AutoModelForCausalLM` knows was built at a tiny
+configuration (random weights, fp32, 4 blocks, torch {torch}) and trained for 2 steps in each layout
+and in one process. **yes**: losses, all gradients and all parameters agree to rounding (1e-5), as
+`axonlaunch verify` compares them. **no**: the layout is refused before anything starts, or was seen
+to differ; the reason is below the table. A tiny configuration proves code, not sizes: degrees that
+your model's heads or layers do not allow are refused with the legal ones, and `axonlaunch verify`
+proves your own model and layout.
+
+```bash
+axonlaunch ls hf --like qwen3
+axonlaunch ls hf --like gemma --json
+axonlaunch verify model=hf 'model.config={{model_type: qwen3, vocab_size: 256, hidden_size: 64, \
+num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16}}' \
+model.init=random strategy=tensor strategy.tensor.degree=2 launch.nproc=2
+```
+
+How to train them: [models](models.md).
+"""
+
+
+def write(
+    rows: Iterable[Row], versions: Mapping[str, str], layouts: Mapping[str, list[str]]
+) -> None:
+    """Write the package's data, and the page from it."""
+    proved.FILE.write_text(data(rows, versions, layouts))
+    proved.proved.cache_clear()
+    PAGE.write_text(page(proved.proved()))
+
+
+def data(rows: Iterable[Row], versions: Mapping[str, str], layouts: Mapping[str, list[str]]) -> str:
+    """Return the content of the data file, a line for each class."""
+    from axonlaunch.models.hf import library
+
+    refused: dict[str, dict[str, str]] = defaultdict(dict)
+    for row in rows:
+        reasons = refused[row.model_type]
+        if row.outcome != "equal":
+            reasons[row.layout] = f"{row.outcome}: {row.reason}"
+    types = library.causal_types()
+    lines = []
+    for kind in sorted(refused):
+        also = [other for other in types if types[other] == types[kind] and other != kind]
+        entry = {"class": str(types[kind]), "also": also, "refused": refused[kind]}
+        lines.append(f"  {json.dumps(kind)}: {json.dumps(entry)}")
+    families = ",\n".join(lines)
+    head = f' "versions": {json.dumps(dict(versions))},\n "layouts": {json.dumps(dict(layouts))},'
+    return f'{{\n{head}\n "families": {{\n{families}\n }}\n}}\n'
+
+
+def page(table: proved.Proved) -> str:
+    """Return the page."""
+    return "\n".join(
+        [_INTRODUCTION.format(**table.versions), *_counts(table), "", *_table(table), *_why(table)]
+    )
+
+
+def _counts(table: proved.Proved) -> list[str]:
+    lines = ["| layout | | settings | proved |", "| --- | --- | --- | --- |"]
+    total = len(table.families)
+    for layout, words in table.layouts.items():
+        settings = " ".join(word for word in words if not word.startswith("launch."))
+        lines.append(
+            f"| {layout} | {HEADINGS[layout]} | `{settings}` | {table.count(layout)} of {total} |"
+        )
+    return lines
+
+
+def _table(table: proved.Proved) -> list[str]:
+    lines = ["## The table", "", f"| `model_type` | {' | '.join(table.layouts)} |"]
+    lines.append("| --- |" + " --- |" * len(table.layouts))
+    for kind, family in table.families.items():
+        answers = ("no" if layout in family.refused else "yes" for layout in table.layouts)
+        lines.append(f"| `{kind}` | {' | '.join(answers)} |")
+    also = {other: kind for kind, one in table.families.items() for other in one.also}
+    if also:
+        same = ", ".join(f"`{other}` (`{kind}`)" for other, kind in sorted(also.items()))
+        lines += ["", f"Of the same class as another: {same}."]
+    return lines
+
+
+def _why(table: proved.Proved) -> list[str]:
+    """Return the reasons, by layout; families that share one are together."""
+    lines = ["", "## Why not", ""]
+    for layout in table.layouts:
+        kinds: dict[str, list[str]] = defaultdict(list)
+        for kind, family in table.families.items():
+            if reason := family.refused.get(layout):
+                kinds[_shown(reason)].append(f"`{kind}`")
+        if kinds:
+            lines += [f"### {layout}", ""]
+            lines += [f"- {', '.join(names)}: {reason}" for reason, names in kinds.items()]
+            lines.append("")
+    return lines
+
+
+def _shown(reason: str) -> str:
+    """Return a reason as text of Markdown."""
+    return reason.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")

@@ -1,0 +1,142 @@
+"""Tiny configurations of every causal language model of transformers.
+
+What a class can't be built with at these figures is given its own in ``OWN``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BLOCKS = 4
+"""So many make the four stages of a zero-bubble pipeline on two ranks."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "ffn_dim": 128,
+    "max_position_embeddings": 128,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "sliding_window": 16,
+    "num_kv_shared_layers": 0,
+    "n_shared_experts": 1,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 256,
+    "laurel_rank": 16,
+    "num_experts_per_token": 2,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 128,
+    "mamba_chunk_size": 16,
+    "rotary_dim": 8,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Tiny figures by what most configurations call them; a class is given those that it has."""
+
+_BLT_PART = {
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "hidden_size_global": 64,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "opt": {"word_embed_proj_dim": 64},
+    "longcat_flash": {"head_dim": 8},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"] * (BLOCKS // 2),
+        "num_dense_layers": 1,
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
+    "big_bird": {"attention_type": "original_full"},  # sparse attention draws random blocks
+    "cpmant": {"init_std": 0.02, "dim_head": 16, "dim_ff": 128},
+    "blt": {
+        "patch_in_forward": False,
+        "encoder_hash_byte_group_vocab": 64,
+        "patcher_config": _BLT_PART,
+        "encoder_config": _BLT_PART,
+        "decoder_config": _BLT_PART,
+        "global_config": {
+            k: v for k, v in _BLT_PART.items() if k not in ("vocab_size", "hidden_size_global")
+        },
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], BLOCKS // 2]], "window_size": 16},
+}
+"""Besides, for the configurations where these make no model."""
+
+
+def model_types() -> list[str]:
+    """Return the first ``model_type`` of each causal-LM class."""
+    from axonlaunch.models.hf import library
+
+    first: dict[str, str] = {}
+    for kind, cls in library.causal_types().items():
+        first.setdefault(str(cls), kind)
+    return sorted(first.values())
+
+
+def tiny(kind: str) -> dict[str, Any]:
+    """Return a configuration of a family that makes a model of some thousand parameters."""
+    from axonlaunch.models.hf import architecture, library
+
+    cls = library.config_types()[kind]
+    known = architecture.known_keys(cls) | library.keys_read_by_code(cls)
+    settable = {key for key in known if not isinstance(_found(cls, key), property)}
+    figures = {key: value for key, value in SIZES.items() if key in settable}
+    if "qk_rope_head_dim" in figures:
+        figures.pop("head_dim", None)  # it follows, and every head has keys and values
+        figures["num_key_value_heads"] = figures["num_attention_heads"]
+    with library.quiet():
+        defaults = cls()
+    depth = getattr(defaults, "num_hidden_layers", None)
+    for key in settable - figures.keys():
+        value = _found(defaults, key)
+        if isinstance(value, float) and ("drop" in key or "jitter" in key):
+            figures[key] = 0.0
+        elif isinstance(value, list) and len(value) == depth:
+            figures[key] = _spread(value)
+    return {"model_type": kind, **figures, **OWN.get(kind, {})}
+
+
+def _found(owner: Any, key: str) -> Any:
+    """Return an attribute under any name that it has; None where it has no one value."""
+    attribute = getattr(owner, "attribute_map", {}).get(key, key)
+    try:
+        return getattr(owner, attribute, None)
+    except Exception:  # a configuration may hold a value for each layer
+        return None
+
+
+def _spread(value: list[Any]) -> list[Any]:
+    """Return a list that has an entry for each block: of two kinds in turn, if there are two."""
+    other = next((one for one in value if one != value[0]), value[0])
+    return [value[0], other] * (BLOCKS // 2)

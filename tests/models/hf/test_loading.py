@@ -1,0 +1,37 @@
+"""A rank reads its part of a checkpoint, and holds little more than that meanwhile."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configured import estimate_config
+
+from axonlaunch.planning.memory.estimate import estimate
+
+BENCHES = Path(__file__).parents[3] / "scripts" / "benches"
+SIZES = {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1024}
+SLACK = 12 << 20
+"""What Python, gloo and allocators take of their own while a rank is built."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+def test_a_rank_that_loads_holds_its_part_and_at_most_a_tensor_beside_it(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHES))
+    bench: Any = importlib.import_module("hf_load")
+    total = bench.save(tmp_path, layers=2, file_mb=40, **SIZES)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    layout = [f"strategy={strategy}"]
+    ranks = bench.load(tmp_path, layout, ranks=2)
+    words = ["model=hf", f"model.path={tmp_path}", *bench.DATA, *layout, "launch.nproc=2"]
+    [estimated] = estimate(estimate_config([*words, "hardware=cpu"])).ranks
+    assert 0 < estimated.read_bytes <= ranks[0].largest
+    for one in ranks:
+        assert one.part < 0.51 * total
+        assert one.peak - one.part <= estimated.read_bytes + SLACK < one.part

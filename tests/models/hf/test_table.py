@@ -1,0 +1,75 @@
+"""The table of what is proved: its page is that of its data, and some rows are run again."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Served
+from served import Server
+
+from axonlaunch.models.hf import library
+from axonlaunch.models.hf.proved import proved
+
+BENCHES = Path(__file__).parents[3] / "scripts" / "benches"
+AGAIN = [
+    ("llama", "tensor 4"),
+    ("gpt2", "zero bubble 2"),
+    ("gemma3_text", "context 2"),
+    ("bloom", "context 2"),
+    ("mamba", "tensor 2"),
+    ("qwen3_moe", "export"),
+]
+
+
+@pytest.fixture
+def benches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHES))
+
+
+@pytest.mark.usefixtures("benches")
+def test_the_page_is_what_the_data_make_of_it() -> None:
+    page: Any = importlib.import_module("hf_page")
+    assert page.PAGE.read_text() == page.page(proved()), "run scripts/bench hf"
+
+
+@pytest.mark.usefixtures("benches")
+def test_every_class_of_the_version_that_it_names_is_in_the_table() -> None:
+    bench: Any = importlib.import_module("hf")
+    assert set(proved().layouts) == set(bench.LAYOUTS)
+    if library.transformers().__version__ == proved().versions["transformers"]:
+        assert set(proved().families) == set(importlib.import_module("hf_tiny").model_types())
+
+
+def test_as_many_are_proved_as_the_project_promises() -> None:
+    table = proved()
+    assert table.count("fsdp 2") >= 150
+    assert table.count("zero1 2") >= 150
+    assert table.count("tensor 2") >= 95
+    assert table.count("pipeline 2") >= 40
+    assert table.count("context 2") >= 25
+
+
+@pytest.mark.usefixtures("benches")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("kind", "layout"), AGAIN)
+def test_a_row_that_is_run_again_gives_what_the_table_says(kind: str, layout: str) -> None:
+    bench: Any = importlib.import_module("hf")
+    row = bench.prove(kind, layout)
+    reason = proved().families[kind].refused.get(layout)
+    assert (row.outcome == "equal") == (reason is None), row.reason
+    if reason is not None:
+        assert reason == f"{row.outcome}: {row.reason}"
+
+
+def test_ls_shows_what_is_proved(tmp_path: Path, server: Server) -> None:
+    axonlaunch = Served(tmp_path, server)
+    shown = axonlaunch("ls", "hf", "--like", "bloom").stdout
+    assert "bloom, context 2: refused: " in shown
+    listed = json.loads(axonlaunch("ls", "hf", "--json").stdout)
+    assert listed["versions"] == proved().versions
+    assert "fsdp 2" in listed["model_types"]["llama"]["proved"]
+    assert "qwen3" in axonlaunch("ls", "hf", "--like", "qwen33", status=2).stderr
