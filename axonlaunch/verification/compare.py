@@ -312,7 +312,7 @@ def _missing(reference: Reference, differences: list[Difference]) -> Iterator[Di
 def prepared_engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     """Build a rank's engine without dropout, with its initial weights, and its data."""
     layout = Layout.of(config, world_size=world.world_size)
-    dataset = data.build_dataset(config.data)
+    dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
     engine = build_engine(config, world, sample=sample_inputs(dataset))
     load_initial_weights(engine, config.model, world=world)
