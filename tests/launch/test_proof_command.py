@@ -20,7 +20,7 @@ WORDS = [
 
 
 def test_train_proves_the_layout_and_keeps_what_is_known_of_it(served: Command) -> None:
-    done = served("train", *WORDS, "name=right")
+    done = served("train", *WORDS, "train.prove=always", "name=right")
     assert "proved: tensor 2 gives one process's losses and gradients (" in done.stdout
     summary = served.summary("right")["proof"]
     assert (summary["outcome"], summary["layout"]) == ("proved", "tensor 2")
