@@ -26,6 +26,7 @@ SHOWS_REASONS = 12
 LISTS = {
     "models": "model",
     "data": "data",
+    "tokenizers": "tokenizer",
     "strategies": "strategy",
     "optimizers": "optimizer",
     "schedulers": "scheduler",
@@ -116,6 +117,7 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
                 "class": one.class_name,
                 "proved": [layout for layout in table.layouts if layout not in one.refused],
                 "refused": dict(one.refused),
+                "notes": dict(one.notes),
             }
             for kind, one in families.items()
         }
@@ -135,7 +137,7 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     console.print(shown)
     if len(families) <= SHOWS_REASONS:
         for kind, one in families.items():
-            for layout, reason in one.refused.items():
+            for layout, reason in {**one.notes, **one.refused}.items():
                 console.print(escape(f"{kind}, {layout}: {reason}"))
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     console.print(f"\nproved with {versions}; axonlaunch help huggingface says how")

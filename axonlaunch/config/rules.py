@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from axonlaunch.config.data import DATASETS
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.degree_rules import (
     broken_rounds,
@@ -54,6 +55,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_loggers(config),
         *_resume(config),
         *_prompt(config),
+        *_tokenizer(config),
         *_saving(config),
         *_node_count(config),
     ]
@@ -228,6 +230,16 @@ def _prompt(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.sample.max_new_tokens and not config.sample.prompt:
         message = "is empty; give at least one character, or sample.max_new_tokens=0"
         yield ConfigIssue("sample.prompt", message, "")
+
+
+def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
+    """A tokenizer that nothing is tokenised by would silently do nothing."""
+    name, path = config.data.name, config.tokenizer.path
+    facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
+    if path is not None and not (facts and facts.takes_tokenizer):
+        takers = [one for one, facts in DATASETS.known_facts().items() if facts.takes_tokenizer]
+        message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or null"
+        yield ConfigIssue("tokenizer.path", message, path)
 
 
 def _saving(config: RunConfig) -> Iterator[ConfigIssue]:

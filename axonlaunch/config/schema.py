@@ -23,6 +23,7 @@ from axonlaunch.config.optimizer import (
     SchedulerConfig,
 )
 from axonlaunch.config.registry import Registry
+from axonlaunch.config.tokenizer import TokenizerConfig
 
 
 class Named(Protocol):
@@ -197,7 +198,7 @@ class SampleConfig:
     """What a run on text generates when it ends."""
 
     max_new_tokens: int = field(default=200, metadata={"min": 0})
-    """tokens to generate at the end of a run on text (one token is one byte); 0: none"""
+    """tokens to generate at the end of a run on text; 0: none"""
     prompt: str = "def "
     """text that the generated tokens continue"""
 
@@ -258,6 +259,7 @@ class RunConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
     data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(
         default_factory=AdamWConfig, metadata={"variants": OPTIMIZERS}
     )
@@ -283,6 +285,7 @@ GROUPS: dict[str, Registry[Any, Any] | None] = {
     "strategy": None,
     "model": MODELS,
     "data": DATASETS,
+    "tokenizer": None,
     "optimizer": OPTIMIZERS,
     "scheduler": SCHEDULERS,
     "launch": LAUNCHERS,

@@ -23,7 +23,6 @@ from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.chunked_loss import ChunkedLoss
 from axonlaunch.engines.context.context import CHUNKS, ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
@@ -35,7 +34,6 @@ from axonlaunch.engines.forward_backward import (
     LocalForwardBackward,
     PipelineForwardBackward,
 )
-from axonlaunch.engines.losses import losses_of
 from axonlaunch.engines.mesh_engine import MeshEngine, StepRule
 from axonlaunch.engines.optimizer.offload import HOST, StreamedUpdate
 from axonlaunch.engines.optimizer.optimizers import learning_rate
@@ -60,6 +58,8 @@ from axonlaunch.engines.precision import (
     keep_parameters_in,
     sharded_policy,
 )
+from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
+from axonlaunch.engines.tensor.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
 from axonlaunch.models.parameter_facts import parameter_facts

@@ -29,6 +29,7 @@ class LaunchOptions:
         render: Print what would be submitted, and submit nothing.
         proof: What is known of the run's layout; None: nobody asked for it.
         again: What is to be added to the command to resume the run; None: the run's name.
+        show: Takes what is being done, for who waits.
     """
 
     context: ForkServerContext
@@ -37,6 +38,7 @@ class LaunchOptions:
     render: bool = False
     again: str | None = None
     proof: Proof | None = None
+    show: Callable[[str], None] = lambda text: None
 
 
 Check: TypeAlias = Callable[[RunConfig, LaunchOptions], RunConfig]

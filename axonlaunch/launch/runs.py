@@ -181,8 +181,9 @@ class Runs:
     def _one(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
         [(_, given)] = self.loaded
         if (summary := run_dir.finished(given)) is None:
-            with spinner("checking"):
-                [config] = checked(self.loaded, self.options)
+            with spinner("checking") as show:
+                options = dataclasses.replace(self.options, show=show)
+                [config] = checked(self.loaded, options)
             [proof] = self._proved([config])
             yield config, dataclasses.replace(self.options, proof=proof)
             return

@@ -100,6 +100,8 @@ class ModelSpec:
         head: Path of the module that makes the logits of hidden states, one after another; None:
             it is not known.
         undivided: Why ``divide`` would not give what the whole gives; empty if it does.
+        unpackable: Why rows can't hold several documents; empty if its forward takes ``positions``
+            of tokens in their documents, and lets none attend to another.
     """
 
     build: Callable[[Any], nn.Module]
@@ -115,6 +117,7 @@ class ModelSpec:
     divide: Callable[[nn.Module, SequenceParts], None] | None = None
     undivided: Callable[[], str] = lambda: ""
     head: str | None = None
+    unpackable: Callable[[], str] = lambda: "its forward takes no positions"
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: bool = False
     max_positions: int | None = None
@@ -169,6 +172,11 @@ class ModelSpec:
         if not blocks or not isinstance(module.get_submodule(self.layers or ""), nn.ModuleList):
             return False
         return len({_looks(block, self.index_names) for block in blocks}) == 1
+
+
+def takes_positions() -> str:
+    """Say that nothing keeps a model from being fed packed rows."""
+    return ""
 
 
 def not_a_tensor(outputs: object) -> ConfigIssue:

@@ -15,8 +15,10 @@ from axonlaunch.checkpoint import fallback, reader, step_folders, weights
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import reaching, storage_path
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.data import DATASETS
 from axonlaunch.config.optimizer import OPTIMIZERS
 from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.data.tokenizer import FOLDER, load_kept, load_tokenizer
 from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.parameter_facts import parameter_facts
 
@@ -105,8 +107,22 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
             yield _corrupt(resume, wrong, checkpoint)
         elif checkpoint is not None:
             yield from _resumable(config, model, checkpoint)
+            yield from _other_tokenizer(config, checkpoint.path.parent.parent)
         elif resume != "auto":
             yield ConfigIssue("checkpoint.resume", "there is no complete checkpoint in it", resume)
+
+
+def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
+    """Refuse tokens that mean something else to a model than those that it was trained on."""
+    if not DATASETS.facts(config.data.name).takes_tokenizer:
+        return
+    try:
+        before, now = load_kept(run_dir), load_tokenizer(config.tokenizer)
+    except ConfigError:
+        return  # the data, which needs it, reports it
+    if before is not None and before.fingerprint != now.fingerprint:
+        message = f"is not the tokenizer that the run was trained with; use {run_dir / FOLDER}"
+        yield ConfigIssue("tokenizer.path", message, config.tokenizer.path)
 
 
 def _overwritten(path: str | None) -> Iterator[ConfigIssue]:

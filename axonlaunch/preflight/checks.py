@@ -6,13 +6,14 @@ It gathers problems; each room knows its own. It runs in a process of its own, b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from torch import nn
 
-from axonlaunch import data
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS
@@ -24,10 +25,18 @@ from axonlaunch.config.plugins import import_callable, import_plugins
 from axonlaunch.config.rules import find_rule_violations
 from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
+from axonlaunch.data.encoding import OnProgress, Tokenising
+from axonlaunch.data.text_rows import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.preflight.checkpoint import checkpoint_problems
+from axonlaunch.preflight.dataset import (
+    described_dataset,
+    make_dataset,
+    packing_problems,
+    sample_problems,
+)
 from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.parallelism import (
@@ -52,7 +61,26 @@ def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
     Raises:
         ConfigError: Every problem, all at once.
     """
-    return _resolved(config, devices=accelerators() if devices is None else devices, here=True)
+    devices = accelerators() if devices is None else devices
+    return _resolved(config, devices=devices, here=True)
+
+
+def resolving(
+    config: RunConfig, *, devices: int | None = None
+) -> Generator[Tokenising, None, RunConfig]:
+    """Do as ``resolve`` does, and yield how far text is tokenised.
+
+    Raises:
+        ConfigError: Every problem, all at once.
+    """
+    devices = accelerators() if devices is None else devices
+    states: SimpleQueue[Tokenising | None] = SimpleQueue()
+    with ThreadPoolExecutor(1, thread_name_prefix="checking") as pool:
+        checking = pool.submit(_resolved, config, devices=devices, here=True, report=states.put)
+        checking.add_done_callback(lambda _: states.put(None))
+        while (state := states.get()) is not None:
+            yield state
+        return checking.result()
 
 
 def resolve_anywhere(config: RunConfig) -> RunConfig:
@@ -72,7 +100,9 @@ def obstacles(config: RunConfig) -> list[ConfigIssue]:
     return find_issues(with_backend(config, accelerators=devices), devices=devices)
 
 
-def _resolved(config: RunConfig, *, devices: int, here: bool) -> RunConfig:
+def _resolved(
+    config: RunConfig, *, devices: int, here: bool, report: OnProgress = lambda state: None
+) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
     config = resolved(config, accelerators=devices)
     if here:
@@ -80,19 +110,22 @@ def _resolved(config: RunConfig, *, devices: int, here: bool) -> RunConfig:
     if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
     config = _wherever_it_is_read(config)
-    problems = find_issues(config, devices=devices if here else None)
+    problems = find_issues(config, devices=devices if here else None, report=report)
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def find_issues(config: RunConfig, *, devices: int | None) -> list[ConfigIssue]:
+def find_issues(
+    config: RunConfig, *, devices: int | None, report: OnProgress = lambda state: None
+) -> list[ConfigIssue]:
     """Return what is wrong with a configuration whose ``launch.nproc`` is known.
 
     Args:
         config: The run's.
         devices: How many ranks of this node, which is to run it, can have a device of their own:
             its devices, memory, disk, data and checkpoints then have to suffice. None: it need not.
+        report: Is called now and then while text is tokenised, which is done if all else is well.
     """
     here = devices is not None
     ranks = num_ranks(config)
@@ -103,12 +136,12 @@ def find_issues(config: RunConfig, *, devices: int | None) -> list[ConfigIssue]:
         problems += _backend(config, devices)
         problems += _custom_loggers(config)
         problems += _attention(config)
-    dataset, issues = _dataset(config)
+    dataset, issues = described_dataset(config)
     problems += issues
     spec, model, issues = _model(config)
     problems += issues
-    if here and dataset is not None:
-        problems += _samples(config, dataset)
+    if here and dataset is not None and not isinstance(dataset, Untokenised):
+        problems += sample_problems(config, dataset)
     if spec is not None and dataset is not None:
         unfit = list(_fit_each_other(config, spec, dataset))
         if not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
@@ -120,6 +153,7 @@ def find_issues(config: RunConfig, *, devices: int | None) -> list[ConfigIssue]:
     if model is not None and spec is not None:
         problems += sharding_problems(config, spec, model)
         problems += context_problems(config, spec)
+        problems += packing_problems(config, spec, dataset)
         problems += tensor_problems(config, spec, model)
         problems += pipeline_problems(config, spec, model)
     unfit = [] if spec is None or model is None else optimizer_problems(config, spec, model)
@@ -128,6 +162,9 @@ def find_issues(config: RunConfig, *, devices: int | None) -> list[ConfigIssue]:
         problems += _memory(config, model, layout)
         problems += _disk(config, model)
         problems += checkpoint_problems(config, model)
+    if here and isinstance(dataset, Untokenised) and not problems:
+        tokenised, problems = make_dataset(config, report)
+        problems += [] if tokenised is None else sample_problems(config, tokenised)
     return problems
 
 
@@ -145,11 +182,21 @@ def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
 
 
 def _wherever_it_is_read(config: RunConfig) -> RunConfig:
-    """Return a configuration whose model's folder is found from any working folder."""
-    path = getattr(config.model, "path", None)
-    if not isinstance(config.model, HuggingFaceConfig) or path is None or not Path(path).is_dir():
-        return config
-    return with_values(config, {"model.path": str(Path(path).absolute())})
+    """Return a configuration whose model and tokenizer are found from any working folder."""
+    model = config.model.path if isinstance(config.model, HuggingFaceConfig) else None
+    tokenizer = config.tokenizer.path
+    if DATASETS.facts(config.data.name).takes_tokenizer and config.tokenizer.name == "auto":
+        tokenizer = tokenizer or model
+    found = {"model.path": model, "tokenizer.path": tokenizer}
+    return with_values(
+        config, {key: _absolute(path) for key, path in found.items() if path is not None}
+    )
+
+
+def _absolute(path: str) -> str:
+    """Return the whole path of what is there; a model id stays what it is."""
+    here = Path(path).expanduser()
+    return str(here.absolute()) if here.exists() else path
 
 
 def accelerators() -> int:
@@ -201,15 +248,6 @@ def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("model.attention", message, "flex")
 
 
-def _dataset(config: RunConfig) -> tuple[Dataset | None, list[ConfigIssue]]:
-    try:
-        return data.build_dataset(config.data), []
-    except ConfigError as error:
-        return None, error.problems
-    except (ValueError, OSError, ImportError) as error:
-        return None, [ConfigIssue("data", str(error), config.data.name)]
-
-
 def _model(
     config: RunConfig,
 ) -> tuple[ModelSpec | None, nn.Module | None, list[ConfigIssue]]:
@@ -237,24 +275,6 @@ def _model(
     return spec, model, []
 
 
-def _samples(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
-    facts = DATASETS.facts(config.data.name)
-    if facts is not None and facts.sample is not None:
-        said = facts.sample(config.data)
-        if (said.kind, tuple(said.shape)) != (dataset.kind, tuple(dataset.sample_shape)):
-            message = (
-                f"it is registered with samples of {said.kind} {said.shape}, by which it is "
-                f"estimated, and gives {dataset.kind} {tuple(dataset.sample_shape)}; mend sample="
-            )
-            yield ConfigIssue("data.name", message, config.data.name)
-    if dataset.num_samples < config.train.global_batch_size:
-        message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
-        yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
-    if config.train.eval_batches and not dataset.num_eval_samples:
-        message = "there is no held-out split; use 0, or hold samples out"
-        yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
-
-
 def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
     model, name = config.model, config.data.name
     if spec.inputs not in ("any", dataset.kind):
@@ -263,7 +283,8 @@ def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Ite
         return
     size = getattr(model, "vocab_size", None)
     if dataset.kind == "tokens" and size is not None and size < dataset.num_classes:
-        message = f"data={name} has {dataset.num_classes} tokens; use {dataset.num_classes} or more"
+        has = f"data={name} has" if config.tokenizer.path is None else "the tokenizer has"
+        message = f"{has} {dataset.num_classes} tokens; use {dataset.num_classes} or more"
         yield ConfigIssue("model.vocab_size", message, size)
     longest, length = getattr(model, "max_position_embeddings", None), _length(config)
     longest = longest if spec.max_positions is None else spec.max_positions

@@ -23,6 +23,8 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerated, Started
@@ -50,7 +52,7 @@ def run(
     monitor.beat("building", step=None)
     torch.use_deterministic_algorithms(config.train.deterministic)
     layout = Layout.of(config, world_size=world.world_size)
-    dataset = data.build_dataset(config.data)
+    dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(
         config,
         dataset,
@@ -67,6 +69,9 @@ def run(
         load_initial_weights(engine, config.model, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
+    if world.is_main and isinstance(dataset, TextRows):
+        for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
+            dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
     monitor.report(
         Started(
@@ -80,7 +85,12 @@ def run(
             steps=config.train.steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
             corrupt=resumed.aside,
-            notes=(*notes, *_swept(root, world), *_notes(config, world)),
+            notes=(
+                *getattr(dataset, "notes", ()),
+                *notes,
+                *_swept(root, world),
+                *_notes(config, world),
+            ),
         )
     )
 

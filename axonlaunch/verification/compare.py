@@ -30,12 +30,12 @@ from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
+from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.system import host
-from axonlaunch.training.unknown_tokens import naming_unknown_tokens
 from axonlaunch.verification.result import (
     ParityResult,
     failed,
@@ -312,7 +312,7 @@ def _missing(reference: Reference, differences: list[Difference]) -> Iterator[Di
 def prepared_engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     """Build a rank's engine without dropout, with its initial weights, and its data."""
     layout = Layout.of(config, world_size=world.world_size)
-    dataset = data.build_dataset(config.data)
+    dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
     engine = build_engine(config, world, sample=sample_inputs(dataset))
     load_initial_weights(engine, config.model, world=world)

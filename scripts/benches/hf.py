@@ -15,12 +15,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hf_page
 import hf_tiny
+from hf_page import Row
 
 if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
@@ -62,31 +64,16 @@ ONE_BY_ONE = ["strategy=single", "launch.nproc=1", "train.micro_batch_size=1"]
 _BEYOND_ROUNDING, _MOST_ROUNDING = 10.0, 3e-4
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was seen of a class under a layout.
-
-    Attributes:
-        model_type: Its configuration's.
-        layout: As ``LAYOUTS`` names it.
-        outcome: equal, different, refused (before anything starts), failed or late.
-        reason: Why not equal, or with what settings, in words.
-        versions: Of what it was seen with.
-    """
-
-    model_type: str
-    layout: str
-    outcome: str
-    reason: str = ""
-    versions: str = ""
-
-
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that a result depends on."""
     return {
         name: importlib.metadata.version(name).partition("+")[0]
         for name in ("transformers", "torch")
     }
+
+
+def _here() -> str:
+    return " ".join(f"{name} {version}" for name, version in versions().items())
 
 
 def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
@@ -195,7 +182,7 @@ def rows(kind: str, layouts: list[str], *, seconds: float) -> Iterator[Row]:
 
 def sweep(kinds: list[str], layouts: list[str], file: Path, *, seconds: float) -> list[Row]:
     """Prove what a file has no row of yet, a line for each; return all rows of these classes."""
-    here = " ".join(f"{name} {version}" for name, version in versions().items())
+    here = _here()
     file.parent.mkdir(parents=True, exist_ok=True)
     known = {(one.model_type, one.layout): one for one in read(file) if one.versions == here}
     with file.open("a") as out:
@@ -237,11 +224,18 @@ def main() -> None:
     for layout in chosen.layouts:
         equal = sum(one.outcome == "equal" for one in seen if one.layout == layout)
         print(f"{layout}: {equal} of {sum(one.layout == layout for one in seen)}")
-    every = [one for one in read(chosen.rows) if one.versions == seen[0].versions]
-    if {(one.model_type, one.layout) for one in every} >= {(k, x) for k in kinds for x in LAYOUTS}:
-        import hf_page
+    write(chosen.rows, kinds)
 
-        hf_page.write([one for one in every if one.model_type in kinds], versions(), LAYOUTS)
+
+def write(file: Path, kinds: list[str]) -> None:
+    """Write what the package ships of the classes that were run under every layout."""
+    here = [one for one in read(file) if one.versions == _here()]
+    done = {(one.model_type, one.layout) for one in here}
+    complete = [kind for kind in kinds if all((kind, layout) in done for layout in LAYOUTS)]
+    rows = [one for one in here if one.model_type in complete]
+    hf_page.write(rows, versions=versions(), classes=len(kinds), layouts=LAYOUTS)
+    if left := [kind for kind in kinds if kind not in complete]:
+        print(f"{len(left)} of {len(kinds)} classes are left: {' '.join(left)}")
 
 
 def forget(file: Path, kinds: list[str], layouts: list[str]) -> None:

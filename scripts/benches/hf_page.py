@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from axonlaunch.models.hf import proved
-
-if TYPE_CHECKING:
-    from hf import Row
 
 PAGE = Path(proved.__file__).parents[2] / "docs" / "huggingface.md"
 HEADINGS = {
@@ -31,7 +29,7 @@ _INTRODUCTION = """\
 Which causal language models of transformers train, under which layout, as one process does: a table
 that `scripts/bench hf` wrote by running each of them.
 
-Every class of transformers {transformers} that `AutoModelForCausalLM` knows was built at a tiny
+{which} of transformers {transformers} that `AutoModelForCausalLM` knows was built at a tiny
 configuration (random weights, fp32, 4 blocks, torch {torch}) and trained for 2 steps in each layout
 and in one process. **yes**: losses, all gradients and all parameters agree to rounding (1e-5), as
 `axonlaunch verify` compares them. **no**: the layout is refused before anything starts, or was seen
@@ -51,40 +49,73 @@ How to train them: [models](models.md).
 """
 
 
+@dataclass(frozen=True)
+class Row:
+    """What was seen of a class under a layout.
+
+    Attributes:
+        model_type: Its configuration's.
+        layout: As ``LAYOUTS`` names it.
+        outcome: equal, different, refused (before anything starts), failed or late.
+        reason: Why not equal, or with what settings, in words.
+        versions: Of what it was seen with.
+    """
+
+    model_type: str
+    layout: str
+    outcome: str
+    reason: str = ""
+    versions: str = ""
+
+
 def write(
-    rows: Iterable[Row], versions: Mapping[str, str], layouts: Mapping[str, list[str]]
+    rows: Iterable[Row],
+    *,
+    versions: Mapping[str, str],
+    classes: int,
+    layouts: Mapping[str, list[str]],
 ) -> None:
-    """Write the package's data, and the page from it."""
-    proved.FILE.write_text(data(rows, versions, layouts))
+    """Write the package's data, a line for each class, and the page from it."""
+    head = {"versions": dict(versions), "classes": classes, "layouts": dict(layouts)}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    families = [f"  {json.dumps(kind)}: {json.dumps(one)}" for kind, one in _families(rows)]
+    lines += [' "families": {', ",\n".join(families), " }"]
+    proved.FILE.write_text("\n".join(["{", *lines, "}", ""]))
     proved.proved.cache_clear()
     PAGE.write_text(page(proved.proved()))
 
 
-def data(rows: Iterable[Row], versions: Mapping[str, str], layouts: Mapping[str, list[str]]) -> str:
-    """Return the content of the data file, a line for each class."""
+def _families(rows: Iterable[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
     from axonlaunch.models.hf import library
 
-    refused: dict[str, dict[str, str]] = defaultdict(dict)
+    types, found = library.causal_types(), defaultdict(list)
     for row in rows:
-        reasons = refused[row.model_type]
-        if row.outcome != "equal":
-            reasons[row.layout] = f"{row.outcome}: {row.reason}"
-    types = library.causal_types()
-    lines = []
-    for kind in sorted(refused):
-        also = [other for other in types if types[other] == types[kind] and other != kind]
-        entry = {"class": str(types[kind]), "also": also, "refused": refused[kind]}
-        lines.append(f"  {json.dumps(kind)}: {json.dumps(entry)}")
-    families = ",\n".join(lines)
-    head = f' "versions": {json.dumps(dict(versions))},\n "layouts": {json.dumps(dict(layouts))},'
-    return f'{{\n{head}\n "families": {{\n{families}\n }}\n}}\n'
+        found[row.model_type].append(row)
+    for kind, of_kind in sorted(found.items()):
+        equal = {row.layout: row.reason for row in of_kind if row.outcome == "equal"}
+        yield (
+            kind,
+            {
+                "class": str(types[kind]),
+                "also": [one for one in types if types[one] == types[kind] and one != kind],
+                "refused": {
+                    row.layout: f"{row.outcome}: {row.reason}"
+                    for row in of_kind
+                    if row.outcome != "equal"
+                },
+                "notes": {layout: note for layout, note in equal.items() if note},
+            },
+        )
 
 
 def page(table: proved.Proved) -> str:
     """Return the page."""
-    return "\n".join(
-        [_INTRODUCTION.format(**table.versions), *_counts(table), "", *_table(table), *_why(table)]
+    done = len(table.families)
+    all_of_them = (
+        "Every class" if done == table.classes else f"{done} of the {table.classes} classes"
     )
+    head = _INTRODUCTION.format(which=all_of_them, **table.versions)
+    return "\n".join([head, *_counts(table), "", *_table(table), *_notes(table), *_why(table)])
 
 
 def _counts(table: proved.Proved) -> list[str]:
@@ -102,13 +133,29 @@ def _table(table: proved.Proved) -> list[str]:
     lines = ["## The table", "", f"| `model_type` | {' | '.join(table.layouts)} |"]
     lines.append("| --- |" + " --- |" * len(table.layouts))
     for kind, family in table.families.items():
-        answers = ("no" if layout in family.refused else "yes" for layout in table.layouts)
+        answers = (_answer(family, layout) for layout in table.layouts)
         lines.append(f"| `{kind}` | {' | '.join(answers)} |")
     also = {other: kind for kind, one in table.families.items() for other in one.also}
     if also:
         same = ", ".join(f"`{other}` (`{kind}`)" for other, kind in sorted(also.items()))
         lines += ["", f"Of the same class as another: {same}."]
     return lines
+
+
+def _answer(family: proved.Family, layout: str) -> str:
+    if layout in family.refused:
+        return "no"
+    return "yes*" if layout in family.notes else "yes"
+
+
+def _notes(table: proved.Proved) -> list[str]:
+    """Return what a proof needed besides."""
+    lines = []
+    for layout in table.layouts:
+        for kind, family in table.families.items():
+            if note := family.notes.get(layout):
+                lines.append(f"- `{kind}`, {layout}: {_shown(note)}")
+    return ["", "Of those with a star:", "", *lines] if lines else []
 
 
 def _why(table: proved.Proved) -> list[str]:

@@ -5,11 +5,14 @@ grammar, looks for its plugins and reads its defaults: as much as all else befor
 """
 
 import importlib
+import os
 import pkgutil
 
 import axonlaunch
 from axonlaunch import config
 
+# It was to find this file; what ranks start shall not find the others here.
+os.environ.pop("PYTHONPATH", None)
 ROOMS = ("cli", "launch", "planning", "verification")
 for room in ROOMS:
     for module in pkgutil.walk_packages(

@@ -56,8 +56,8 @@ def test_many_ranks_are_proved_by_two_on_each_axis() -> None:
     words = ["strategy.tensor.degree=4", "strategy.pipeline.degree=4", "launch.nproc=64"]
     given = run("llama", "strategy=hybrid", *words, num_hidden_layers=8, num_key_value_heads=4)
     small = proof.reduced(with_values(given, {"train.precision": "bf16"}))
-    shares = Layout.of(small, world_size=num_ranks(small))
-    assert shares.axes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    layout = Layout.of(small, world_size=num_ranks(small))
+    assert layout.axes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
     assert small.train.precision == "fp32"
 
 

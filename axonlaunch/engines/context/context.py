@@ -56,7 +56,7 @@ class ContextAxis:
     def split(self, batch: Batch) -> Batch:
         """Return this rank's positions of every sequence of a batch [B, T]."""
         mine = self.positions(batch.inputs.shape[1])
-        return Batch(batch.inputs[:, mine], batch.targets[:, mine])
+        return batch.map(lambda tensor: tensor[:, mine])
 
     def join(self, outputs: Tensor) -> Tensor:
         """Return the whole sequences' outputs [B, T, ...] from every rank's part."""

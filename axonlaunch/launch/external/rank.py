@@ -37,6 +37,7 @@ from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_of
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
+from axonlaunch.preflight import checks
 from axonlaunch.system.streams import tolerant
 from axonlaunch.training import worker
 from axonlaunch.verification.result import Proof
@@ -115,6 +116,21 @@ def main(
         return _run(config, found, peers, launcher, proof, started=started, as_json=as_json)
 
 
+def fetch_for_node(config: RunConfig, found: ClusterEnvironment) -> None:
+    """Bring a model of the Hugging Face Hub to this node, by one of its ranks.
+
+    Rank 0 brought it to its own before it froze the configuration. The others of the node find it
+    there: no world is joined before all of its ranks come to that.
+
+    Raises:
+        ConfigError: It can't be fetched.
+    """
+    if found.rank == 0 or found.local_rank != 0:
+        return
+    if problems := checks.fetch_model(config, here=True):
+        raise ConfigError(problems)
+
+
 def _launch_nothing(peers: Coordinator, *, status: int) -> None:
     """Let the other ranks end with an exit status before the run begins."""
     peers.publish("frozen", {"status": status})
@@ -164,6 +180,7 @@ def _run(
     watch = JobWatch(config, place, peers, launcher, record, console, told_errors)
     watch.start()
     try:
+        fetch_for_node(config, found)
         ranks.claim_cores(place)
         monitor = ranks.monitor(
             place, report=record if found.rank == 0 else _unshown, stop=asked.is_set

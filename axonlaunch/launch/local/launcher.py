@@ -63,10 +63,13 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     Raises:
         ConfigError: It can't be run here.
     """
-    checked: RunConfig = forked_call.call(
-        options.context, "axonlaunch.preflight.checks:resolve", config
-    )
-    return checked
+    checking = forked_call.stream(options.context, "axonlaunch.preflight.checks:resolving", config)
+    while True:
+        try:
+            options.show(str(next(checking)))
+        except StopIteration as done:
+            checked: RunConfig = done.value
+            return checked
 
 
 def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any]]:

@@ -22,11 +22,13 @@ class Family:
         class_name: Transformers' name of it.
         also: Other ``model_type`` of the same class.
         refused: By layout that was not proved: why.
+        notes: By layout that was: with what settings, or to what rounding.
     """
 
     class_name: str
     also: tuple[str, ...]
     refused: Mapping[str, str]
+    notes: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,13 @@ class Proved:
 
     Attributes:
         versions: Of transformers and torch, with which it was.
+        classes: Causal language models that this version of transformers has.
         layouts: By name: the overrides.
-        families: By ``model_type``.
+        families: By ``model_type``, those that were run under every layout.
     """
 
     versions: Mapping[str, str]
+    classes: int
     layouts: Mapping[str, list[str]]
     families: Mapping[str, Family]
 
@@ -53,7 +57,7 @@ def proved() -> Proved:
     """Return the table that comes with the package."""
     content = json.loads(FILE.read_text())
     families = {
-        kind: Family(entry["class"], tuple(entry["also"]), entry["refused"])
+        kind: Family(entry["class"], tuple(entry["also"]), entry["refused"], entry["notes"])
         for kind, entry in content["families"].items()
     }
-    return Proved(content["versions"], content["layouts"], families)
+    return Proved(content["versions"], content["classes"], content["layouts"], families)

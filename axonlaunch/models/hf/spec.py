@@ -47,6 +47,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         layers=found.layers,
         flow=lambda: found.flow,
         undivided=lambda: found.undivided,
+        unpackable=lambda: found.unpackable,
         tensor_plan=lambda module: tensor_plan(module, found.layers),
         initializers=lambda module: starts,
         max_positions=getattr(typed, "max_position_embeddings", None),

@@ -18,7 +18,7 @@ from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.block_flow import block_flow
 from axonlaunch.models.hf import files
 from axonlaunch.models.hf.build import recorded, untraceable
-from axonlaunch.models.hf.sequence_mixing import why_undivided
+from axonlaunch.models.hf.sequence_mixing import why_undivided, why_unpackable
 from axonlaunch.models.initialization import Initializer
 from axonlaunch.models.spec import BlockFlow
 
@@ -75,6 +75,11 @@ class Structure:
         if self.layers is None or self.untraceable:
             return self.no_layers or self.untraceable
         return why_undivided(self.model, layers=self.layers)
+
+    @functools.cached_property
+    def unpackable(self) -> str:
+        """Why a row can't hold several documents; empty if it can."""
+        return self.no_layers or why_unpackable(self.model, layers=self.layers or "")
 
 
 def structure(config: HuggingFaceConfig) -> Structure:

@@ -13,7 +13,7 @@ from configured import estimate_config, run_config
 from hf_families import FAMILIES, save
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from axonlaunch.config import ConfigError
+from axonlaunch.config import ConfigError, with_values
 from axonlaunch.config.errors import plain
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.config.registry import Needs
@@ -166,3 +166,31 @@ def test_a_folder_is_found_from_any_working_folder(
     monkeypatch.chdir(tmp_path)
     chosen = run_config(["model=hf", "model.path=model", "data.sequence_length=32"])
     assert chosen.model.path == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "fetches"),
+    [(0, 0, False), (1, 1, False), (2, 0, True), (3, 1, False)],  # rank 0 has fetched before
+)
+def test_one_rank_of_each_node_fetches_what_another_launcher_starts(
+    rank: int,
+    local_rank: int,
+    fetches: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from axonlaunch.launch.cluster_environment import ClusterEnvironment
+    from axonlaunch.launch.external.rank import fetch_for_node
+
+    snapshot = cached(tmp_path, monkeypatch)
+    chosen = run_config(["model=hf", "model.path=someone/small", "model.init=random"])
+    chosen = with_values(chosen, {"model.init": "pretrained"})
+    asked = []
+
+    def download(path: str, **how: Any) -> str:
+        asked.append(path)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    fetch_for_node(chosen, ClusterEnvironment(rank=rank, local_rank=local_rank, world_size=4))
+    assert bool(asked) == fetches

@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup
-from axonlaunch.engines.chunked_loss import ChunkedLoss
-from axonlaunch.engines.forward_backward import Loss
+from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.loss import gather_logits, vocab_parallel_cross_entropy_sum
 from axonlaunch.models.loss import with_auxiliary_loss
 from axonlaunch.models.spec import ModelSpec
@@ -31,7 +30,7 @@ class Losses:
         chunked: The loss, if it is computed in chunks.
     """
 
-    loss: Loss
+    loss: Callable[[Any, Tensor], Tensor]
     gather_outputs: Callable[[Tensor], Tensor]
     chunked: ChunkedLoss | None = None
 
@@ -51,7 +50,7 @@ def losses_of(
         group: Those ranks.
         chunk: Tokens whose logits exist at a time; None: all.
     """
-    loss: Loss = spec.loss
+    loss: Callable[[Any, Tensor], Tensor] = spec.loss
     summed: Callable[[Tensor, Tensor], Tensor] = spec.loss
     gather: Callable[[Tensor], Tensor] = _as_is
     if classes is not None:
