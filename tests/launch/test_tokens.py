@@ -204,7 +204,7 @@ def test_a_node_never_runs_the_configuration_that_a_stranger_wrote_first(
     file = secret_file(axonlaunch.folder / "token")
     executed = axonlaunch.folder / "executed"
     (axonlaunch.folder / "evil.py").write_text(f"open({str(executed)!r}, 'w')\n")
-    words = ["name=run", f"launch.token_file={file}", "launch.timeout_s=20"]
+    words = ["name=run", f"launch.token_file={file}", "launch.timeout_s=60"]
     first = start(two, 0, *words)
     ours = axonlaunch("config", *TINY, "launch.nproc=1").stdout
     assert "plugins: []" in ours
