@@ -18,7 +18,7 @@ EXAMPLES = """Examples:
   axonlaunch ls
   axonlaunch ls strategy
   axonlaunch ls models --json
-  axonlaunch ls hf --like qwen3
+  axonlaunch ls hf --like llama
 """
 HF = "hf"
 SHOWS_REASONS = 12
