@@ -52,7 +52,7 @@ def test_the_table_has_the_layouts_and_the_classes_of_the_version_that_it_names(
 def test_a_row_that_is_run_again_gives_what_the_table_says(kind: str, layout: str) -> None:
     bench: Any = importlib.import_module("hf")
     row = bench.prove(kind, layout)
-    reason = proved().families[kind].refused.get(layout)
+    reason = proved().named[kind].refused.get(layout)
     assert (row.outcome == "equal") == (reason is None), row.reason
     if reason is not None:
         assert reason == f"{row.outcome}: {row.reason}"
