@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import getpass
+import os
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -11,7 +13,15 @@ import served
 
 from axonlaunch.config.schema import REGISTRIES
 
-PROCESSES = {"server", "served", "command", "run_ranks"}
+# Read when torch is imported, here and in all that tests start: its threads sleep while they wait
+# for each other. By default they spin, and a rank of two threads took five times what one of one
+# did.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Whatever PYTHONDONTWRITEBYTECODE says: to write these files' assertions anew takes as long as all
+# else of collecting them, in every worker.
+sys.dont_write_bytecode = False
+
+PROCESSES = {"server", "served", "axonlaunch", "command", "run_ranks"}
 """Fixtures of tests that start commands or ranks."""
 LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -36,11 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _cover(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return one case of every test that is not known to take long and starts no command."""
+    """Return one case of every test that computes and waits little and starts no command."""
     first: dict[str, pytest.Item] = {}
     for item in items:
-        takes_long = _time_limit(item) > 0 or PROCESSES & set(getattr(item, "fixturenames", ()))
-        if not takes_long:
+        takes_long = _time_limit(item) > 0 or item.get_closest_marker("costly")
+        if not takes_long and not PROCESSES & set(getattr(item, "fixturenames", ())):
             first.setdefault(item.nodeid.partition("[")[0], item)
     return [*first.values()]
 
@@ -66,8 +76,10 @@ def _own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Estimates are kept beside the tests' folders, not in the user's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    """Estimates are kept beside the tests' folders, not in the user's, by all workers for all."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base / "cache"))
     # Compiled kernels outlive the tests where torch keeps them by itself: they take minutes.
     monkeypatch.setenv(
         "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"

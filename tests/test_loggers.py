@@ -297,6 +297,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
             record = b""
 
 
+@pytest.mark.costly
 def test_a_resumed_run_continues_its_run_of_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +320,7 @@ def test_a_resumed_run_continues_its_run_of_wandb(
     assert set(steps) == set(range(1, 9))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("store", ["file:{}/store", "sqlite:///{}/store.db"])
 def test_a_resumed_run_continues_its_run_of_mlflow(tmp_path: Path, store: str) -> None:
     pytest.importorskip("mlflow")

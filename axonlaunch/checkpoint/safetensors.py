@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,13 +34,12 @@ from axonlaunch.models.hf.conversion import Computed, conversion, saved
 from axonlaunch.models.hf.structure import structure
 from axonlaunch.models.hugging_face import ParameterMapping
 from axonlaunch.models.pieces import Laid
-from axonlaunch.system.files import opened, read_text
+from axonlaunch.system.files import hub_blob, opened, read_text
 
 INDEX_FILE = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 CONFIG_FILE = "config.json"
 _LARGEST_JSON = 64 << 20
-_BLOB = r"\.\./\.\./blobs/([0-9a-f]{40,64})"
 
 _DTYPES = {
     "F64": torch.float64,
@@ -265,12 +263,15 @@ def _files(folder: Path) -> list[Path]:
                 [ConfigIssue("", f"{folder}: contains no *.safetensors and no checkpoint")]
             )
         return files
-    names = list(dict.fromkeys(read_json(index, "weight_map").values()))
-    if wrong := [name for name in names if not is_name(name)]:
+    values = read_json(index, "weight_map").values()
+    if wrong := [name for name in values if not is_name(name)]:
         message = f"{index}: names {wrong[0]!r}, which is not a file name"
         raise ConfigError([ConfigIssue("", message)])
+    names = set(values)
     if missing := [name for name in names if not os.path.lexists(folder / name)]:
-        raise ConfigError([ConfigIssue("", f"{index}: names {', '.join(missing)}, not there")])
+        raise ConfigError(
+            [ConfigIssue("", f"{index}: names {', '.join(sorted(missing))}, not there")]
+        )
     return [folder / name for name in sorted(names)]
 
 
@@ -281,7 +282,7 @@ def read_json(file: Path, key: str | None = None) -> dict[str, Any]:
         ConfigError: It can't be read, or holds something else.
     """
     try:
-        content = json.loads(read_text(_blob(file), at_most=_LARGEST_JSON))
+        content = json.loads(read_text(hub_blob(file), at_most=_LARGEST_JSON))
         content = content if key is None else content[key]
         if not isinstance(content, dict):
             raise TypeError(f"it holds {type(content).__name__} where keys belong")
@@ -293,17 +294,6 @@ def read_json(file: Path, key: str | None = None) -> dict[str, Any]:
     return content
 
 
-def _blob(file: Path) -> Path:
-    """Return the file that a snapshot in Hugging Face's cache links to; others as they are.
-
-    All files of a snapshot are links to ``../../blobs/<digest>``. They stay in the folder of their
-    repository, so that they lead nowhere that whoever made the folder could not have put a file.
-    """
-    if file.is_symlink() and (blob := re.fullmatch(_BLOB, str(file.readlink()))):
-        return file.parent.parent.parent / "blobs" / blob[1]
-    return file
-
-
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     """Open a regular file of safetensors.
@@ -312,7 +302,7 @@ def _opened(file: Path) -> Iterator[Any]:
         ConfigError: It is something else, or corrupt.
     """
     try:
-        with opened(_blob(file)) as stream:
+        with opened(hub_blob(file)) as stream:
             # By its descriptor, so that what was looked at is what is read.
             content = safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
     except (SafetensorError, OSError, ValueError) as error:

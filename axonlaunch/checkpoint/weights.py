@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from axonlaunch.checkpoint import reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint
@@ -16,6 +16,8 @@ from axonlaunch.config import CONFIG as RUN_CONFIG
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
 from axonlaunch.config.data import DATASETS, NUM_BYTES, PythonSourceConfig, SyntheticTokensConfig
 from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
+from axonlaunch.data.tokenizer import PretrainedTokenizer, foreign_files, read_foreign
 
 if TYPE_CHECKING:
     import torch
@@ -23,13 +25,22 @@ if TYPE_CHECKING:
 
     from axonlaunch.comm import World
     from axonlaunch.config.model import GPTConfig, LlamaConfig
-    from axonlaunch.engines.base import Engine
 
 TRAINED_ON = "axonlaunch"
 """Key of an exported ``config.json``: the data that the run was on, by which its text is read."""
 
 
-def load_initial_weights(engine: Engine, model: Any, *, world: World) -> None:
+class HasWeights(Protocol):
+    """What weights can be loaded into: an engine."""
+
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and buffers by name, divided ones as DTensors."""
+
+    def load_model_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what ``model_state_dict`` gave, once it is filled."""
+
+
+def load_initial_weights(engine: HasWeights, model: Any, *, world: World) -> None:
     """Fill an engine with the weights that its model names, if it names any.
 
     Args:
@@ -131,9 +142,33 @@ def export_weights(
     content[TRAINED_ON] = {"data": config.data.name}
     if length := getattr(config.data, "sequence_length", None):
         content[TRAINED_ON]["sequence_length"] = length
+    if files := _copy_tokenizer(checkpoint.path.parent.parent, folder):
+        content[TRAINED_ON]["tokenizer"] = "here"
+        copied = [*(name for name in copied if name not in files), *files]
     content["dtype"] = str(dtype or entries[names[0]].properties.dtype).removeprefix("torch.")
     (folder / safetensors.CONFIG_FILE).write_text(json.dumps(content, indent=1) + "\n")
     return [*written, safetensors.CONFIG_FILE, *copied]
+
+
+def _copy_tokenizer(run_dir: Path, folder: Path) -> list[str]:
+    """Copy the tokenizer that a run has kept, over that of the model that it started from."""
+    files = foreign_files(run_dir / TOKENIZER)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return [*files]
+
+
+def exported_tokenizer(folder: Path) -> PretrainedTokenizer | None:
+    """Return the tokenizer that was exported with a run's weights; None: there is none.
+
+    Raises:
+        ConfigError: It can't be read.
+    """
+    from axonlaunch.checkpoint.safetensors import CONFIG_FILE, read_json
+
+    if read_json(folder / CONFIG_FILE).get(TRAINED_ON, {}).get("tokenizer") is None:
+        return None
+    return read_foreign(folder)
 
 
 def _naturally(name: str) -> list[tuple[bool, int, str]]:
@@ -204,14 +239,25 @@ def described(
         if not _is_text(str(trained_on.get("data"))):
             raise
         model = HuggingFaceConfig(path=str(folder.absolute()), init="random")
-        return model, PythonSourceConfig(sequence_length=trained_on["sequence_length"])
+        length = trained_on["sequence_length"]
+        if "tokenizer" in trained_on:
+            return model, SyntheticTokensConfig(sequence_length=length)
+        return model, PythonSourceConfig(sequence_length=length)
     assumed = {"data": "text" if model.vocab_size == NUM_BYTES else "tokens"}
     trained_on = content.get(TRAINED_ON, assumed)
     length = trained_on.get("sequence_length", model.max_position_embeddings)
     name = str(trained_on["data"])
-    if _is_text(name):
+    if _is_text(name) and "tokenizer" not in trained_on:
         return model, PythonSourceConfig(sequence_length=length)
     return model, SyntheticTokensConfig(vocab_size=model.vocab_size, sequence_length=length)
+
+
+def was_trained_on_text(folder: Path) -> bool:
+    """Say whether a folder of safetensors was exported of a run on text as bytes."""
+    from axonlaunch.checkpoint.safetensors import CONFIG_FILE, read_json
+
+    trained_on = read_json(folder / CONFIG_FILE).get(TRAINED_ON)
+    return isinstance(trained_on, dict) and _is_text(str(trained_on.get("data")))
 
 
 def _is_text(name: str) -> bool:

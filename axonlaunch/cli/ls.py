@@ -26,6 +26,7 @@ SHOWS_REASONS = 12
 LISTS = {
     "models": "model",
     "data": "data",
+    "tokenizers": "tokenizer",
     "strategies": "strategy",
     "optimizers": "optimizer",
     "schedulers": "scheduler",

@@ -26,7 +26,7 @@ def command(
         typer.Argument(metavar="FOLDER", help="A run with a checkpoint, or exported weights."),
     ],
     prompt: Annotated[str, typer.Option(help="Prompt to continue.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, help="Number of new tokens (bytes).")] = 300,
+    tokens: Annotated[int, typer.Option(min=1, help="Number of new tokens.")] = 300,
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature; 0 = greedy.")
     ] = 0.8,

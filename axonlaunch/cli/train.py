@@ -7,6 +7,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -163,6 +164,8 @@ def _dry_run(
                 console.print()
             print_estimate(run.forecast, console)
             show_remedies(context, run.config, run.forecast, console)
+            if run.proof is not None:
+                console.print(f"\nbefore the first step {run.proof}", markup=False, soft_wrap=True)
             _show_obstacles(run.obstacles, console)
         _show_elsewhere(runs, overrides, console)
 
@@ -171,7 +174,8 @@ def _as_object(run: DryRun, context: ForkServerContext) -> dict[str, Any]:
     estimate = estimate_to_json(
         run.forecast, *search_all_changes(context, run.config, run.forecast)
     )
-    return {**estimate, "obstacles": problems_as_objects(run.obstacles)}
+    proof = None if run.proof is None else asdict(run.proof)
+    return {**estimate, "proof": proof, "obstacles": problems_as_objects(run.obstacles)}
 
 
 def _show_obstacles(obstacles: Sequence[ConfigIssue], console: Console) -> None:

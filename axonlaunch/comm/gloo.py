@@ -31,6 +31,7 @@ DEADLINE_S = 20.0
 """Seconds in which the ranks of a group must have connected, once all have come to it."""
 _LEAST_S = 2.0
 """Seconds that a proof gets at least, however late the connections were."""
+_LOOK_AGAIN = timedelta(seconds=5)
 _PROOF_BYTES = 32
 _Gloo: Any = dist.ProcessGroupGloo  # torch's stub leaves most of it out
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own
@@ -138,11 +139,30 @@ def connect(
 def _gather(store: dist.Store, rank: int, size: int, world_rank: int, timeout: timedelta) -> bytes:
     """Wait until all ranks have come; return rank 0's challenge, which is of this group alone.
 
-    A rank that comes late is no failure of the network, so this waits for longer than gloo may.
+    A rank that comes late is no failure of the network, so this waits for longer than gloo may, but
+    not while somebody deletes what the ranks write.
+
+    Raises:
+        UnreachableRankError: Somebody does.
+        torch.distributed.DistStoreError: A rank never came.
     """
-    store.set(_place(rank), f"{world_rank} {secrets.token_hex(16)}")
-    store.wait([_place(other) for other in range(size)], timeout)
-    return store.get(_place(0))
+    own, places = _place(rank), [_place(other) for other in range(size)]
+    store.set(own, f"{world_rank} {secrets.token_hex(16)}")
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.0))
+        try:
+            store.wait(places, min(left, _LOOK_AGAIN))
+            return store.get(places[0])
+        except dist.DistStoreError:
+            if not store.check([own]):
+                message = (
+                    f"rank {world_rank} could not be reached: what it wrote into the store of "
+                )
+                message += "the run was deleted by another program; start the run again"
+                raise UnreachableRankError(message) from None
+            if left <= _LOOK_AGAIN:
+                raise
 
 
 def _place(rank: int) -> str:

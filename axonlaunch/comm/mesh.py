@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axonlaunch.comm.process_group import ProcessGroup
+from axonlaunch.comm.torch_compat import set_timeout
 
 
 class Mesh:
@@ -31,6 +32,7 @@ class Mesh:
         rank: int,
         device_type: str,
         keep: tuple[str, ...] = (),
+        timeout_s: float | None = None,
     ) -> None:
         """Lay the default group's ranks out; every rank calls this.
 
@@ -39,6 +41,7 @@ class Mesh:
             rank: This process's in the default group.
             device_type: Where its tensors are, ``cpu`` or ``cuda``.
             keep: Axes that stay in ``device_mesh`` even with one rank.
+            timeout_s: How long a collective of an axis waits; None: as long as torch says.
 
         Raises:
             ValueError: The sizes don't multiply to the world.
@@ -58,6 +61,9 @@ class Mesh:
         self.device_mesh: DeviceMesh = init_device_mesh(
             device_type, tuple(shown.values()), mesh_dim_names=tuple(shown)
         )
+        if timeout_s is not None:
+            for axis in shown:
+                set_timeout(self.device_mesh.get_group(axis), timeout_s)
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""

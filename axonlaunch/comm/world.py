@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -190,7 +190,15 @@ class World:
         Raises:
             ValueError: The sizes don't multiply to the world.
         """
-        return Mesh(sizes, rank=self.rank, device_type=self.device.type)
+        return self.lay_out(sizes)
+
+    def lay_out(self, sizes: Mapping[str, int], *, keep: tuple[str, ...] = ()) -> Mesh:
+        """Do as ``mesh``, and keep axes in torch's mesh even where they have one rank."""
+        # Threads that take turns don't wait: the mock world finds by itself that all are stuck.
+        waits_s = None if self.backend is Backend.MOCK else self.timeout_s
+        return Mesh(
+            sizes, rank=self.rank, device_type=self.device.type, keep=keep, timeout_s=waits_s
+        )
 
     def close(self) -> None:
         """Leave the world: destroy its groups. A second call does nothing."""
@@ -210,7 +218,10 @@ class World:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        # Destroying NCCL's communicators waits for the peers, who may wait for this rank: the error
+        # would be known when the time limit ends them all. Its process is about to end.
+        if kind is None or self.backend is not Backend.NCCL:
+            self.close()
 
     def __repr__(self) -> str:
         return (
@@ -244,28 +255,31 @@ def choose_backend(name: str, place: RankEnvironment) -> Backend:
 
 def _every_local_rank_has_a_device(place: RankEnvironment) -> bool:
     """Decide from what all ranks of a node see alike, so that they decide alike."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != "cuda" or not nccl.status().available:
-        return False
+    found = nccl.device_count()
+    if found == 1 and not place.on_loopback:
+        return True  # a scheduler has given each of its tasks one
     needed = place.local_world_size
     if needed is None:
         needed = place.world_size if place.on_loopback else place.local_rank + 1
-    return torch.accelerator.device_count() >= needed
+    return found > 0 and found >= needed
 
 
 def _device(backend: Backend, local_rank: int) -> torch.device:
-    """Return where a rank computes, and make it the current device."""
+    """Return where a rank computes, and make it the current device.
+
+    A rank that sees one device has been given it: by ``--gpus-per-task=1``, or by what sets
+    CUDA_VISIBLE_DEVICES for each rank.
+    """
     if backend is not Backend.NCCL:
         return torch.device("cpu")
-    nccl_status = nccl.status()
-    if not nccl_status.available:
-        raise NcclError(f"backend=nccl: {nccl_status.reason}")
-    if local_rank >= len(nccl_status.devices):
+    found = nccl.device_count()
+    if not found:
+        raise NcclError(f"backend=nccl: {nccl.status().reason}")
+    index = 0 if found == 1 else local_rank
+    if index >= found:
         raise NcclError(
-            f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees "
-            f"{len(nccl_status.devices)}; start fewer ranks on this node, or use backend=gloo"
+            f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees {found}; "
+            "start fewer ranks on this node, or use backend=gloo"
         )
-    torch.accelerator.set_device_index(local_rank)
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    return torch.device(accelerator.type, local_rank)
+    torch.accelerator.set_device_index(index)
+    return torch.device("cuda", index)

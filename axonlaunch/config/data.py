@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from axonlaunch.config.documents import DocumentsConfig
 from axonlaunch.config.errors import target_problems
 from axonlaunch.config.registry import Entry, Needs, Registry
 
@@ -84,6 +85,10 @@ class SyntheticTokensConfig:
     """training samples"""
     num_eval_samples: int = field(default=1024, metadata={"min": 1})
     """evaluation samples"""
+    document_length: int | None = field(default=None, metadata={"min": 1})
+    """tokens of a document, as many of which as there is room for share a row and don't attend to
+    each other; null: a row is one sequence
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +164,8 @@ class SampleShape:
     """of one input, [T] or [C, H, W]"""
     num_classes: int | None = None
     """tokens of the vocabulary, or classes; None: only the data knows"""
+    is_packed: bool = False
+    """whether a row holds several documents, which a mask keeps apart"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +177,9 @@ class DatasetFacts:
     files: tuple[str, ...] = ()
     """required keys that name files, which an estimate does without"""
     is_text: bool = False
-    """whether its tokens are bytes of text"""
+    """whether its tokens are text"""
+    takes_tokenizer: bool = False
+    """whether it is called with a tokenizer too; otherwise text is bytes"""
 
 
 def _bytes(config: PythonSourceConfig | TextConfig) -> SampleShape:
@@ -179,8 +188,16 @@ def _bytes(config: PythonSourceConfig | TextConfig) -> SampleShape:
 
 def _tokens(config: TokensConfig | SyntheticTokensConfig) -> SampleShape:
     return SampleShape(
-        kind="tokens", shape=(config.sequence_length,), num_classes=config.vocab_size
+        kind="tokens",
+        shape=(config.sequence_length,),
+        num_classes=config.vocab_size,
+        is_packed=getattr(config, "document_length", None) is not None,
     )
+
+
+def _documents(config: DocumentsConfig) -> SampleShape:
+    shape = (config.sequence_length,)
+    return SampleShape(kind="tokens", shape=shape, is_packed=config.packing != "none")
 
 
 def _images(config: SyntheticImagesConfig) -> SampleShape:
@@ -207,6 +224,12 @@ DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
             "your own files as bytes, data.files",
             TextConfig,
             DatasetFacts(sample=_bytes, files=("files",), is_text=True),
+        ),
+        "documents": Entry(
+            "axonlaunch.data.documents:Documents",
+            "text of rows in files, tokenised: jsonl, csv, parquet, data.files",
+            DocumentsConfig,
+            DatasetFacts(sample=_documents, files=("files",), is_text=True, takes_tokenizer=True),
         ),
         "tokens": Entry(
             "axonlaunch.data.tokens:TokenFile",

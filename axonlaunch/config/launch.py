@@ -24,6 +24,10 @@ class SlurmConfig:
     """time limit, as sbatch takes it: 30 (minutes), 8:00:00, 2-0; the run is checkpointed and
     requeued 2 minutes before it
     """
+    cpus_per_task: int | None = field(default=None, metadata={"min": 1})
+    """cores for all ranks of a node together; null: the whole node (--exclusive), for SLURM gives a
+    task one core otherwise
+    """
     extra_args: list[str] = field(default_factory=list)
     """more options of sbatch: ["--qos=high","--constraint=h100"]"""
     prologue: list[str] = field(default_factory=list)
@@ -77,7 +81,7 @@ class LaunchConfig:
     nodes; on another number sums round otherwise, and a run's losses differ in their last bits
     """
     pin_cores: bool = True
-    """pin each rank to its own share of this node's cores"""
+    """pin each rank to its own share of this node's physical cores, near its device"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -258,6 +258,17 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
     return with_values(config, settings)
 
 
+def with_backend(config: RunConfig, *, accelerators: int) -> RunConfig:
+    """Decide ``launch.backend=auto`` once the number of ranks is known: nccl with a device each."""
+    launch = config.launch
+    if launch.backend != "auto":
+        return config
+    assert launch.nproc != "auto"
+    return with_values(
+        config, {"launch.backend": "nccl" if 0 < launch.nproc <= accelerators else "gloo"}
+    )
+
+
 def _micro_batches(config: RunConfig, *, share: int) -> tuple[int, int]:
     """Return the size and the number of a rank's micro-batches."""
     micro = config.train.micro_batch_size

@@ -13,9 +13,9 @@ from typing import Any, Literal
 Shape = tuple[int, ...]
 Sharding = Literal["elementwise", "collective", "whole"]
 
-_BYTES = {"parameter": 4, "float32": 4, "int64": 8, "float64": 8, "bfloat16": 2, "float16": 2}
+_BYTES = {"float32": 4, "int64": 8, "float64": 8, "bfloat16": 2, "float16": 2}
 _BYTES |= {"int8": 1, "uint8": 1, "bool": 1, "int32": 4, "int16": 2, "int": 8, "float": 8}
-"""Of an element, by dtype. Parameters are fp32; numbers of Python's are saved in 8 bytes."""
+"""Of an element, by dtype; numbers of Python's are saved in 8 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +96,11 @@ class OptimizerState:
             return ()
         return tuple(dim for dim in range(ndim) if shape[dim] == asked[dim])
 
-    def nbytes(self, shape: Shape) -> int:
-        """Return the bytes of this state of a whole parameter."""
+    def nbytes(self, shape: Shape, *, element: int = 4) -> int:
+        """Return the bytes of this state of a whole parameter, whose elements have so many."""
         own = self.shape(shape)
-        return 0 if own is None else math.prod(own) * _BYTES[self.dtype]
+        size = element if self.dtype == "parameter" else _BYTES[self.dtype]
+        return 0 if own is None else math.prod(own) * size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts, S
 from axonlaunch.system.targets import load_target
 
 LR_SCALE = "lr_scale"
-NOT_OF_A_GROUP = ("name", "groups", "target", "arguments")
+NOT_OF_A_GROUP = ("name", "groups", "state_dtype", "target", "arguments")
 """Fields of an optimizer's configuration that are no options of a group of parameters."""
 _PROBE = "axonlaunch.engines.optimizer.probe:probe"
 _LISTED = 4
@@ -95,20 +95,32 @@ def sharding_of(config: Any) -> Sharding:
     return sharding
 
 
-def state_bytes(config: Any, parameters: Iterable[ParameterFacts]) -> int:
-    """Return the bytes of an optimizer's states of whole parameters."""
+def state_bytes(
+    config: Any, parameters: Iterable[ParameterFacts], *, parameter_bytes: int = 4
+) -> int:
+    """Return the bytes of an optimizer's states of whole parameters.
+
+    Args:
+        config: The run's.
+        parameters: What is updated.
+        parameter_bytes: Of an element of each.
+    """
+    element = 4 if getattr(config, "state_dtype", None) == "fp32" else parameter_bytes
     return sum(
-        state.nbytes(parameter.shape)
+        state.nbytes(parameter.shape, element=element)
         for parameter in parameters
         for state in states_of(with_options(config, parameter), parameter.shape).values()
     )
 
 
-def state_share(config: Any, parameters: Iterable[ParameterFacts]) -> float:
-    """Return the bytes of an optimizer's states beside those of fp32 parameters: AdamW's are 2."""
+def state_share(
+    config: Any, parameters: Iterable[ParameterFacts], *, parameter_bytes: int = 4
+) -> float:
+    """Return the bytes of an optimizer's states beside those of the parameters: AdamW's are 2."""
     parameters = list(parameters)
-    whole = 4 * sum(math.prod(parameter.shape) for parameter in parameters)
-    return state_bytes(config, parameters) / max(1, whole)
+    whole = parameter_bytes * sum(math.prod(parameter.shape) for parameter in parameters)
+    states = state_bytes(config, parameters, parameter_bytes=parameter_bytes)
+    return states / max(1, whole)
 
 
 def group_problems(config: Any, parameters: Iterable[ParameterFacts]) -> Iterator[ConfigIssue]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from axonlaunch.config.data import DATASETS
 from axonlaunch.config.data_parallel import DATA_PARALLEL, DEFAULT
 from axonlaunch.config.degree_rules import (
     broken_rounds,
@@ -45,6 +46,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
     problems = [
         *_name(config),
         *_unused(config),
+        *_parameters_in_bf16(config),
         *_averaged_parameters(config),
         *_no_replicas(config),
         *degree_issues(config),
@@ -53,6 +55,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_loggers(config),
         *_resume(config),
         *_prompt(config),
+        *_tokenizer(config),
         *_saving(config),
         *_node_count(config),
     ]
@@ -121,6 +124,14 @@ def _unused(config: RunConfig) -> Iterator[ConfigIssue]:
                 use = f"strategy.data_parallel={engine}"
                 message = f"data_parallel is {name}; use {use} or remove this setting"
                 yield ConfigIssue(f"strategy.{section}.{field.name}", message, value)
+
+
+def _parameters_in_bf16(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Weights in bf16 are computed with as they are."""
+    train = config.train
+    if train.param_dtype == "bf16" and train.precision != "bf16":
+        message = f"weights in bf16 compute in bf16, not in {train.precision}; use bf16"
+        yield ConfigIssue("train.precision", message, train.precision)
 
 
 def _averaged_parameters(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -219,6 +230,16 @@ def _prompt(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.sample.max_new_tokens and not config.sample.prompt:
         message = "is empty; give at least one character, or sample.max_new_tokens=0"
         yield ConfigIssue("sample.prompt", message, "")
+
+
+def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
+    """A tokenizer that nothing is tokenised by would silently do nothing."""
+    name, path = config.data.name, config.tokenizer.path
+    facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
+    if path is not None and not (facts and facts.takes_tokenizer):
+        takers = [one for one, facts in DATASETS.known_facts().items() if facts.takes_tokenizer]
+        message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or null"
+        yield ConfigIssue("tokenizer.path", message, path)
 
 
 def _saving(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -23,6 +23,7 @@ from axonlaunch.config.optimizer import (
     SchedulerConfig,
 )
 from axonlaunch.config.registry import Registry
+from axonlaunch.config.tokenizer import TokenizerConfig
 
 
 class Named(Protocol):
@@ -158,12 +159,25 @@ class TrainConfig:
     """largest norm of the whole model's gradient; null: no clipping"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """arithmetic of forward and backward; parameters and optimizer states stay fp32"""
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    """type in which weights and their gradients are kept. fp32: as the model builds them; bf16:
+    half the bytes, and updates smaller than 1/256 of a weight are lost; with precision=bf16
+    """
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """recompute activations in backward. full: each block keeps its input alone; selective:
     attention, collectives and every second matrix product are kept
     """
+    loss_chunk: int | None = field(default=None, metadata={"min": 1})
+    """tokens of a micro-batch whose logits exist at a time: the head and the loss are computed in
+    such chunks, and again in backward; null: the logits of all are kept
+    """
     compile: bool = False
     """torch.compile each block"""
+    prove: Literal["auto", "always", "never"] = "auto"
+    """compare the layout with one process before the first step, on a small model of the same
+    architecture. auto: models of transformers in layouts of several ranks, once; always: every
+    model, and anew
+    """
     deterministic: bool = False
     """refuse operations that are not deterministic"""
     log_every: int = field(default=10, metadata={"min": 1})
@@ -173,13 +187,18 @@ class TrainConfig:
     eval_batches: int = field(default=16, metadata={"min": 0})
     """global batches per evaluation, at most what is held out; 0: no evaluation"""
 
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of an element of the weights."""
+        return 2 if self.param_dtype == "bf16" else 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     """What a run on text generates when it ends."""
 
     max_new_tokens: int = field(default=200, metadata={"min": 0})
-    """tokens to generate at the end of a run on text (one token is one byte); 0: none"""
+    """tokens to generate at the end of a run on text; 0: none"""
     prompt: str = "def "
     """text that the generated tokens continue"""
 
@@ -240,6 +259,7 @@ class RunConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
     data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(
         default_factory=AdamWConfig, metadata={"variants": OPTIMIZERS}
     )
@@ -265,6 +285,7 @@ GROUPS: dict[str, Registry[Any, Any] | None] = {
     "strategy": None,
     "model": MODELS,
     "data": DATASETS,
+    "tokenizer": None,
     "optimizer": OPTIMIZERS,
     "scheduler": SCHEDULERS,
     "launch": LAUNCHERS,

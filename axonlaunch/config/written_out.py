@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from axonlaunch.config.errors import ConfigError
-from axonlaunch.config.layout import Layout, nodes, num_ranks, resolved
+from axonlaunch.config.layout import Layout, nodes, num_ranks, resolved, with_backend
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.rules import broken_sizes
 from axonlaunch.config.schema import RunConfig
@@ -27,14 +27,12 @@ def written_out(config: RunConfig, *, accelerators: int) -> RunConfig:
     """
     if config.strategy.auto:
         return config
-    config = resolved(config, accelerators=accelerators)
+    config = with_backend(resolved(config, accelerators=accelerators), accelerators=accelerators)
     if problems := list(broken_sizes(config)):
         raise ConfigError(problems)
     settings: dict[str, Any] = {
         "scheduler.warmup_steps": config.scheduler.warmup(config.train.steps)
     }
-    if config.launch.backend == "auto":
-        settings["launch.backend"] = "nccl" if accelerators else "gloo"
     least, most = nodes(config)
     if least == most:
         layout = Layout.of(config, world_size=num_ranks(config))

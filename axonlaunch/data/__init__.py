@@ -6,20 +6,33 @@ starts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data.registry import register_dataset
 
 if TYPE_CHECKING:
     from axonlaunch.data.dataset import Dataset
+    from axonlaunch.data.encoding import OnProgress
 
 __all__ = ["DATASETS", "build", "register_dataset"]
 
 
-def build_dataset(config: Any) -> Dataset:
+def build_dataset(
+    config: Any,
+    tokenizer: TokenizerConfig | None = None,
+    *,
+    report: OnProgress = lambda state: None,
+) -> Dataset:
     """Make the dataset that a typed configuration describes.
+
+    Args:
+        config: The group ``data``.
+        tokenizer: Of text; None: bytes.
+        report: Is called now and then while text is tokenised.
 
     Raises:
         UnknownNameError: No dataset of that name is registered.
@@ -33,5 +46,10 @@ def build_dataset(config: Any) -> Dataset:
                 for name, message in problems
             ]
         )
-    dataset: Dataset = DATASETS.get(config.name)(config)
-    return dataset
+    build: Callable[..., Dataset] = DATASETS.get(config.name)
+    facts = DATASETS.facts(config.name)
+    if facts is None or not facts.takes_tokenizer:
+        return build(config)
+    from axonlaunch.data.tokenizer import load_tokenizer
+
+    return build(config, load_tokenizer(tokenizer or TokenizerConfig()), report=report)

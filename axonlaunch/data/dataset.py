@@ -5,7 +5,7 @@ It holds the form; order, sharing and prefetching are the loader's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -29,21 +29,42 @@ class Batch:
     Attributes:
         inputs: Tokens [B, T] int64, or images [B, C, H, W] fp32.
         targets: [B, T] or [B] int64; ``IGNORE_INDEX`` where nothing counts.
+        positions: Of each token in its document, [B, T] int64, for rows that hold several; a token
+            attends to those of its own document alone. None: a row is one sequence.
     """
 
     inputs: Tensor
     targets: Tensor
+    positions: Tensor | None = None
 
     @classmethod
-    def from_numpy(cls, inputs: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Batch:
+    def from_numpy(
+        cls,
+        inputs: npt.NDArray[Any],
+        targets: npt.NDArray[Any],
+        positions: npt.NDArray[np.int64] | None = None,
+    ) -> Batch:
         """Wrap arrays without a copy where their type allows it."""
         import torch  # here, so that datasets can be made and checked without torch
 
-        return cls(torch.from_numpy(inputs), torch.from_numpy(targets.astype(np.int64, copy=False)))
+        return cls(
+            torch.from_numpy(inputs),
+            torch.from_numpy(targets.astype(np.int64, copy=False)),
+            None if positions is None else torch.from_numpy(positions),
+        )
 
     def pin_memory(self) -> Batch:
         """Copy to page-locked memory, from which copies to an accelerator overlap with work."""
-        return Batch(self.inputs.pin_memory(), self.targets.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory())
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Return some of the samples."""
+        return self.map(lambda tensor: tensor[start:stop])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Return a batch of what a function makes of each tensor."""
+        positions = None if self.positions is None else function(self.positions)
+        return Batch(function(self.inputs), function(self.targets), positions)
 
 
 class Dataset(Protocol):
@@ -93,6 +114,11 @@ def sample_inputs(dataset: Dataset) -> Tensor:
 
     dtype = torch.int64 if dataset.kind == "tokens" else torch.float32
     return torch.empty(dataset.sample_shape, dtype=dtype, device="meta")
+
+
+def holds_documents(dataset: Dataset) -> bool:
+    """Say whether rows hold several documents, so that batches have positions."""
+    return bool(getattr(dataset, "is_packed", False))
 
 
 class NoText:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -158,4 +159,4 @@ def _uncounted(batch: Batch, *, first_surplus: int) -> Batch:
     """Return the batch with nothing to count from a row on."""
     targets = batch.targets.clone()
     targets[first_surplus:] = IGNORE_INDEX
-    return Batch(batch.inputs, targets)
+    return replace(batch, targets=targets)

@@ -18,7 +18,11 @@ _MAX_STRIDE = 8
 
 
 class SyntheticTokens(NoText):
-    """Sequences that count up by a stride of 1 to 8 from a random start, modulo the vocabulary."""
+    """Sequences that count up by a stride of 1 to 8 from a random start, modulo the vocabulary.
+
+    Attributes:
+        is_packed: Whether a row is cut into documents.
+    """
 
     kind: Kind = "tokens"
 
@@ -27,6 +31,8 @@ class SyntheticTokens(NoText):
         self.num_eval_samples = config.num_eval_samples
         self.num_classes = self.vocab_size = config.vocab_size
         self.sample_shape = (config.sequence_length,)
+        self.is_packed = config.document_length is not None
+        self._document_length = config.document_length or config.sequence_length
 
     def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
         """Return the sequences of these indices, in their order."""
@@ -36,7 +42,11 @@ class SyntheticTokens(NoText):
         steps = np.arange(self.sample_shape[0] + 1, dtype=np.uint64)
         tokens = (start[:, None] + stride[:, None] * steps) % np.uint64(self.vocab_size)
         tokens = tokens.astype(np.int64)
-        return Batch.from_numpy(tokens[:, :-1], tokens[:, 1:])
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if not self.is_packed:
+            return Batch.from_numpy(inputs, targets)
+        positions = np.arange(inputs.shape[1]) % self._document_length
+        return Batch.from_numpy(inputs, targets, np.tile(positions, (len(inputs), 1)))
 
 
 class SyntheticImages(NoText):

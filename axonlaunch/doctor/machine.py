@@ -42,14 +42,14 @@ def machine() -> dict[str, Any]:
 
 
 def _devices() -> list[dict[str, Any]]:
-    if not torch.cuda.is_available():
-        return []
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        memory = round(about.total_memory / GIB, 1)
-        devices.append({"index": index, "name": about.name, "memory_gib": memory})
-    return devices
+    try:
+        devices = nccl.devices()
+    except RuntimeError:
+        return []  # NCCL's status says why
+    return [
+        {"index": index, "name": device.name, "memory_gib": round(device.memory_bytes / GIB, 1)}
+        for index, device in enumerate(devices)
+    ]
 
 
 def _driver() -> str | None:

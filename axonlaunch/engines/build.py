@@ -32,7 +32,6 @@ from axonlaunch.engines.device_mesh import context_group, run_mesh, sharding_mes
 from axonlaunch.engines.forward_backward import (
     ForwardBackward,
     LocalForwardBackward,
-    Loss,
     PipelineForwardBackward,
 )
 from axonlaunch.engines.mesh_engine import MeshEngine, StepRule
@@ -51,11 +50,18 @@ from axonlaunch.engines.pipeline.split import (
     stage_blocks,
 )
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients, tied_names
-from axonlaunch.engines.precision import DTYPES, LossScale, autocasting, sharded_policy
-from axonlaunch.engines.tensor.loss import gather_logits, vocab_parallel_cross_entropy_sum
+from axonlaunch.engines.precision import (
+    DTYPES,
+    LossScale,
+    autocasting,
+    casting_inputs,
+    keep_parameters_in,
+    sharded_policy,
+)
+from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
+from axonlaunch.engines.tensor.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
-from axonlaunch.models.loss import with_auxiliary_loss
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
@@ -87,6 +93,7 @@ class _Plan:
     """What the steps of building share.
 
     Attributes:
+        chunked: Of the loss, if it is computed in chunks.
         owners: The global rank that holds each of the two ends of a tied weight.
         sharded: What of the model fully_shard divides.
     """
@@ -98,6 +105,7 @@ class _Plan:
     spec: ModelSpec
     source: Source
     context: ContextAxis | None = None
+    chunked: ChunkedLoss | None = None
     owners: dict[str, int] = field(default_factory=dict)
     sharded: list[FSDP] = field(default_factory=list)
 
@@ -114,7 +122,10 @@ class _Plan:
 
     def construct(self) -> nn.Module:
         """Build the whole model, undivided."""
-        return self.source.construct(self.config.model, seed=self.config.seed)
+        model = self.source.construct(self.config.model, seed=self.config.seed)
+        if self.config.train.param_dtype != "fp32":
+            keep_parameters_in(model, DTYPES[self.config.train.param_dtype])
+        return model
 
 
 def build_engine(
@@ -148,6 +159,10 @@ def build_engine(
         counts = stage_blocks(config, layout, whole, sample=sample)
     _parallelize(plan, whole)
     classes = divided_classes(whole)
+    losses = losses_of(
+        plan.spec, classes=classes, group=mesh.group("tp"), chunk=config.train.loss_chunk
+    )
+    plan.chunked = losses.chunked
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
     passes: ForwardBackward
     if layout.pipeline == 1:
@@ -163,13 +178,7 @@ def build_engine(
     tied = None
     if crossing.keys() & trained.keys() or set(crossing.values()) & trained.keys():
         tied = TiedGradients(trained, ties=crossing, owners=plan.owners, group=mesh.group("pp"))
-    train, tensor_group = config.train, mesh.group("tp")
-    loss: Loss = plan.spec.loss
-    gather: Callable[[Tensor], Tensor] = _as_is
-    if classes is not None:
-        divided = partial(vocab_parallel_cross_entropy_sum, group=tensor_group, classes=classes)
-        loss = partial(with_auxiliary_loss, divided)
-        gather = partial(gather_logits, group=tensor_group, classes=classes)
+    train = config.train
     return MeshEngine(
         passes,
         update=_update(plan, trained, {n: facts[crossing.get(n, n)] for n in trained}),
@@ -177,8 +186,7 @@ def build_engine(
         sharded=plan.sharded,
         tied=tied,
         aliases={n: crossing[n] for n in trained if n in crossing},
-        loss=loss,
-        gather_outputs=gather,
+        losses=losses,
         context=plan.context,
         input_multiple=_length_multiple(config),
         num_parameters=num_parameters,
@@ -273,6 +281,8 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
 
     def divide(model: nn.Module) -> None:
         _parallelize(plan, model)
+        if plan.chunked is not None and (head := plan.spec.head_of(model)) is not None:
+            ChunkedLoss(plan.spec.loss, chunk=1).defer(head)
         if plan.layout.facts.shards_parameters:
             model.to(DTYPES[plan.config.train.precision])  # as it is gathered
         else:
@@ -283,6 +293,8 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
 
 def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
     """Recompute, compile, then shard; and fill the model, or a stage, with its weights."""
+    if plan.chunked is not None and (head := plan.spec.head_of(stage)) is not None:
+        plan.chunked.defer(head)
     _wrap_blocks(plan, stage)
     if plan.layout.facts.shards_parameters:
         _shard(plan, stage)
@@ -323,8 +335,9 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
             config.train.precision, reduce_dtype=DTYPES[config.strategy.reduce_dtype]
         ),
         # torch's schedules of several stages a rank gather a stage before its first micro-batch and
-        # reshard it after its last; they look for the gathered parameters in between.
-        keep_gathered=plan.layout.stages_per_rank > 1,
+        # reshard it after its last; they look for the gathered parameters in between. With one
+        # stage a rank they would be gathered again for each micro-batch.
+        keep_gathered=plan.layout.pipeline > 1,
     )
     sharded.ignore_returned_view()
     _fill(plan, model)
@@ -335,7 +348,9 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
 def _replicated_arithmetic(plan: _Plan, model: nn.Module) -> None:
     """Compute in the lower precision, which sharded parameters are gathered in anyway."""
     precision = plan.config.train.precision
-    if precision != "fp32":
+    if plan.config.train.param_dtype != "fp32":
+        model.forward = casting_inputs(model.forward, DTYPES[plan.config.train.param_dtype])
+    elif precision != "fp32":
         model.forward = autocasting(model.forward, precision, plan.world.device)
 
 
@@ -380,7 +395,3 @@ def _update(
         if offload is CPUOffload.OPTIMIZER_STATES:
             return stream(states_on=HOST)
     return Update(config.optimizer, trained, parameters=facts)
-
-
-def _as_is(outputs: Tensor) -> Tensor:
-    return outputs

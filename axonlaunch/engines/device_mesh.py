@@ -5,6 +5,8 @@ It lays ranks out; it wraps no model.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -28,12 +30,7 @@ def run_mesh(world: World, layout: Layout) -> Mesh:
         keep = ("dp_shard",)
     elif layout.facts.shards_optimizer:
         keep = ("dp_replicate",)
-    return Mesh(
-        sizes,
-        rank=world.rank,
-        device_type=world.device.type,
-        keep=keep,
-    )
+    return world.lay_out(sizes, keep=keep)
 
 
 def context_group(world: World, layout: Layout) -> ProcessGroup:
@@ -41,7 +38,10 @@ def context_group(world: World, layout: Layout) -> ProcessGroup:
     step = layout.tensor
     first = world.rank - world.rank // step % layout.context * step
     ranks = [first + step * place for place in range(layout.context)]
-    return ProcessGroup(ranks, dist.new_group(ranks, use_local_synchronization=True))
+    group = dist.new_group(
+        ranks, timeout=timedelta(seconds=world.timeout_s), use_local_synchronization=True
+    )
+    return ProcessGroup(ranks, group)
 
 
 def sharding_mesh(mesh: Mesh) -> DeviceMesh:

@@ -79,29 +79,30 @@ class LocalForwardBackward:
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs."""
-        outputs = self._outputs(inputs.to(self._device))
+        outputs = self._outputs(inputs.to(self._device), None)
         return outputs if isinstance(outputs, Tensor) else outputs.logits
 
-    def _outputs(self, inputs: Tensor) -> Outputs:
+    def _outputs(self, inputs: Tensor, positions: Tensor | None) -> Outputs:
         """Return what the model returns.
 
         Raises:
             ConfigError: It is not a tensor, nor holds one in its place.
         """
-        outputs: object = self._forward(inputs)
+        outputs: object = self._forward(inputs, **_of_documents(positions, self._device))
         if not isinstance(outputs, Tensor | ModelOutputs):
             raise ConfigError([not_a_tensor(outputs)])
         return outputs
 
     def _loss(self, batch: Batch, loss: Loss) -> Tensor:
-        outputs = self._outputs(batch.inputs.to(self._device, non_blocking=True))
+        inputs = batch.inputs.to(self._device, non_blocking=True)
+        outputs = self._outputs(inputs, batch.positions)
         return loss(outputs, batch.targets.to(self._device, non_blocking=True))
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
         """Yield ``(micro-batch, whether it is the last)``."""
         samples = len(batch.inputs)
         for start in range(0, samples, self._size):
-            yield _rows(batch, start, start + self._size), start + self._size >= samples
+            yield batch.rows(start, start + self._size), start + self._size >= samples
 
     def _synchronised(self, last: bool) -> AbstractContextManager[None]:
         """Replicas agree once, in the last backward; shards are reduced in each, to stay small."""
@@ -130,16 +131,18 @@ class PipelineForwardBackward:
         in_round = self._size * self._pipeline.schedule.microbatches
         found = []
         for start in range(0, len(batch.inputs), in_round):
-            part = _rows(batch, start, start + in_round)
-            found += self._pipeline.run(part.inputs, part.targets, loss=loss)
+            part = batch.rows(start, start + in_round)
+            documents = _of_documents(part.positions, self._pipeline.device)
+            found += self._pipeline.run(part.inputs, part.targets, loss=loss, **documents)
         return found
 
     def losses(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
         """Pass micro-batches through the stages, forward alone."""
         found = []
         for start in range(0, len(batch.inputs), self._size):
-            part = _rows(batch, start, start + self._size)
-            outputs = self._pipeline.forward(part.inputs)
+            part = batch.rows(start, start + self._size)
+            documents = _of_documents(part.positions, self._pipeline.device)
+            outputs = self._pipeline.forward(part.inputs, **documents)
             if outputs is not None:
                 found.append(loss(outputs, part.targets.to(outputs.device)))
         return found
@@ -149,5 +152,6 @@ class PipelineForwardBackward:
         return self._pipeline.predict(inputs)
 
 
-def _rows(batch: Batch, start: int, stop: int) -> Batch:
-    return Batch(batch.inputs[start:stop], batch.targets[start:stop])
+def _of_documents(positions: Tensor | None, device: torch.device) -> dict[str, Tensor]:
+    """Return what a forward is given beside its inputs: nothing, but for packed rows."""
+    return {} if positions is None else {"positions": positions.to(device, non_blocking=True)}

@@ -23,10 +23,11 @@ from axonlaunch.engines.context.context import ContextAxis
 from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.replicas import Replicas
-from axonlaunch.engines.forward_backward import ForwardBackward, Loss, Outputs
+from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision import LossScale
+from axonlaunch.engines.tensor.losses import Losses
 from axonlaunch.models.spec import IGNORE_INDEX
 
 
@@ -73,8 +74,7 @@ class MeshEngine:
         sharded: Sequence[FSDP],
         tied: TiedGradients | None,
         aliases: Mapping[str, str],
-        loss: Loss,
-        gather_outputs: Callable[[Tensor], Tensor],
+        losses: Losses,
         context: ContextAxis | None,
         input_multiple: int,
         num_parameters: int,
@@ -94,8 +94,7 @@ class MeshEngine:
             tied: Sums gradients of weights that two pipeline stages share.
             aliases: ``{name here: name in the whole model}`` of this rank's copies of a weight
                 that another stage owns.
-            loss: ``(outputs, targets) -> sum over counted targets``, 0-dim fp32.
-            gather_outputs: Makes a rank's outputs whole.
+            losses: What is made of outputs.
             context: Divides sequences; None: every rank sees whole ones.
             input_multiple: What the length of a sequence must be a multiple of.
             num_parameters: Of the whole model.
@@ -114,8 +113,7 @@ class MeshEngine:
         self._sharded = sharded
         self._tied = tied
         self._aliases = dict(aliases)
-        self._loss = loss
-        self._gather_outputs = gather_outputs
+        self._losses = losses
         self._context = context
         self._multiple = input_multiple
         self._world = world
@@ -165,8 +163,8 @@ class MeshEngine:
             if factor is None:
                 _wait(counting)
                 # Gradients are averaged over the data ranks, but the losses must be summed.
-                factor = (self._layout.gradient_ranks / tokens.clamp(min=1)).to(targets.device)
-            loss = self._loss(outputs, targets) * factor
+                factor = unwaited(self._layout.gradient_ranks / tokens.clamp(min=1), targets.device)
+            loss = self._losses.loss(outputs, targets) * factor
             return loss if self._scale is None else loss * self._scale.value
 
         losses = self._passes.train(batch, loss=scaled)
@@ -203,7 +201,7 @@ class MeshEngine:
         self._agree_on_buffers()
         batch = self._own_part(batch)
         with evaluating(self.modules):
-            losses = self._passes.losses(batch, loss=self._loss)
+            losses = self._passes.losses(batch, loss=self._losses.loss)
         if not self._reports_loss:
             return torch.zeros(2, dtype=torch.float64)
         counted = (batch.targets != IGNORE_INDEX).sum()
@@ -219,8 +217,8 @@ class MeshEngine:
             inputs = torch.nn.functional.pad(inputs, (0, missing))
         if self._context is not None:
             inputs = inputs[:, self._context.positions(inputs.shape[1])]
-        with evaluating(self.modules):
-            outputs = self._gather_outputs(self._passes.predict(inputs))
+        with evaluating(self.modules), self._losses.whole_logits():
+            outputs = self._losses.gather_outputs(self._passes.predict(inputs))
         if self._context is not None:
             outputs = self._context.join(outputs)
         return outputs[:, :length] if missing else outputs
@@ -377,6 +375,17 @@ def model_state(model: torch.nn.Module) -> dict[str, Tensor]:
     state = model.state_dict()
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach() for name, tensor in named if name in state}
+
+
+def unwaited(value: Tensor, device: torch.device) -> Tensor:
+    """Return a value of the host on a device, without waiting for what the device still computes.
+
+    Pageable memory is copied once the device has done everything before it: the host would then
+    launch the backward only after the whole forward.
+    """
+    if device.type != "cuda" or value.device.type != "cpu":
+        return value.to(device)
+    return value.pin_memory().to(device, non_blocking=True)
 
 
 def _wait(work: dist.Work | None) -> None:

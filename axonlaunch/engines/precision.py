@@ -1,15 +1,18 @@
 """The arithmetic of forward and backward, and loss scaling where fp16 needs it.
 
-Parameters, gradients that are reduced, and optimizer states stay fp32 in every mode.
+Parameters, gradients that are reduced, and optimizer states stay fp32 in every mode, unless
+``train.param_dtype`` says otherwise.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -30,6 +33,33 @@ def autocasting(
     """
     wrapped: Callable[..., Any] = torch.autocast(device.type, dtype=DTYPES[precision])(forward)
     return wrapped
+
+
+def keep_parameters_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep a model's floating-point parameters in another type, tied ones tied; buffers stay."""
+    converted: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            if parameter not in converted:
+                values = parameter.detach().to(dtype)
+                converted[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            setattr(module, name, converted[parameter])
+
+
+def casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a forward that is given its floating-point inputs in the type of the weights."""
+
+    @functools.wraps(forward)
+    def cast(*inputs: Any, **kwargs: Any) -> Any:
+        taken = (
+            one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
+            for one in inputs
+        )
+        return forward(*taken, **kwargs)
+
+    return cast
 
 
 def sharded_policy(precision: Precision, *, reduce_dtype: torch.dtype) -> MixedPrecisionPolicy:

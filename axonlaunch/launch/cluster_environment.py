@@ -44,6 +44,8 @@ class ClusterEnvironment:
         master_port: Where it listens; None where nobody said.
         run_id: What distinguishes this run from others of the same launcher.
         agent_hosts_store: The launcher itself listens there, not rank 0.
+        devices: How many ranks of each node can have a device of their own, once all have said
+            what they see.
         problems: What is wrong with it, where it describes a world by half or an invalid one.
     """
 
@@ -58,6 +60,7 @@ class ClusterEnvironment:
     master_port: int | None = None
     run_id: str = ""
     agent_hosts_store: bool = False
+    devices: int = 0
     problems: tuple[ConfigIssue, ...] = ()
 
     @classmethod

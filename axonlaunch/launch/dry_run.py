@@ -20,6 +20,8 @@ from axonlaunch.planning.estimate import forecast, prepared
 from axonlaunch.planning.records import Forecast
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
 from axonlaunch.system import forked_call
+from axonlaunch.verification.result import Proof
+from axonlaunch.verification.runner import foresee_proof
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,14 @@ class DryRun:
     Attributes:
         config: As ``estimate.forecast`` took it.
         forecast: Its estimate.
+        proof: What a start would prove of the layout first; None: nothing.
         obstacles: What would stop a start on this node, each with its remedy.
     """
 
     config: RunConfig
     forecast: Forecast
     obstacles: list[ConfigIssue]
+    proof: Proof | None
 
 
 def dry_runs(context: ForkServerContext, request: Request) -> list[DryRun]:
@@ -67,7 +71,9 @@ def _dry_run(
     # Files that are not named can't be checked; those that are, are read as a start reads them.
     data = replace_with_synthetic(ready).data if missing else config.data
     here = _here(context, config, dataclasses.replace(ready, data=data))
-    return DryRun(ready, _estimated(context, ready), [*missing, *here])
+    return DryRun(
+        ready, _estimated(context, ready), [*missing, *here], foresee_proof(context, ready)
+    )
 
 
 def _estimated(context: ForkServerContext, config: RunConfig) -> Forecast:

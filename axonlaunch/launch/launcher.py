@@ -15,6 +15,7 @@ from axonlaunch.config.launch import LAUNCHERS, Launcher
 from axonlaunch.config.layout import nodes
 from axonlaunch.system import forked_call
 from axonlaunch.system.targets import load_target
+from axonlaunch.verification.result import Proof
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,9 @@ class LaunchOptions:
         started: ``time.time()`` when the command, or in a sweep this run, began.
         as_json: Keep standard output free; the console goes to standard error.
         render: Print what would be submitted, and submit nothing.
+        proof: What is known of the run's layout; None: nobody asked for it.
         again: What is to be added to the command to resume the run; None: the run's name.
+        show: Takes what is being done, for who waits.
     """
 
     context: ForkServerContext
@@ -34,6 +37,8 @@ class LaunchOptions:
     as_json: bool = False
     render: bool = False
     again: str | None = None
+    proof: Proof | None = None
+    show: Callable[[str], None] = lambda text: None
 
 
 Check: TypeAlias = Callable[[RunConfig, LaunchOptions], RunConfig]

@@ -24,6 +24,8 @@ from axonlaunch.launch.output import sweep
 from axonlaunch.launch.output.spinner import spinner
 from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
+from axonlaunch.verification.result import Proof
+from axonlaunch.verification.runner import is_to_be_proved, prove_layout
 
 INTERRUPTED = 130
 """The exit status of a command that Ctrl-C ended."""
@@ -179,9 +181,11 @@ class Runs:
     def _one(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
         [(_, given)] = self.loaded
         if (summary := run_dir.finished(given)) is None:
-            with spinner("checking"):
-                [config] = checked(self.loaded, self.options)
-            yield config, self.options
+            with spinner("checking") as show:
+                options = dataclasses.replace(self.options, show=show)
+                [config] = checked(self.loaded, options)
+            [proof] = self._proved([config])
+            yield config, dataclasses.replace(self.options, proof=proof)
             return
         print(run_dir.finished_text(given, summary), file=self._stream)
         self.ended(0, summary)
@@ -191,7 +195,8 @@ class Runs:
         before = [run_dir.finished(config) for _, config in self.loaded]
         with spinner("checking"):
             pairs = zip(self.loaded, before, strict=True)
-            left = iter(checked([one for one, summary in pairs if summary is None], self.options))
+            runs = checked([one for one, summary in pairs if summary is None], self.options)
+        left = zip(runs, self._proved(runs), strict=True)
         varied = sweep.varied([overrides for overrides, _ in self.loaded])
         options = dataclasses.replace(
             self.options, again=sweep.again([config for _, config in self.loaded])
@@ -207,11 +212,26 @@ class Runs:
             if summary is not None:
                 self.ended(0, summary)
                 continue
-            yield next(left), options
+            config, proof = next(left)
+            yield config, dataclasses.replace(options, proof=proof)
             if self._statuses[-1] == INTERRUPTED:  # it means them all; a failure only its own run
                 break
             options = dataclasses.replace(options, started=time.time())
         sweep.print_sweep_table(varied, self.summaries, stream=self._stream)
+
+    def _proved(self, configs: Sequence[RunConfig]) -> list[Proof | None]:
+        """Prove the layout of each run that asks for it, and say in a line what is known.
+
+        Raises:
+            ConfigError: One does not compute what one process does.
+        """
+        if not any(is_to_be_proved(config) for config in configs):
+            return [None] * len(configs)
+        with spinner("proving that the layout computes what one process does (Ctrl-C ends it)"):
+            proofs = [prove_layout(self.options.context, config) for config in configs]
+        for line in dict.fromkeys(str(one) for one in proofs if one is not None):
+            print(line, file=self._stream)
+        return proofs
 
     @property
     def _stream(self) -> Any:

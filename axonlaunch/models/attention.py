@@ -1,6 +1,6 @@
 """Self-attention and the rotary positions that it may use.
 
-It holds what the transformers here share; it knows neither batches of padding nor caches.
+It holds what the transformers here share; it knows neither padding nor caches.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,29 @@ class SequenceParts:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
+class Packing(NamedTuple):
+    """Where documents lie in rows that hold several, none of which attends to another.
+
+    Attributes:
+        positions: Of each token in its document, [B, T] int64.
+        mask: Whether a token attends to another, [B, 1, T, T] bool.
+    """
+
+    positions: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor | None) -> Packing | None:
+        """Find documents, which begin where positions are 0; None: rows hold one sequence each."""
+        if positions is None:
+            return None
+        documents = (positions == 0).cumsum(1)
+        same = documents[:, None, :, None] == documents[:, None, None, :]
+        return cls(positions, same.tril())
+
+
 class Rotary:
-    """Cosines and sines of a sequence's positions, each [T, 1, head_dim / 2]."""
+    """Cosines and sines of positions, each [T, 1, head_dim / 2], or [B, T, 1, head_dim / 2]."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos = cos
@@ -84,8 +105,10 @@ class RotaryTable(nn.Module):
             self.cos.copy_(angles.cos())
             self.sin.copy_(angles.sin())
 
-    def forward(self, length: int) -> Rotary:
+    def forward(self, length: int, positions: Tensor | None = None) -> Rotary:
         """Return what turns ``length`` values, at positions 0 and on unless others are given."""
+        if positions is not None:
+            return Rotary(self.cos[positions][:, :, None], self.sin[positions][:, :, None])
         if self.positions is None:
             return Rotary(self.cos[:length, None], self.sin[:length, None])
         at = self.positions(length).to(self.cos.device)
@@ -123,23 +146,36 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, key_value_size, bias=bias)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, rotary: RotaryTable | None = None) -> Tensor:
-        """Attend: [B, T, hidden] to [B, T, hidden]."""
+    def forward(
+        self, x: Tensor, rotary: RotaryTable | None = None, packing: Packing | None = None
+    ) -> Tensor:
+        """Attend: [B, T, hidden] to [B, T, hidden]; in packed rows inside of documents."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if rotary is not None:
             # Here, because under sequence parallelism the blocks see a part of the positions.
-            positions = rotary(q.shape[1])
+            positions = rotary(q.shape[1], None if packing is None else packing.positions)
             q, k = positions.turn(q), positions.turn(k)
-        attended = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        attended = self.attend(*heads) if packing is None else self.attend(*heads, packing.mask)
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Mix values [B, heads, T, head_dim] by queries and keys; engines may put another here."""
         # enable_gqa rather than repeated keys: on a CPU as fast or faster, and no copies of them.
+        # Of CUDA's fused kernels those for fp32 refuse it, and torch then falls back in silence to
+        # one that holds all scores: 8 GiB a sample and layer for 32 heads and 8,192 tokens.
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:
+            k, v = (heads.repeat_interleave(groups, dim=1) for heads in (k, v))
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=self.causal, enable_gqa=k.shape[1] != q.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=self.causal and mask is None,
+            enable_gqa=k.shape[1] != q.shape[1],
         )

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonlaunch.config.model import GPTConfig
-from axonlaunch.models.attention import Attention
+from axonlaunch.models.attention import Attention, Packing
 from axonlaunch.models.initialization import transformer_initializers
 from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.spec import ModelSpec, takes_positions
 
 
 class FeedForward(nn.Module):
@@ -51,9 +51,9 @@ class GPTBlock(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(hidden_size, eps=layer_norm_eps)
         self.mlp = FeedForward(hidden_size, intermediate_size, approximate=approximate)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
         """Map [B, T, hidden] to [B, T, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x))
+        x = x + self.self_attn(self.input_layernorm(x), packing=packing)
         output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return output
 
@@ -92,14 +92,21 @@ class GPT(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.config = config
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map tokens [B, T] (a later stage: hidden states) to logits [B, T, vocab]."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map tokens [B, T] (a later stage: hidden states) to logits [B, T, vocab].
+
+        Args:
+            x: Tokens, or hidden states.
+            positions: Of each token in its document [B, T], for rows that hold several.
+        """
+        packing = Packing.of(positions)
         if self.embed_tokens is not None and self.embed_positions is not None:
-            positions = torch.arange(x.shape[1], device=x.device)
+            if positions is None:
+                positions = torch.arange(x.shape[1], device=x.device)
             x = self.embed_tokens(x) + self.embed_positions(positions)
         for layer in self.layers:
             if layer is not None:
-                x = layer(x)
+                x = layer(x, packing)
         if self.norm is not None and self.lm_head is not None:
             x = self.lm_head(self.norm(x))
         return x
@@ -120,7 +127,9 @@ SPEC = ModelSpec(
     layers="layers",
     ends=(("embed_tokens", "embed_positions"), ("norm", "lm_head")),
     positions=("embed_positions",),
+    unpackable=takes_positions,
     inputs="tokens",
+    head="lm_head",
     initializers=transformer_initializers,
     tensor_plan={
         "embed_tokens": "vocabulary",

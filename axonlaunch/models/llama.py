@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axonlaunch.config.model import LlamaConfig
-from axonlaunch.models.attention import Attention, RotaryTable
+from axonlaunch.models.attention import Attention, Packing, RotaryTable
 from axonlaunch.models.initialization import transformer_initializers
 from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.spec import ModelSpec, takes_positions
 
 
 class GatedFeedForward(nn.Module):
@@ -46,9 +46,9 @@ class LlamaBlock(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = GatedFeedForward(size, config.intermediate_size)
 
-    def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryTable, packing: Packing | None = None) -> Tensor:
         """Map [B, T, hidden] to [B, T, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), rotary)
+        x = x + self.self_attn(self.input_layernorm(x), rotary, packing)
         output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return output
 
@@ -80,13 +80,19 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.config = config
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map tokens [B, T] (a later stage: hidden states) to logits [B, T, vocab]."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map tokens [B, T] (a later stage: hidden states) to logits [B, T, vocab].
+
+        Args:
+            x: Tokens, or hidden states.
+            positions: Of each token in its document [B, T], for rows that hold several.
+        """
+        packing = Packing.of(positions)
         if self.embed_tokens is not None:
             x = self.embed_tokens(x)
         for layer in self.layers:
             if layer is not None:
-                x = layer(x, self.rotary)
+                x = layer(x, self.rotary, packing)
         if self.norm is not None:
             x = self.norm(x)
         return x if self.lm_head is None else self.lm_head(x)
@@ -98,7 +104,9 @@ SPEC = ModelSpec(
     layers="layers",
     ends=(("embed_tokens",), ("norm", "lm_head")),
     positions=("rotary",),
+    unpackable=takes_positions,
     inputs="tokens",
+    head="lm_head",
     initializers=transformer_initializers,
     tensor_plan={
         "embed_tokens": "vocabulary",

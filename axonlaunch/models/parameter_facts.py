@@ -46,7 +46,9 @@ def share_of_states(config: RunConfig) -> float:
     Raises:
         ConfigError: The model can't be built, or the optimizer can't be tried.
     """
-    return _share_of_states(_Chosen(config.model, config.optimizer, config.seed))
+    return _share_of_states(
+        _Chosen(config.model, config.optimizer, config.seed, config.train.parameter_bytes)
+    )
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class _Chosen:
     model: Any
     optimizer: Any
     seed: int
+    parameter_bytes: int
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Chosen) and repr(self) == repr(other)
@@ -68,4 +71,4 @@ class _Chosen:
 def _share_of_states(chosen: _Chosen) -> float:
     model = on_meta(chosen.model, seed=chosen.seed)
     facts = parameter_facts(spec_for(chosen.model), model)
-    return state_share(chosen.optimizer, facts.values())
+    return state_share(chosen.optimizer, facts.values(), parameter_bytes=chosen.parameter_bytes)

@@ -97,7 +97,11 @@ class ModelSpec:
             ``RotaryTable``, in a model whose ``Attention`` is causal; None: see ``divide``.
         divide: Lets a module, or a stage, compute on parts of sequences; None: without positions
             they can't be divided.
+        head: Path of the module that makes the logits of hidden states, one after another; None:
+            it is not known.
         undivided: Why ``divide`` would not give what the whole gives; empty if it does.
+        unpackable: Why rows can't hold several documents; empty if its forward takes ``positions``
+            of tokens in their documents, and lets none attend to another.
     """
 
     build: Callable[[Any], nn.Module]
@@ -112,6 +116,8 @@ class ModelSpec:
     positions: tuple[str, ...] | None = None
     divide: Callable[[nn.Module, SequenceParts], None] | None = None
     undivided: Callable[[], str] = lambda: ""
+    head: str | None = None
+    unpackable: Callable[[], str] = lambda: "its forward takes no positions"
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: bool = False
     max_positions: int | None = None
@@ -145,6 +151,16 @@ class ModelSpec:
             if not getattr(block, "is_stand_in", False)
         }
 
+    def head_of(self, module: nn.Module) -> nn.Module | None:
+        """Return the head that a module, or a stage of it, has; None where it has none."""
+        try:
+            head = module.get_submodule(self.head or "")
+        except AttributeError:  # None in its place
+            return None
+        if self.head is None or getattr(head, "is_stand_in", False):
+            return None
+        return head
+
     def repeats(self, module: nn.Module) -> bool:
         """Say whether a module's blocks are equal, in all that can be seen without running them.
 
@@ -156,6 +172,11 @@ class ModelSpec:
         if not blocks or not isinstance(module.get_submodule(self.layers or ""), nn.ModuleList):
             return False
         return len({_looks(block, self.index_names) for block in blocks}) == 1
+
+
+def takes_positions() -> str:
+    """Say that nothing keeps a model from being fed packed rows."""
+    return ""
 
 
 def not_a_tensor(outputs: object) -> ConfigIssue:

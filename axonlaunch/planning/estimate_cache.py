@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from contextlib import suppress
-from functools import lru_cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -104,19 +103,9 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "exact": exact,
         "axonlaunch": version("axonlaunch"),
         "torch": version("torch"),
-        "source": _source(),
+        "source": cache.source_hash(),
     }
     return estimates_folder() / f"{_hash(json.dumps(matters, sort_keys=True))[:32]}.json"
-
-
-@lru_cache(maxsize=1)
-def _source() -> str:
-    """Return a hash of every file of this package, which ``version`` does not distinguish."""
-    package = Path(__file__).resolve().parent.parent
-    digest = sha256()
-    for file in sorted(package.rglob("*.py")):
-        digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
 
 
 def _hash(text: str) -> str:

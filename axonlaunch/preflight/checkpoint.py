@@ -7,19 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from axonlaunch.checkpoint import fallback, reader, step_folders, weights
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import reaching, storage_path
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.data import DATASETS
 from axonlaunch.config.optimizer import OPTIMIZERS
 from axonlaunch.config.parameter_groups import states_of, with_options
+from axonlaunch.data.tokenizer import FOLDER, load_kept, load_tokenizer
 from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.parameter_facts import parameter_facts
 
 if TYPE_CHECKING:
     from torch import nn
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""By what ``train.param_dtype`` calls them."""
 
 
 def checkpoint_problems(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -100,8 +107,22 @@ def _resume(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
             yield _corrupt(resume, wrong, checkpoint)
         elif checkpoint is not None:
             yield from _resumable(config, model, checkpoint)
+            yield from _other_tokenizer(config, checkpoint.path.parent.parent)
         elif resume != "auto":
             yield ConfigIssue("checkpoint.resume", "there is no complete checkpoint in it", resume)
+
+
+def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
+    """Refuse tokens that mean something else to a model than those that it was trained on."""
+    if not DATASETS.facts(config.data.name).takes_tokenizer:
+        return
+    try:
+        before, now = load_kept(run_dir), load_tokenizer(config.tokenizer)
+    except ConfigError:
+        return  # the data, which needs it, reports it
+    if before is not None and before.fingerprint != now.fingerprint:
+        message = f"is not the tokenizer that the run was trained with; use {run_dir / FOLDER}"
+        yield ConfigIssue("tokenizer.path", message, config.tokenizer.path)
 
 
 def _overwritten(path: str | None) -> Iterator[ConfigIssue]:
@@ -139,6 +160,7 @@ def _resumable(
         yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
     if reader.is_of_a_run(checkpoint):
         yield from _other_states(config, checkpoint, model)
+        yield from _other_types(config, checkpoint, model)
     else:
         message = (
             f"{checkpoint.path} contains weights only (no optimizer state); "
@@ -184,6 +206,39 @@ def _other_states(
     else:
         message = f"{checkpoint.path} was saved with a different optimizer; it has {_listed(kinds)}"
         yield ConfigIssue("optimizer.name", message, optimizer.name)
+
+
+def _other_types(config: RunConfig, found: Checkpoint, model: nn.Module) -> Iterator[ConfigIssue]:
+    """Refuse to take weights, or states, in another type than they were saved in."""
+    saved, optimizer = reader.contents(found), config.optimizer
+    kept = _DTYPES[config.train.param_dtype]
+    facts = parameter_facts(spec_for(config.model), model)
+    for name, parameter in model.named_parameters():
+        own = parameter.dtype if kept is torch.float32 else kept
+        seen = _dtype(saved.get(f"{reader.MODEL}{name}"))
+        if seen is not None and parameter.is_floating_point() and seen != own:
+            message = f"{found.path} has {name} in {_named(seen)}; use that, or model.weights"
+            yield ConfigIssue("train.param_dtype", message, config.train.param_dtype)
+            return
+        updated = torch.float32 if getattr(optimizer, "state_dtype", None) == "fp32" else own
+        if (one := facts.get(name)) is None:
+            continue
+        for state, kind in states_of(with_options(optimizer, one), one.shape).items():
+            seen = _dtype(saved.get(f"optimizer.{name}.{state}"))
+            if kind.dtype == "parameter" and seen is not None and seen != updated:
+                use = "fp32" if seen is torch.float32 else "parameter"
+                message = f"{found.path} has {name}.{state} in {_named(seen)}; use {use}"
+                yield ConfigIssue("optimizer.state_dtype", message, optimizer.state_dtype)
+                return
+
+
+def _dtype(entry: Any) -> torch.dtype | None:
+    found: torch.dtype | None = getattr(getattr(entry, "properties", None), "dtype", None)
+    return found
+
+
+def _named(dtype: torch.dtype) -> str:
+    return next((name for name, one in _DTYPES.items() if one == dtype), str(dtype))
 
 
 def _kinds(states: set[str]) -> set[str]:

@@ -6,29 +6,38 @@ It gathers problems; each room knows its own. It runs in a process of its own, b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from torch import nn
 
-from axonlaunch import data
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.hardware import GIB
-from axonlaunch.config.layout import Layout, num_ranks, resolved
+from axonlaunch.config.layout import Layout, num_ranks, resolved, with_backend
 from axonlaunch.config.loggers import CustomLoggerConfig
 from axonlaunch.config.model import OWN_MODEL_CONFIGS, CustomConfig, HuggingFaceConfig
 from axonlaunch.config.plugins import import_callable, import_plugins
 from axonlaunch.config.rules import find_rule_violations
 from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
+from axonlaunch.data.encoding import OnProgress, Tokenising
+from axonlaunch.data.text_rows import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.preflight.checkpoint import checkpoint_problems
-from axonlaunch.preflight.model_outputs import output_problems
+from axonlaunch.preflight.dataset import (
+    described_dataset,
+    make_dataset,
+    packing_problems,
+    sample_problems,
+)
+from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
@@ -41,17 +50,37 @@ from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
-FP32_BYTES = 4
-"""Bytes of a parameter's element and of its gradient."""
 
+def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
+    """Resolve what was left to the node and check everything that can be checked without a rank.
 
-def resolve(config: RunConfig) -> RunConfig:
-    """Resolve ``launch.nproc`` and check everything that can be checked without a rank.
+    Args:
+        config: A run's.
+        devices: How many ranks of this node can have a device of their own; None: it is found.
 
     Raises:
         ConfigError: Every problem, all at once.
     """
-    return _resolved(config, here=True)
+    devices = accelerators() if devices is None else devices
+    return _resolved(config, devices=devices, here=True)
+
+
+def resolving(
+    config: RunConfig, *, devices: int | None = None
+) -> Generator[Tokenising, None, RunConfig]:
+    """Do as ``resolve`` does, and yield how far text is tokenised.
+
+    Raises:
+        ConfigError: Every problem, all at once.
+    """
+    devices = accelerators() if devices is None else devices
+    states: SimpleQueue[Tokenising | None] = SimpleQueue()
+    with ThreadPoolExecutor(1, thread_name_prefix="checking") as pool:
+        checking = pool.submit(_resolved, config, devices=devices, here=True, report=states.put)
+        checking.add_done_callback(lambda _: states.put(None))
+        while (state := states.get()) is not None:
+            yield state
+        return checking.result()
 
 
 def resolve_anywhere(config: RunConfig) -> RunConfig:
@@ -60,57 +89,71 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: Every problem, all at once.
     """
-    return _resolved(config, here=False)
+    nproc = config.launch.nproc
+    return _resolved(config, devices=accelerators() if nproc == "auto" else 0, here=False)
 
 
 def obstacles(config: RunConfig) -> list[ConfigIssue]:
     """Return what would stop a run here whose ``launch.nproc`` is resolved."""
     import_plugins(config.plugins)
-    return find_issues(config)
+    devices = accelerators()
+    return find_issues(with_backend(config, accelerators=devices), devices=devices)
 
 
-def _resolved(config: RunConfig, *, here: bool) -> RunConfig:
+def _resolved(
+    config: RunConfig, *, devices: int, here: bool, report: OnProgress = lambda state: None
+) -> RunConfig:
     import_plugins(config.plugins)  # the parent did, but this is another process
-    config = resolved(config, accelerators=accelerators())
+    config = resolved(config, accelerators=devices)
+    if here:
+        config = with_backend(config, accelerators=devices)
     if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
     config = _wherever_it_is_read(config)
-    problems = find_issues(config, here=here)
+    problems = find_issues(config, devices=devices if here else None, report=report)
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def find_issues(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
+def find_issues(
+    config: RunConfig, *, devices: int | None, report: OnProgress = lambda state: None
+) -> list[ConfigIssue]:
     """Return what is wrong with a configuration whose ``launch.nproc`` is known.
 
     Args:
         config: The run's.
-        here: Whether this node is to run it: its devices, memory, disk, data and checkpoints
-            then have to suffice.
+        devices: How many ranks of this node, which is to run it, can have a device of their own:
+            its devices, memory, disk, data and checkpoints then have to suffice. None: it need not.
+        report: Is called now and then while text is tokenised, which is done if all else is well.
     """
+    here = devices is not None
     ranks = num_ranks(config)
     layout = Layout.of(config, world_size=ranks)
     # Again, now that all is resolved: each rank holds what it reads of the run against them.
     problems = find_rule_violations(config)
-    if here:
-        problems += _backend(config)
+    if devices is not None:
+        problems += _backend(config, devices)
         problems += _custom_loggers(config)
         problems += _attention(config)
-    dataset, issues = _dataset(config)
+    dataset, issues = described_dataset(config)
     problems += issues
     spec, model, issues = _model(config)
     problems += issues
-    if here and dataset is not None:
-        problems += _samples(config, dataset)
+    if here and dataset is not None and not isinstance(dataset, Untokenised):
+        problems += sample_problems(config, dataset)
     if spec is not None and dataset is not None:
         unfit = list(_fit_each_other(config, spec, dataset))
         if not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
             unfit = list(_named(config, output_problems(model, spec, dataset)))
         problems += unfit
+        chunk = config.train.loss_chunk
+        if not unfit and model is not None and chunk is not None:
+            problems += head_problems(model, spec, dataset, chunk=chunk)
     if model is not None and spec is not None:
         problems += sharding_problems(config, spec, model)
         problems += context_problems(config, spec)
+        problems += packing_problems(config, spec, dataset)
         problems += tensor_problems(config, spec, model)
         problems += pipeline_problems(config, spec, model)
     unfit = [] if spec is None or model is None else optimizer_problems(config, spec, model)
@@ -119,6 +162,9 @@ def find_issues(config: RunConfig, *, here: bool = True) -> list[ConfigIssue]:
         problems += _memory(config, model, layout)
         problems += _disk(config, model)
         problems += checkpoint_problems(config, model)
+    if here and isinstance(dataset, Untokenised) and not problems:
+        tokenised, problems = make_dataset(config, report)
+        problems += [] if tokenised is None else sample_problems(config, tokenised)
     return problems
 
 
@@ -136,26 +182,44 @@ def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
 
 
 def _wherever_it_is_read(config: RunConfig) -> RunConfig:
-    """Return a configuration whose model's folder is found from any working folder."""
-    path = getattr(config.model, "path", None)
-    if not isinstance(config.model, HuggingFaceConfig) or path is None or not Path(path).is_dir():
-        return config
-    return with_values(config, {"model.path": str(Path(path).absolute())})
+    """Return a configuration whose model and tokenizer are found from any working folder."""
+    model = config.model.path if isinstance(config.model, HuggingFaceConfig) else None
+    tokenizer = config.tokenizer.path
+    if DATASETS.facts(config.data.name).takes_tokenizer and config.tokenizer.name == "auto":
+        tokenizer = tokenizer or model
+    found = {"model.path": model, "tokenizer.path": tokenizer}
+    return with_values(
+        config, {key: _absolute(path) for key, path in found.items() if path is not None}
+    )
+
+
+def _absolute(path: str) -> str:
+    """Return the whole path of what is there; a model id stays what it is."""
+    here = Path(path).expanduser()
+    return str(here.absolute()) if here.exists() else path
 
 
 def accelerators() -> int:
-    """Return the number of accelerators that NCCL can serve."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != "cuda" or not nccl.status().available:
-        return 0
-    return torch.accelerator.device_count()
+    """Return the number of accelerators that NCCL can serve.
+
+    Raises:
+        ConfigError: There is a driver, and it fails: the run would be on the CPU unnoticed.
+    """
+    try:
+        return len(nccl.devices())
+    except RuntimeError as error:
+        message = (
+            f"CUDA fails here: {str(error).splitlines()[0]}; repair it (nvidia-smi), or hide the "
+            "devices by CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+        raise ConfigError([ConfigIssue("launch.backend", message)]) from None
 
 
-def _backend(config: RunConfig) -> Iterator[ConfigIssue]:
-    backend, num_accelerators, nproc = config.launch.backend, accelerators(), config.launch.nproc
+def _backend(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
+    backend, nproc = config.launch.backend, config.launch.nproc
     assert nproc != "auto"
-    if backend == "nccl" and num_accelerators < nproc:
-        have = f"this node has {num_accelerators}" if num_accelerators else "this node has none"
+    if backend == "nccl" and devices < nproc:
+        have = f"this node has {devices}" if devices else "this node has none"
         yield ConfigIssue(
             "launch.backend",
             f"{nproc} ranks need an accelerator each; {have}; use gloo",
@@ -178,19 +242,10 @@ def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
     model = config.model
-    on_cpu = config.launch.backend in ("gloo", "mock") or not accelerators()
+    on_cpu = config.launch.backend != "nccl"
     if isinstance(model, HuggingFaceConfig) and model.attention == "flex" and on_cpu:
         message = "torch can't train with it on CPUs; use sdpa"
         yield ConfigIssue("model.attention", message, "flex")
-
-
-def _dataset(config: RunConfig) -> tuple[Dataset | None, list[ConfigIssue]]:
-    try:
-        return data.build_dataset(config.data), []
-    except ConfigError as error:
-        return None, error.problems
-    except (ValueError, OSError, ImportError) as error:
-        return None, [ConfigIssue("data", str(error), config.data.name)]
 
 
 def _model(
@@ -220,24 +275,6 @@ def _model(
     return spec, model, []
 
 
-def _samples(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
-    facts = DATASETS.facts(config.data.name)
-    if facts is not None and facts.sample is not None:
-        said = facts.sample(config.data)
-        if (said.kind, tuple(said.shape)) != (dataset.kind, tuple(dataset.sample_shape)):
-            message = (
-                f"it is registered with samples of {said.kind} {said.shape}, by which it is "
-                f"estimated, and gives {dataset.kind} {tuple(dataset.sample_shape)}; mend sample="
-            )
-            yield ConfigIssue("data.name", message, config.data.name)
-    if dataset.num_samples < config.train.global_batch_size:
-        message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
-        yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
-    if config.train.eval_batches and not dataset.num_eval_samples:
-        message = "there is no held-out split; use 0, or hold samples out"
-        yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
-
-
 def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
     model, name = config.model, config.data.name
     if spec.inputs not in ("any", dataset.kind):
@@ -246,7 +283,8 @@ def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Ite
         return
     size = getattr(model, "vocab_size", None)
     if dataset.kind == "tokens" and size is not None and size < dataset.num_classes:
-        message = f"data={name} has {dataset.num_classes} tokens; use {dataset.num_classes} or more"
+        has = f"data={name} has" if config.tokenizer.path is None else "the tokenizer has"
+        message = f"{has} {dataset.num_classes} tokens; use {dataset.num_classes} or more"
         yield ConfigIssue("model.vocab_size", message, size)
     longest, length = getattr(model, "max_position_embeddings", None), _length(config)
     longest = longest if spec.max_positions is None else spec.max_positions
@@ -305,10 +343,11 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
     """Refuse what cannot fit: the states alone, without activations, against what a device has."""
     count = sum(p.numel() for p in model.parameters())
     parameters = count // (layout.tensor * layout.pipeline)
-    states = FP32_BYTES * share_of_states(config)
+    element = config.train.parameter_bytes
+    states = element * share_of_states(config)
     per_element = (
-        FP32_BYTES / layout.parameter_shards
-        + FP32_BYTES / layout.gradient_shards
+        element / layout.parameter_shards
+        + element / layout.gradient_shards
         + states / layout.optimizer_shards
     )
     per_rank = int(parameters * per_element)
@@ -329,8 +368,8 @@ def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
     assert nproc != "auto"
     if hardware is not None and hardware.memory_bytes is not None:
         yield hardware.memory_bytes, f"hardware={hardware.name}"
-    if accelerators() and config.launch.backend in ("auto", "nccl"):
-        yield torch.accelerator.get_memory_info(0)[1], "a device here"
+    if config.launch.backend == "nccl":
+        yield nccl.devices()[0].memory_bytes, "a device here"
     else:
         yield host.memory_bytes() // nproc, "a rank's share of this node's memory"
 
@@ -343,7 +382,8 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    needed = int(count * FP32_BYTES * (1 + share_of_states(config))) * num_checkpoints
+    per_checkpoint = count * config.train.parameter_bytes * (1 + share_of_states(config))
+    needed = int(per_checkpoint) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known
         return

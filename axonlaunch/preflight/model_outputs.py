@@ -44,10 +44,12 @@ class _Forward:
     Attributes:
         returned: What the model returned; a tensor, if it is one, has no values.
         embeddings: ``{name: rows}`` of the embeddings that looked the inputs themselves up.
+        returns_head: Whether the logits are what the head returned, and nothing else.
     """
 
     returned: Any
     embeddings: dict[str, int]
+    returns_head: bool = False
 
 
 def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
@@ -81,7 +83,35 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
         yield ConfigIssue("model", message)
 
 
-def _forward(model: nn.Module, sample: Tensor) -> _Forward | Exception:
+def head_problems(
+    model: nn.Module, spec: ModelSpec, dataset: Dataset, *, chunk: int
+) -> Iterator[ConfigIssue]:
+    """Yield why a model's loss can't be computed in chunks of so many tokens.
+
+    Args:
+        model: As ``output_problems`` takes it.
+        spec: Says which module the head is.
+        dataset: Its samples' shape is used.
+        chunk: ``train.loss_chunk``.
+    """
+    why = ""
+    if spec.loss is not cross_entropy_sum:
+        why = "the model has a loss of its own"
+    elif spec.head is None or spec.head_of(model) is None:
+        why = "which module makes the model's logits is not known"
+    elif spec.untraceable:
+        why = spec.untraceable
+    else:
+        forward = _forward(model, sample_inputs(dataset), head=spec.head)
+        if isinstance(forward, Exception):
+            why = f"the model can't be run without values: {' '.join(str(forward).split())[:200]}"
+        elif not forward.returns_head:
+            why = f"the model changes its logits after {spec.head}, as softcapping does"
+    if why:
+        yield ConfigIssue("train.loss_chunk", f"{why}; use null", chunk)
+
+
+def _forward(model: nn.Module, sample: Tensor, *, head: str | None = None) -> _Forward | Exception:
     """Run a copy of the model on as good as nothing; return what it fails with if it does."""
     silence_fake_tensors()
     try:
@@ -89,8 +119,14 @@ def _forward(model: nn.Module, sample: Tensor) -> _Forward | Exception:
         with _unheard(), torch.no_grad(), tensors_without_bytes():
             materialize(model, device="cpu")
             inputs = torch.empty((_SAMPLES, *sample.shape), dtype=sample.dtype)
+            made: list[Any] = []
+            if head is not None:
+                noting = model.get_submodule(head)
+                noting.register_forward_hook(lambda module, taken, logits: made.append(logits))
             with _Lookups(model, inputs.untyped_storage()) as lookups:
-                return _Forward(model(inputs), lookups.rows)
+                returned = model(inputs)
+            logits = returned.logits if isinstance(returned, ModelOutputs) else returned
+            return _Forward(returned, lookups.rows, any(logits is one for one in made))
     except Exception as error:  # a model of others may fail in any way without values
         return error
 

@@ -71,6 +71,10 @@ def layout_problems(config: RunConfig, layout: Layout) -> Iterator[ConfigIssue]:
         target = getattr(config.optimizer, "target", None)
         key, value = ("optimizer.target", target) if target else ("optimizer.name", name)
         yield ConfigIssue(key, message, value)
+    in_fp32 = getattr(config.optimizer, "state_dtype", None) == "fp32"
+    if in_fp32 and config.train.param_dtype != "fp32" and needs != "elementwise":
+        message = f"optimizer={name} updates weights as they are kept; use parameter, or adamw"
+        yield ConfigIssue("optimizer.state_dtype", message, "fp32")
     offload = config.strategy.fsdp.cpu_offload
     if needs == "collective" and layout.facts.shards_parameters and offload != "none":
         message = (

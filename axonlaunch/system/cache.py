@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 
 
@@ -24,3 +26,13 @@ def keep(file: Path, text: str) -> None:
     except OSError:
         with suppress(OSError):
             partial.unlink()
+
+
+@lru_cache(maxsize=1)
+def source_hash() -> str:
+    """Return a hash of every file of this package, which its version does not distinguish."""
+    package = Path(__file__).resolve().parent.parent
+    found = sha256()
+    for file in sorted(package.rglob("*.py")):
+        found.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()

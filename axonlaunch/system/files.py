@@ -8,12 +8,16 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 _NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 """What opening a link, a socket or a folder fails with."""
+
+
+_BLOB = r"\.\./\.\./blobs/([0-9a-f]{40,64})"
 
 
 class NotRegularError(OSError):
@@ -60,6 +64,17 @@ def read_text(path: str | os.PathLike[str], *, at_most: int) -> str:
         message = f"is larger than {at_most} bytes"
         raise TooLargeError(errno.EFBIG, message, str(path))
     return content.decode()
+
+
+def hub_blob(file: Path) -> Path:
+    """Return the file that a snapshot in Hugging Face's cache links to; others as they are.
+
+    All files of a snapshot are links to ``../../blobs/<digest>``. They stay in the folder of their
+    repository, so that they lead nowhere that whoever made the folder could not have put a file.
+    """
+    if file.is_symlink() and (blob := re.fullmatch(_BLOB, str(file.readlink()))):
+        return file.parent.parent.parent / "blobs" / blob[1]
+    return file
 
 
 def created(path: str | os.PathLike[str]) -> BinaryIO:

@@ -24,7 +24,7 @@ _DYING_S = 1.0
 """Seconds that killed processes get at most to be gone: one that nobody reaps never is."""
 
 
-def call(context: ForkServerContext, target: str, *args: Any) -> Any:
+def call(context: Starter, target: str, *args: Any) -> Any:
     """Run ``"module:function"`` in a forked process and return what it returns.
 
     Raises:
@@ -75,9 +75,7 @@ class CallsFailedError(Exception):
         self.errors = errors
 
 
-def call_together(
-    context: ForkServerContext, target: str, arguments: Sequence[tuple[Any, ...]]
-) -> list[Any]:
+def call_together(context: Starter, target: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Run ``"module:function"`` in a forked process for each arguments, all at once.
 
     Returns:

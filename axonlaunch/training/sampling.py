@@ -1,6 +1,7 @@
 """Text from a saved run, or from exported weights, in this process alone.
 
-It is for models of text as bytes, whatever layout trained them; others are refused.
+It is for models of text, as bytes, by a tokenizer that was kept, or by that of a folder of
+transformers, whatever layout trained them; others are refused.
 """
 
 from __future__ import annotations
@@ -9,13 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axonlaunch import checkpoint, config
-from axonlaunch.config import CONFIG, ConfigError, ConfigIssue
-from axonlaunch.config.data import NUM_BYTES, PythonSourceConfig, TextConfig
+from axonlaunch.config import CONFIG, ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.data import DATASETS
+from axonlaunch.config.errors import one_of
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    load_kept,
+    read_foreign,
+    tokenizer_files,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _EXPORTED = "config.json"
+_CONTEXT = 2048
+"""Tokens that a model is shown whose configuration has no longest sequence."""
 
 
 def continue_prompt(
@@ -33,9 +45,9 @@ def continue_prompt(
     Args:
         folder: Of the run, or of the weights and their ``config.json``.
         prompt: Text.
-        tokens: Bytes to add.
+        tokens: Tokens to add.
         temperature: Divides the logits; Sampling temperature; 0 = greedy.
-        top_k: Draw among so many likeliest bytes; None: among all.
+        top_k: Draw among so many likeliest tokens; None: among all.
         seed: Random seed.
         trusted: Whether code that the run's configuration names may run.
 
@@ -46,56 +58,80 @@ def continue_prompt(
     if not prompt:
         raise ConfigError([ConfigIssue("", "--prompt: it is empty; give at least one character")])
     is_exported = (folder / _EXPORTED).is_file() and not (folder / CONFIG).is_file()
-    model, context_length = _exported(folder) if is_exported else _of_run(folder, trusted=trusted)
-    from axonlaunch.data.text import decode, encode
+    loaded = _exported(folder) if is_exported else _of_run(folder, trusted=trusted)
     from axonlaunch.models.generation import generate
 
-    def logits_of_bytes(inputs: Tensor) -> Tensor:
-        """A vocabulary may be padded to more than there are bytes."""
-        logits: Tensor = model(inputs)[..., :NUM_BYTES]
+    model, context_length, tokenizer = loaded
+
+    def logits_of_tokens(inputs: Tensor) -> Tensor:
+        """A vocabulary may be padded to more than there are tokens."""
+        logits: Tensor = model(inputs)[..., : tokenizer.vocab_size]
         return logits
 
     written = generate(
-        logits_of_bytes,
-        encode(prompt),
+        logits_of_tokens,
+        tokenizer.encode(prompt),
         max_new_tokens=tokens,
         context_length=context_length,
         temperature=temperature,
         top_k=top_k,
         seed=seed,
     )
-    return decode(written)
+    return tokenizer.decode(written)
 
 
-def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int]:
-    """Return a run's model, and how many bytes it was trained to look at."""
+def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
+    """Return a run's model, how many tokens it was trained to look at, and what makes them."""
     saved = config.read_frozen(folder, trusted=trusted)
     newest = checkpoint.latest(folder)
     if newest is None:
         message = f"{folder}: the run has no checkpoint; train with checkpoint.every=N"
         raise ConfigError([ConfigIssue("", message)])
-    length = _length(saved.data, where=f"{folder}: the run")
+    tokenizer = load_kept(folder) or _of_its_model(saved)
+    if tokenizer is None or (length := getattr(saved.data, "sequence_length", None)) is None:
+        length = _length(saved.data, where=f"{folder}: the run")
     from axonlaunch.engines.mesh_engine import model_state
     from axonlaunch.models.build import build_model
 
     model = build_model(saved.model, seed=saved.seed).eval()
     checkpoint.load_model(newest, model_state(model))
-    return model, length
+    return model, length, tokenizer or ByteTokenizer()
 
 
-def _exported(folder: Path) -> tuple[nn.Module, int]:
-    """Return the model of a folder of safetensors, and how many bytes it was trained to look at."""
+def _of_its_model(saved: RunConfig) -> Tokenizer | None:
+    """Return the tokenizer in the folder of a run's model; None: it has none, or saw bytes."""
+    if not isinstance(saved.model, HuggingFaceConfig) or _is_text(saved.data):
+        return None
+    from axonlaunch.models.hf import files
+
+    folder = files.folder(saved.model)
+    return None if folder is None else read_foreign(folder)
+
+
+def _exported(folder: Path) -> tuple[nn.Module, int, Tokenizer]:
+    """Return the same of a folder of safetensors."""
     from axonlaunch.checkpoint import weights
     from axonlaunch.models.build import build_model
 
-    described, data = weights.described(folder)
-    length = _length(data, where=f"{folder}: its model")
+    tokenizer = weights.exported_tokenizer(folder)
+    described: Any
+    if tokenizer is None and not weights.was_trained_on_text(folder) and tokenizer_files(folder):
+        tokenizer = read_foreign(folder)
+        described = HuggingFaceConfig(path=str(folder.absolute()), init="random")
+        length = None
+    else:
+        described, data = weights.described(folder)
+        known = tokenizer is not None
+        length = data.sequence_length if known else _length(data, where=f"{folder}: its model")
     model = build_model(described).eval()
+    if length is None:
+        own: Any = model
+        length = getattr(own.config, "max_position_embeddings", None) or _CONTEXT
     if wrong := weights.differences(folder, described, model):
         message = f"{folder}: its weights are not those of its {_EXPORTED}: {weights.first(wrong)}"
         raise ConfigError([ConfigIssue("", message)])
     model.load_state_dict(weights.read_folder(folder, described), strict=False)
-    return model, length
+    return model, length, tokenizer or ByteTokenizer()
 
 
 def _length(data: Any, *, where: str) -> int:
@@ -104,12 +140,17 @@ def _length(data: Any, *, where: str) -> int:
     Raises:
         ConfigError: It is not.
     """
-    if isinstance(data, PythonSourceConfig | TextConfig):
-        return data.sequence_length
+    if _is_text(data):
+        return int(data.sequence_length)
     vocabulary = getattr(data, "vocab_size", None)
     tokens = f" with {vocabulary} tokens" if vocabulary else ""
+    texts = [name for name, facts in DATASETS.known_facts().items() if facts.is_text]
     message = (
-        f"{where} is of data={data.name}{tokens}; only a model of text as bytes can be sampled, of "
-        "data=text or data=python_source"
+        f"{where} is of data={data.name}{tokens}; only a model of text can be sampled, of "
+        f"data={one_of(texts)}"
     )
     raise ConfigError([ConfigIssue("", message)])
+
+
+def _is_text(data: Any) -> bool:
+    return DATASETS.facts(data.name).is_text

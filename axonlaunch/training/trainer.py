@@ -17,6 +17,7 @@ from axonlaunch.checkpoint.saver import Completed, Saver
 from axonlaunch.comm import World
 from axonlaunch.config.schema import TrainConfig
 from axonlaunch.data.loader import Loader
+from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.diagnostics.stragglers import Stragglers
 from axonlaunch.engines.base import Engine, StepResult
 from axonlaunch.events import (
@@ -30,7 +31,6 @@ from axonlaunch.events import (
 )
 from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
-from axonlaunch.training.unknown_tokens import naming_unknown_tokens
 
 
 @dataclass

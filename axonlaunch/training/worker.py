@@ -6,7 +6,7 @@ It connects the rooms; how ranks were started, and who reads the events, is not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -17,11 +17,14 @@ from axonlaunch.checkpoint import Checkpoint, Retention, storage
 from axonlaunch.checkpoint.fallback import Resumed, load_newest
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import load_initial_weights
-from axonlaunch.comm import World
+from axonlaunch.comm import Backend, World
+from axonlaunch.comm.nccl import device_count
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerated, Started
@@ -49,7 +52,7 @@ def run(
     monitor.beat("building", step=None)
     torch.use_deterministic_algorithms(config.train.deterministic)
     layout = Layout.of(config, world_size=world.world_size)
-    dataset = data.build_dataset(config.data)
+    dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(
         config,
         dataset,
@@ -66,6 +69,9 @@ def run(
         load_initial_weights(engine, config.model, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
+    if world.is_main and isinstance(dataset, TextRows):
+        for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
+            dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
     monitor.report(
         Started(
@@ -79,7 +85,12 @@ def run(
             steps=config.train.steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
             corrupt=resumed.aside,
-            notes=(*notes, *_swept(root, world), *_notes(config, world)),
+            notes=(
+                *getattr(dataset, "notes", ()),
+                *notes,
+                *_swept(root, world),
+                *_notes(config, world),
+            ),
         )
     )
 
@@ -200,6 +211,7 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
             "strategy.fsdp.replicate=2 makes two"
         )
+    notes += device_notes(world.backend)
     offload = strategy.fsdp.cpu_offload
     if offload != "none" and world.device.type == "cpu":
         notes.append(
@@ -212,3 +224,13 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "so it may be slower than fp32"
         )
     return tuple(notes)
+
+
+def device_notes(backend: str) -> Iterator[str]:
+    """Say that devices are there, and the run is on the CPU."""
+    if backend == Backend.GLOO and (devices := device_count()):
+        yield (
+            f"launch.backend=gloo: the ranks compute on the CPU, and rank 0 sees {devices} "
+            f"{'device' if devices == 1 else 'devices'}; a rank for each would use them: "
+            f"launch.nproc={devices} launch.backend=nccl"
+        )

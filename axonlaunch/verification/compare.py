@@ -30,12 +30,12 @@ from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import Loader, rank_loader
+from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 from axonlaunch.models.build import spec_for
 from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.system import host
-from axonlaunch.training.unknown_tokens import naming_unknown_tokens
 from axonlaunch.verification.result import (
     ParityResult,
     failed,
@@ -122,10 +122,10 @@ def alone(config: RunConfig, *, steps: int) -> Reference:
     layout = Layout.of(config, world_size=num_ranks(config))
 
     def run(world: World) -> Reference:
-        engine, loader = _engine(_in_one_process(config, micro_batch_size="auto"), world)
+        engine, loader = prepared_engine(_in_one_process(config, micro_batch_size="auto"), world)
         if spec_for(config.model).mixes_samples or _mixes_samples(engine.modules):
             same = _in_one_process(config, micro_batch_size=layout.micro_batch_size)
-            engine, loader = _engine(same, world)
+            engine, loader = prepared_engine(same, world)
         losses, norms, gradients = [], [], []
         for step in range(steps):
             batch = loader.batch(step)
@@ -160,7 +160,7 @@ def compare(
     config: RunConfig, world: World, reference: Reference, *, steps: int
 ) -> list[Difference]:
     """Run the same steps as one rank of the layout; return every quantity's difference here."""
-    engine, loader = _engine(config, world)
+    engine, loader = prepared_engine(config, world)
     differences = []
     for step in range(steps):
         loss, _ = engine.backward(loader.batch(step))
@@ -309,9 +309,10 @@ def _missing(reference: Reference, differences: list[Difference]) -> Iterator[Di
                 yield Difference(step, "gradient", name, math.inf)
 
 
-def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
+def prepared_engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
+    """Build a rank's engine without dropout, with its initial weights, and its data."""
     layout = Layout.of(config, world_size=world.world_size)
-    dataset = data.build_dataset(config.data)
+    dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
     engine = build_engine(config, world, sample=sample_inputs(dataset))
     load_initial_weights(engine, config.model, world=world)
@@ -321,7 +322,8 @@ def _engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
 
 def _in_one_process(config: RunConfig, *, micro_batch_size: int | Literal["auto"]) -> RunConfig:
     alone = StrategyConfig(data_parallel="none")
-    return with_values(config, {"strategy": alone, "train.micro_batch_size": micro_batch_size})
+    plain = {"train.micro_batch_size": micro_batch_size, "train.loss_chunk": None}
+    return with_values(config, {"strategy": alone, **plain})
 
 
 def _mixes_samples(modules: Iterable[nn.Module]) -> bool:

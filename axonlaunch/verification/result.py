@@ -6,6 +6,7 @@ It holds numbers and words; ``verification`` finds them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
@@ -20,7 +21,8 @@ _NORM_TOLERANCE = 1e-3
 
 def tolerance_of(config: RunConfig) -> float:
     """Return the largest relative difference that passes, by the lowest precision in use."""
-    lowest = (config.train.precision, config.strategy.reduce_dtype)
+    train = config.train
+    lowest = (train.precision, train.param_dtype, config.strategy.reduce_dtype)
     return max(TOLERANCES[precision] for precision in lowest)
 
 
@@ -76,3 +78,36 @@ def failed(config: RunConfig, steps: int, why: str) -> ParityResult:
 def layout_of(config: RunConfig) -> str:
     """Return the layout in words."""
     return str(Layout.of(config, world_size=num_ranks(config)))
+
+
+ProofOutcome = Literal["proved", "proved before", "to be proved", "not proved"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What is known of a layout before its first step.
+
+    Attributes:
+        layout: In words.
+        outcome: Whether it gives one process's losses and gradients.
+        seconds: That it took to know.
+        parameters: Of the small model that was compared; 0 where none was.
+        reason: Why it is not proved; empty where it is.
+    """
+
+    layout: str
+    outcome: ProofOutcome = "not proved"
+    seconds: float = 0.0
+    parameters: int = 0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"not proved: {self.reason}; axonlaunch verify with the same arguments proves it"
+        what = f"{self.layout} gives one process's losses and gradients"
+        if self.outcome == "to be proved":
+            return f"to be proved: {what} (a small model, {self.parameters:,} parameters)"
+        if self.outcome == "proved before":
+            return f"proved before: {what} ({self.seconds:.1f} s to know)"
+        how = f"a small model of the same architecture, {self.parameters:,} parameters"
+        return f"proved: {what} ({how}, {self.seconds:.1f} s)"

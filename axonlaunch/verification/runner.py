@@ -1,4 +1,4 @@
-"""Verifies a layout from the parent, which has no torch: on the mock world, or on real ranks."""
+"""Verifies or proves a layout from the parent, which has no torch; processes of its own do it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import cast
 
 from axonlaunch import config as configuration
-from axonlaunch.config import RunConfig
+from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
+from axonlaunch.system.forkserver import Starter
 from axonlaunch.system.temporary_folders import temporary_folder
-from axonlaunch.verification.result import ParityResult, failed
+from axonlaunch.verification.result import ParityResult, Proof, failed, layout_of
 
 _log = logging.getLogger(__name__)
+_PROOF_S = 120.0
+"""Seconds that a proof takes at most: one of 8 ranks takes up to 20 on two cores."""
 
 
 def verify(
@@ -54,6 +57,52 @@ def verify(
         )
         return verdict
     return _on_processes(context, config, steps)
+
+
+def is_to_be_proved(config: RunConfig) -> bool:
+    """Say whether a layout is compared with one process before its first step.
+
+    Args:
+        config: With ``launch.nproc`` resolved.
+    """
+    asked = config.train.prove
+    if asked == "never" or num_ranks(config) == 1:
+        return False
+    return asked == "always" or isinstance(config.model, HuggingFaceConfig)
+
+
+def prove_layout(context: Starter, config: RunConfig) -> Proof | None:
+    """Compare a checked run's layout with one process, on a small model; None: nobody asks for it.
+
+    Ctrl-C ends it, and leaves no process behind.
+
+    Raises:
+        ConfigError: The layout does not compute what one process does.
+    """
+    if not is_to_be_proved(config):
+        return None
+    call = forked_call.ForkedCall(context, "axonlaunch.verification.proof:prove", (config,))
+    try:
+        if not call.is_ready(within_s=_PROOF_S):
+            reason = f"it takes more than {_PROOF_S:.0f} s here"
+            return Proof(layout=layout_of(config), seconds=_PROOF_S, reason=reason)
+        error = call.receive()
+    finally:
+        call.end()
+    if isinstance(error, ConfigError):
+        raise error
+    if error is not None:  # of what proves, or of a model's own code: no reason against the run
+        _log.warning("the proof failed", exc_info=error)
+        reason = f"{type(error).__name__}: {error}"
+        return Proof(layout=layout_of(config), reason=reason)
+    return cast("Proof", call.result)
+
+
+def foresee_proof(context: Starter, config: RunConfig) -> Proof | None:
+    """Return what ``prove`` would do; None: nothing."""
+    if not is_to_be_proved(config):
+        return None
+    return cast("Proof", forked_call.call(context, "axonlaunch.verification.proof:foresee", config))
 
 
 def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> ParityResult:

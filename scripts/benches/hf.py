@@ -15,12 +15,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hf_page
 import hf_tiny
+from hf_page import Row
 
 if TYPE_CHECKING:
     from axonlaunch.config import RunConfig
@@ -60,25 +62,6 @@ SETTINGS = [
 STEPS = 2
 ONE_BY_ONE = ["strategy=single", "launch.nproc=1", "train.micro_batch_size=1"]
 _BEYOND_ROUNDING, _MOST_ROUNDING = 10.0, 3e-4
-
-
-@dataclass(frozen=True)
-class Row:
-    """What was seen of a class under a layout.
-
-    Attributes:
-        model_type: Its configuration's.
-        layout: As ``LAYOUTS`` names it.
-        outcome: equal, different, refused (before anything starts), failed or late.
-        reason: Why not equal, or with what settings, in words.
-        versions: Of what it was seen with.
-    """
-
-    model_type: str
-    layout: str
-    outcome: str
-    reason: str = ""
-    versions: str = ""
 
 
 def versions() -> dict[str, str]:
@@ -246,8 +229,6 @@ def main() -> None:
 
 def write(file: Path, kinds: list[str]) -> None:
     """Write what the package ships of the classes that were run under every layout."""
-    import hf_page
-
     here = [one for one in read(file) if one.versions == _here()]
     done = {(one.model_type, one.layout) for one in here}
     complete = [kind for kind in kinds if all((kind, layout) in done for layout in LAYOUTS)]

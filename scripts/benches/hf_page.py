@@ -6,13 +6,11 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from axonlaunch.models.hf import proved
-
-if TYPE_CHECKING:
-    from hf import Row
 
 PAGE = Path(proved.__file__).parents[2] / "docs" / "huggingface.md"
 HEADINGS = {
@@ -50,6 +48,25 @@ model.init=random strategy=tensor strategy.tensor.degree=2 launch.nproc=2
 
 How to train them: [models](models.md).
 """
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was seen of a class under a layout.
+
+    Attributes:
+        model_type: Its configuration's.
+        layout: As ``LAYOUTS`` names it.
+        outcome: equal, different, refused (before anything starts), failed or late.
+        reason: Why not equal, or with what settings, in words.
+        versions: Of what it was seen with.
+    """
+
+    model_type: str
+    layout: str
+    outcome: str
+    reason: str = ""
+    versions: str = ""
 
 
 def write(

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import axonlaunch as ax
+from axonlaunch.comm import World, barrier
 from axonlaunch.config.model import LlamaConfig
 from axonlaunch.engines.tensor.parallelize import parallelize
 from axonlaunch.models.attention import RotaryTable
@@ -54,7 +54,7 @@ def theirs(block: LlamaBlock, mesh: DeviceMesh) -> LlamaBlock:
     return block
 
 
-def contest(world: ax.World, hidden: int, repeats: int) -> dict[str, list[float]]:
+def contest(world: World, hidden: int, repeats: int) -> dict[str, list[float]]:
     """Time both, taking turns, and return each one's seconds."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     config = LlamaConfig(
@@ -90,7 +90,7 @@ def contest(world: ax.World, hidden: int, repeats: int) -> dict[str, list[float]
     gc.disable()
     for turn in range(repeats + repeats // 10):
         for name, block in blocks.items():
-            ax.barrier(group=world.default_group)
+            barrier(group=world.default_group)
             started = time.perf_counter()
             step(block)
             if turn >= repeats // 10:
@@ -106,7 +106,7 @@ def rank(number: int, port: int, sizes: list[int], repeats: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[number % len(cores)]})
     torch.set_num_threads(1)
-    with ax.World.init(backend="gloo") as world:
+    with World.init(backend="gloo") as world:
         for hidden in sizes:
             seconds = contest(world, hidden, max(20, repeats * 64 // max(hidden, 64)))
             if number == 0:
@@ -116,7 +116,7 @@ def rank(number: int, port: int, sizes: list[int], repeats: int) -> None:
                     f"{hidden:>6}  {mine * 1e3:>9.2f} ms  {other * 1e3:>9.2f} ms  {ratio:>6.3f}",
                     flush=True,
                 )
-        ax.barrier(group=world.default_group)
+        barrier(group=world.default_group)
     # Without the interpreter's own end, in which torch at times aborts on gloo's threads.
     os._exit(0)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stranger
 import torch
 from configured import run_config
 from hf_families import FAMILIES, save
@@ -14,13 +16,15 @@ from rank_engine import rank_engine
 from torch import Tensor
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention, weights
+from axonlaunch.checkpoint import Retention, safetensors, weights
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
+from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.engines.mesh_engine import model_state
 from axonlaunch.models.build import build_model
 from axonlaunch.models.dtensor_regions import whole
+from axonlaunch.models.hf import exported
 from axonlaunch.models.hf.conversion import Computed, conversion
 from axonlaunch.models.hf.structure import structure
 
@@ -229,3 +233,33 @@ def test_what_was_exported_can_be_imported_and_continues_text(tmp_path: Path) ->
     expected = continue_prompt(tmp_path / "run", "def ", **how)
     assert continue_prompt(tmp_path / "out", "def ", **how) == expected
     assert continue_prompt(tmp_path / "again", "def ", **how) == expected
+
+
+@pytest.mark.parametrize("prepared", ["link", "fifo"])
+def test_what_is_exported_beside_weights_is_of_the_models_folder(
+    prepared: str, tmp_path: Path
+) -> None:
+    save("llama", tmp_path / "model")
+    file, out = tmp_path / "model" / "tokenizer.json", tmp_path / "out"
+    file.symlink_to("/etc/hostname") if prepared == "link" else os.mkfifo(file)
+    out.mkdir()
+    config = HuggingFaceConfig(path=str(tmp_path / "model"))
+    with pytest.raises(ConfigError, match="can't be copied: is not a regular file"):
+        exported.copy_besides(config, out)
+    assert not os.path.lexists(out / "tokenizer.json")
+
+
+def test_an_index_whose_values_are_no_names_is_refused(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": ["model.safetensors"], "b": None}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="which is not a file name"):
+        safetensors._files(tmp_path)
+
+
+def test_a_folder_of_pickled_weights_is_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(stranger.bomb(tmp_path / "executed"))
+    with pytest.raises(ConfigError, match=r"contains no \*\.safetensors"):
+        chosen(tmp_path / "model", "strategy=single", "model.init=pretrained")
+    assert not (tmp_path / "executed").exists()

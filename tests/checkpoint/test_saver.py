@@ -6,6 +6,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
 import saver_checks
 
 from axonlaunch.system import forked_call
@@ -19,6 +20,7 @@ def on_ranks(folder: Path, check: str) -> list[Any]:
     return forked_call.call_together(context, "saver_checks:on_rank", calls)
 
 
+@pytest.mark.costly
 def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path) -> None:
     for values, steps in on_ranks(tmp_path, "changing"):
         assert values == [1.0] * 8
@@ -43,6 +45,7 @@ def test_ranks_that_come_early_make_nothing_that_the_main_one_is_sweeping(tmp_pa
     assert other == ([], [1])
 
 
+@pytest.mark.costly
 def test_a_save_takes_its_copy_of_host_memory_and_gives_it_back(tmp_path: Path) -> None:
     for (at_once, after), (beside, afterwards) in on_ranks(tmp_path, "measured"):
         assert at_once < 0.2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,29 +14,21 @@ from axonlaunch.cli.doctor import _figures
 COMMANDS = ["train", "sample", "config", "schedule", "verify", "inspect", "ls", "doctor", "help"]
 
 
-def run(folder: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    ran = subprocess.run(
-        [sys.executable, "-m", "axonlaunch", *words],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        check=False,
-        timeout=90,
-    )
-    assert ran.returncode == status, ran.stderr
-    return ran
+@pytest.fixture
+def run(tmp_path: Path, server: Server) -> Served:
+    return Served(tmp_path, server)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_examples(command: str, tmp_path: Path) -> None:
-    text = run(tmp_path, command, "--help").stdout
+def test_every_command_has_help_with_examples(command: str, run: Served) -> None:
+    text = run(command, "--help").stdout
     assert "Examples:" in text
     assert f"axonlaunch {command}" in text
     assert "--json" in text
 
 
-def test_without_a_command_the_help_is_shown(tmp_path: Path) -> None:
-    text = run(tmp_path).stdout
+def test_without_a_command_the_help_is_shown(run: Served) -> None:
+    text = run().stdout
     assert all(command in text for command in COMMANDS)
 
 
@@ -54,15 +44,15 @@ def test_without_a_command_the_help_is_shown(tmp_path: Path) -> None:
         (["doctor", "--ranks", "0"], "error: --ranks=0: must be at least 1"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(words: list[str], message: str, tmp_path: Path) -> None:
-    ran = run(tmp_path, *words, status=2)
+def test_a_mistake_is_one_line_and_status_2(words: list[str], message: str, run: Served) -> None:
+    ran = run(*words, status=2)
     assert ran.stdout == ""
     assert ran.stderr.startswith(message)
     assert len(ran.stderr.splitlines()) == 1
 
 
-def test_programs_get_a_mistake_as_an_object_too(tmp_path: Path) -> None:
-    ran = run(tmp_path, "config", "train.stepz=1", "optimizer.lr=fast", "--json", status=2)
+def test_programs_get_a_mistake_as_an_object_too(run: Served) -> None:
+    ran = run("config", "train.stepz=1", "optimizer.lr=fast", "--json", status=2)
     assert len(ran.stderr.splitlines()) == 2
     assert json.loads(ran.stdout) == {
         "errors": [
@@ -73,24 +63,22 @@ def test_programs_get_a_mistake_as_an_object_too(tmp_path: Path) -> None:
             },
         ]
     }
-    usage = run(tmp_path, "config", "--fast", "--json", status=2)
+    usage = run("config", "--fast", "--json", status=2)
     [error] = json.loads(usage.stdout)["errors"]
     assert error["key"] is None
 
 
-def test_config_prints_yaml_that_is_the_configuration(tmp_path: Path) -> None:
-    text = run(tmp_path, "config", "strategy=hsdp", "train.steps=7").stdout
+def test_config_prints_yaml_that_is_the_configuration(run: Served, tmp_path: Path) -> None:
+    text = run("config", "strategy=hsdp", "train.steps=7").stdout
     (tmp_path / "config.yaml").write_text(text)
-    again = run(tmp_path, "config", "--config-dir", ".", "--config-name", "config").stdout
+    again = run("config", "--config-dir", ".", "--config-name", "config").stdout
     assert again == text
     assert "sharding: hybrid_shard" in text
 
 
-def test_config_prints_what_a_run_here_would_have_instead_of_auto(
-    tmp_path: Path, server: Server
-) -> None:
+def test_config_prints_what_a_run_here_would_have_instead_of_auto(run: Served) -> None:
     words = ["strategy=fsdp", "strategy.pipeline.degree=2", "train.global_batch_size=32"]
-    printed = json.loads(Served(tmp_path, server)("config", *words, "--json").stdout)
+    printed = json.loads(run("config", *words, "--json").stdout)
     assert printed["strategy"]["data_parallel"] == "fsdp"
     ranks = printed["launch"]["nproc"]
     share = 32 // (ranks // 2)
@@ -99,14 +87,14 @@ def test_config_prints_what_a_run_here_would_have_instead_of_auto(
     count = printed["strategy"]["pipeline"]["microbatches"]
     assert printed["train"]["micro_batch_size"] * count == share
     assert printed["scheduler"]["warmup_steps"] == printed["train"]["steps"] // 15
-    one = json.loads(Served(tmp_path, server)("config", "strategy=single", "--json").stdout)
+    one = json.loads(run("config", "strategy=single", "--json").stdout)
     assert one["launch"]["nproc"] == 1
     assert one["train"]["micro_batch_size"] == one["train"]["global_batch_size"]
 
 
-def test_config_explains_what_auto_became(tmp_path: Path, server: Server) -> None:
+def test_config_explains_what_auto_became(run: Served) -> None:
     words = ["config", "launch.nproc=2", "--explain", "--json"]
-    explained = json.loads(Served(tmp_path, server)(*words).stdout)
+    explained = json.loads(run(*words).stdout)
     assert explained["train.micro_batch_size"] == {
         "value": 8,
         "origin": "resolved here; auto: config.yaml",
@@ -114,40 +102,38 @@ def test_config_explains_what_auto_became(tmp_path: Path, server: Server) -> Non
     assert explained["strategy.data_parallel"]["value"] == "ddp"
 
 
-def test_config_refuses_a_batch_that_the_ranks_here_cannot_share(
-    tmp_path: Path, server: Server
-) -> None:
+def test_config_refuses_a_batch_that_the_ranks_here_cannot_share(run: Served) -> None:
     words = ["config", "launch.nproc=2", "train.global_batch_size=15"]
-    ran = Served(tmp_path, server)(*words, status=2)
+    ran = run(*words, status=2)
     assert ran.stderr.startswith("error: train.global_batch_size=15: must be divisible by 2 ranks")
 
 
-def test_config_explains_where_each_value_comes_from(tmp_path: Path) -> None:
+def test_config_explains_where_each_value_comes_from(run: Served) -> None:
     words = ["config", "strategy=hsdp", "train.steps=7", "--explain"]
-    lines = dict(line.rsplit("  ", 1) for line in run(tmp_path, *words).stdout.splitlines())
+    lines = dict(line.rsplit("  ", 1) for line in run(*words).stdout.splitlines())
     lines = {key.strip(): origin for key, origin in lines.items()}
     assert lines["strategy.fsdp.sharding=hybrid_shard"] == "strategy/hsdp.yaml"
     assert lines["train.steps=7"] == "override train.steps=7"
     assert lines["train.compile=false"] == "default"
-    explained = json.loads(run(tmp_path, *words, "--json").stdout)
+    explained = json.loads(run(*words, "--json").stdout)
     assert explained["train.steps"] == {"value": 7, "origin": "override train.steps=7"}
 
 
-def test_config_describes_what_each_key_means_and_may_be(tmp_path: Path) -> None:
-    text = run(tmp_path, "config", "train.grad_clip=2", "--describe").stdout
+def test_config_describes_what_each_key_means_and_may_be(run: Served) -> None:
+    text = run("config", "train.grad_clip=2", "--describe").stdout
     assert "\ntrain.grad_clip=2.0\n    number, above 0 | null\n    largest norm of the" in text
-    reported = json.loads(run(tmp_path, "config", "--describe", "--json").stdout)["train.steps"]
+    reported = json.loads(run("config", "--describe", "--json").stdout)["train.steps"]
     assert reported == {
         "value": 450,
         "allowed": "whole number, at least 1",
         "meaning": "optimizer steps",
     }
-    both = run(tmp_path, "config", "--describe", "--explain", status=2)
+    both = run("config", "--describe", "--explain", status=2)
     assert both.stderr == "error: Invalid value: use either --explain or --describe\n"
 
 
-def test_ls_lists_every_kind_with_a_line_of_what_it_is(tmp_path: Path) -> None:
-    listed = json.loads(run(tmp_path, "ls", "--json").stdout)
+def test_ls_lists_every_kind_with_a_line_of_what_it_is(run: Served) -> None:
+    listed = json.loads(run("ls", "--json").stdout)
     assert set(listed) >= {
         "models",
         "data",
@@ -172,9 +158,9 @@ def test_ls_lists_every_kind_with_a_line_of_what_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_ls_takes_a_groups_name_as_in_an_override_and_its_plural(
-    names: list[str], option: str, tmp_path: Path
+    names: list[str], option: str, run: Served
 ) -> None:
-    texts = {run(tmp_path, "ls", name).stdout for name in names}
+    texts = {run("ls", name).stdout for name in names}
     assert len(texts) == 1
     [text] = texts
     assert option in text.split()

@@ -60,6 +60,7 @@ def in_json(schedule: Schedule, *words: str) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.costly
 def test_the_picture_of_1f1b_is_the_one_of_the_papers(tmp_path: Path) -> None:
     """In a process of its own, whose output is no terminal: plain text."""
     script = (

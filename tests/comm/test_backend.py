@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ def test_what_is_public_is_sorted_and_there() -> None:
     assert all(hasattr(comm, name) for name in comm.__all__)
 
 
+@pytest.mark.costly
 def test_importing_it_starts_nothing_and_brings_no_test_code() -> None:
     text = (
         "import sys, axonlaunch.comm, axonlaunch.comm.mock\n"
@@ -54,7 +57,7 @@ def test_nccl_reports_a_torch_that_has_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_nccl_reports_a_machine_that_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(nccl, "devices", list)
     status = nccl.status()
     assert (status.available, status.version) == (False, "2.27.3")
     assert "this torch has NCCL 2.27.3, but sees no device" in status.reason
@@ -63,13 +66,45 @@ def test_nccl_reports_a_machine_that_has_no_device(monkeypatch: pytest.MonkeyPat
 def test_nccl_reports_what_it_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"device {index}")
+    devices = [nccl.Device(f"device {index}", 80 * 2**30, f"{index}") for index in range(2)]
+    monkeypatch.setattr(nccl, "devices", lambda: devices)
     status = nccl.status()
     assert status == nccl.NcclStatus(True, "2.27.3", ["device 0", "device 1"])
     assert status.reason == ""
     with pytest.raises(FrozenInstanceError):
         status.available = False
+
+
+def test_nccl_reports_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[nccl.Device]:
+        raise RuntimeError("CUDA unknown error - this may be due to an incorrect environment\nmore")
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(nccl, "devices", fail)
+    status = nccl.status()
+    assert not status.available
+    assert status.reason.endswith(
+        "CUDA fails: CUDA unknown error - this may be due to an incorrect environment"
+    )
+
+
+def test_devices_are_asked_for_in_a_copy_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What initialises CUDA here would keep this process from forking ones that compute.
+    here = os.getpid()
+
+    def properties(index: int) -> SimpleNamespace:
+        assert os.getpid() != here
+        return SimpleNamespace(name=f"H100 {index}", total_memory=2**36, uuid=f"uuid-{index}")
+
+    monkeypatch.setattr(nccl, "_is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "of this test")  # answers are kept by it
+    assert nccl.devices() == [
+        nccl.Device("H100 0", 2**36, "uuid-0"),
+        nccl.Device("H100 1", 2**36, "uuid-1"),
+    ]
 
 
 def test_nccl_answers_here_too() -> None:

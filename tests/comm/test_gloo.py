@@ -8,6 +8,7 @@ update of torch, look at how ``_new_process_group_helper`` makes its groups now.
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from axonlaunch.comm import World, gloo
+from axonlaunch.comm.errors import UnreachableRankError
 from axonlaunch.system.authentication import derive_key
 
 Run = Callable[..., list[tuple[int | None, str]]]
@@ -117,6 +119,26 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_the_world_says() -
             world_rank=0,
             key=derive_key(b""),
         )
+
+
+def test_a_rank_whose_keys_are_deleted_is_named_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gloo, "_LOOK_AGAIN", timedelta(seconds=0.1))
+    store, is_over = dist.HashStore(), threading.Event()
+
+    def erase() -> None:
+        while not is_over.wait(0.01):
+            store.delete_key("came/1")
+
+    stranger = threading.Thread(target=erase)
+    stranger.start()
+    try:
+        with pytest.raises(UnreachableRankError, match=r"rank 3 could not be reached: .* deleted"):
+            gloo.connect(store, 1, 2, timeout=timedelta(minutes=5), world_rank=3, key=bytes(32))
+    finally:
+        is_over.set()
+        stranger.join()
 
 
 def test_every_gloo_group_of_a_world_is_proven_and_its_port_closed(

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import axonlaunch.comm
 from axonlaunch import comm
-from axonlaunch.comm import Backend, World, nccl
+from axonlaunch.comm import Backend, World, nccl, world
 from axonlaunch.comm.rendezvous import RankEnvironment, find_place, is_loopback
 from axonlaunch.comm.world import choose_backend
 
@@ -155,20 +156,19 @@ def _on_node_7(*, local_world_size: int | None) -> RankEnvironment:
         (4, _on_node_7(local_world_size=4), "nccl"),
         (2, _on_node_7(local_world_size=None), "nccl"),
         (1, RankEnvironment(), "nccl"),
+        (1, _on_node_7(local_world_size=4), "nccl"),  # a scheduler gives each task its own
+        (1, _on_loopback(world_size=4), "gloo"),
     ],
 )
 def test_auto_is_nccl_where_every_local_rank_has_a_device(
     monkeypatch: pytest.MonkeyPatch, devices: int, place: RankEnvironment, expected: str
 ) -> None:
-    names = ["device"] * devices
-    monkeypatch.setattr(nccl, "status", lambda: nccl.NcclStatus(True, "2.27", names))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.setattr(nccl, "device_count", lambda: devices)
     assert choose_backend("auto", place) == expected
 
 
 def test_auto_is_gloo_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    monkeypatch.setattr(nccl, "device_count", lambda: 0)
     assert choose_backend("auto", RankEnvironment()) is Backend.GLOO
 
 
@@ -187,11 +187,43 @@ def test_nccl_where_there_is_none_says_why() -> None:
 
 
 def test_nccl_with_more_ranks_than_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "status", lambda: nccl.NcclStatus(True, "2.27", ["one"]))
-    for name, value in {**SET, "LOCAL_RANK": "1"}.items():
+    monkeypatch.setattr(nccl, "device_count", lambda: 2)
+    for name, value in {**SET, "LOCAL_RANK": "2", "RANK": "2", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="LOCAL_RANK=1 has no device, this process sees 1"):
+    with pytest.raises(ValueError, match="LOCAL_RANK=2 has no device, this process sees 2"):
         World.init(backend="nccl")
+
+
+@pytest.mark.parametrize(("seen", "index"), [(1, 0), (8, 3)])
+def test_a_rank_that_sees_one_device_takes_it(
+    monkeypatch: pytest.MonkeyPatch, seen: int, index: int
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(nccl, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    assert world._device(Backend.NCCL, 3) == torch.device("cuda", index)
+    assert taken == [index]
+
+
+@pytest.mark.parametrize(("backend", "destroyed"), [(Backend.NCCL, 0), (Backend.GLOO, 1)])
+def test_an_error_on_nccl_destroys_no_communicator(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, destroyed: int
+) -> None:
+    # That would wait for peers that wait for this rank, and the error be known minutes later.
+    calls: list[None] = []
+    with World.init(backend="gloo") as alone:
+        alone.backend = backend
+        with monkeypatch.context() as spied:
+            spied.setattr(alone, "close", lambda: calls.append(None))
+            with pytest.raises(torch.OutOfMemoryError), alone:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        assert len(calls) == destroyed
+
+
+def test_groups_of_a_mesh_wait_as_long_as_the_world() -> None:
+    with World.init(backend="gloo", timeout_s=77.0) as alone:
+        group = alone.mesh(dp_shard=1, tp=1).device_mesh.get_group("tp")
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
 
 
 # A world of one, in this process.

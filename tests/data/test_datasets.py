@@ -15,6 +15,7 @@ from axonlaunch.config.data import (
     TextConfig,
     TokensConfig,
 )
+from axonlaunch.config.documents import DocumentsConfig
 from axonlaunch.config.errors import ConfigError
 from axonlaunch.data import DATASETS, build_dataset
 
@@ -347,11 +348,14 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
 # All of them
 
 
-def test_each_dataset_says_what_a_model_must_fit(token_file):
+def test_each_dataset_says_what_a_model_must_fit(token_file, tmp_path):
     pytest.importorskip("sklearn")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "several of these make a row"}\n' * 100)
     configs = {
         "python_source": PythonSourceConfig(),
         "text": TextConfig(files=[__file__], sequence_length=32),
+        "documents": DocumentsConfig(files=[str(rows)], sequence_length=16, held_out=0.1),
         "tokens": TokensConfig(path=token_file(range(5000)), sequence_length=16),
         "synthetic_tokens": SyntheticTokensConfig(),
         "synthetic_images": SyntheticImagesConfig(),

@@ -90,3 +90,13 @@ def test_outputs_of_the_parts_join_to_those_of_the_whole() -> None:
 def test_a_length_that_can_t_be_divided_is_refused() -> None:
     with pytest.raises(Exception, match="use a multiple of 4"):
         World.mock(2).run(lambda world: ContextAxis(world.default_group).positions(6))
+
+
+def test_every_layer_gets_the_same_positions_of_a_part() -> None:
+    # Made anew on the host, they would have to wait for the device in each layer.
+    def run(world: World) -> None:
+        axis = ContextAxis(world.default_group)
+        assert axis._of_part(4) is axis._of_part(4)
+        assert axis._of_part(4).tolist() == axis.positions(8).tolist()
+
+    World.mock(2).run(run)

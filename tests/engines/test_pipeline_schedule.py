@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+import axonlaunch
 from axonlaunch.comm import World
-from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.config.schedule_rules import SCHEDULES, ScheduleRule
 from axonlaunch.engines.pipeline.schedule import (
     TORCH_CLASSES,
     Action,
@@ -143,6 +146,20 @@ def test_a_real_run_does_what_the_schedule_says_and_computes_what_one_process_do
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     for ours, parameter in zip(gradients, alone.parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_schedule_that_the_page_about_architecture_adds_runs_as_it_says(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(axonlaunch.__file__).parent / "docs" / "architecture.md"
+    [example] = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    monkeypatch.setitem(SCHEDULES, "looped_dfs", ScheduleRule(stages_per_rank=2, fixed=False))
+    monkeypatch.setitem(TORCH_CLASSES, "looped_dfs", names["ScheduleLoopedDFS"])
+    test_a_real_run_does_what_the_schedule_says_and_computes_what_one_process_does(
+        "looped_dfs", 2, 2, 4, record
+    )
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import axonlaunch as ax
 from axonlaunch.config.optimizer import SGDConfig
-from axonlaunch.engines.optimizer.offload import stream_parameters
+from axonlaunch.engines.optimizer.streaming import stream_parameters
 
 OFFLOADS = list(ax.CPUOffload)
 STREAMED = ["params", "optimizer_states"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from configured import run_config
 from parity_table import MODELS
@@ -13,6 +14,8 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build_engine
+
+pytestmark = pytest.mark.costly
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 

@@ -223,6 +223,7 @@ def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
         "--requeue",
         "--signal=B:USR1@120",
         "--gpus-per-node=8",
+        "--exclusive",
         "--partition=gpu",
         "--time=8:00:00",
         "--qos=high",

@@ -26,8 +26,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.launch.failures.report import Crash
-from axonlaunch.launch.multinode import coordination, run_identity
-from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
+from axonlaunch.launch.multinode import meeting, run_identity
+from axonlaunch.launch.multinode.coordination import Coordinator
+from axonlaunch.launch.multinode.meeting import meet, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.multinode.rendezvous_state import AuthenticatedBackend, as_plain, from_plain
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
@@ -254,11 +255,12 @@ def test_the_first_node_does_not_wait_for_others_where_a_stranger_wrote_over_its
 def test_a_message_that_is_deleted_is_not_waited_for(
     master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordination, "_ANSWER_S", 0.2)
-    lead, other = channels(master)
-    met(other, 1)
-    monkeypatch.setattr(lead, "check", lambda names: True)  # they are deleted just after
-    joined(master).delete_key("joined/1")
+    monkeypatch.setattr(meeting, "_ANSWER_S", 0.2)
+    [lead, _] = channels(master)
+    theirs = joined(master)
+    with pytest.raises(ForgedMessageError, match="joined/0: a stranger deleted it"):
+        met(lead, 0, confirm=lambda: theirs.delete_key("joined/0"))
+    monkeypatch.setattr(lead, "check", lambda names: True)  # it is deleted just after
     with pytest.raises(ForgedMessageError, match="joined/1: was deleted"):
         met(lead, 0)
 

@@ -64,14 +64,14 @@ def test_a_rank_may_have_workers_of_its_own(served: Command) -> None:
 @pytest.mark.timeout(240)
 def test_eight_processes_of_a_hybrid_mesh_have_the_curve_of_one(served: Command) -> None:
     """2 x 2 x 2 on the default data, as the README's table of strategies has it."""
-    common = ["train.steps=20", "train.log_every=1", "train.eval_batches=0", "checkpoint.every=0"]
+    common = ["train.steps=6", "train.log_every=1", "train.eval_batches=0", "checkpoint.every=0"]
     common += ["data.sequence_length=32", "model.num_hidden_layers=2", "model.hidden_size=64"]
     curves = {}
     for strategy in ("hybrid", "single"):
         words = ["train", f"strategy={strategy}", f"name={strategy}", *common]
         served(*words, "sample.max_new_tokens=0")
         curves[strategy] = served.losses(strategy)
-    assert len(curves["hybrid"]) == 20
+    assert len(curves["hybrid"]) == 6
     assert curves["hybrid"] == pytest.approx(curves["single"], rel=1e-5)
 
 

@@ -98,6 +98,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Record
     return parent, rank
 
 
+@pytest.mark.costly
 def test_the_way_from_main_to_the_loop_is_the_one_that_architecture_draws(
     recorded: tuple[Recorded, Recorded],
 ) -> None:
@@ -108,6 +109,7 @@ def test_the_way_from_main_to_the_loop_is_the_one_that_architecture_draws(
     assert calls == re.findall(r"^(\S+\.py: \w+)  ", text, flags=re.MULTILINE)
 
 
+@pytest.mark.costly
 def test_the_parent_of_ranks_has_no_torch(recorded: tuple[Recorded, Recorded]) -> None:
     parent, rank = recorded
     assert (parent["has_torch"], rank["has_torch"]) == (False, True)

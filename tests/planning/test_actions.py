@@ -12,6 +12,8 @@ from axonlaunch.planning.tracing.extrapolate_depth import peak
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import TraceEvent
 
+pytestmark = pytest.mark.costly
+
 HIDDEN, LENGTH = 64, 32
 LONG = [
     f"model.hidden_size={HIDDEN}",

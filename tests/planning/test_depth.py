@@ -13,6 +13,8 @@ from axonlaunch.planning.tracing import extrapolate_depth
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import TraceEvent
 
+pytestmark = pytest.mark.costly
+
 DEEP = [
     "model.hidden_size=64",
     "model.num_attention_heads=4",

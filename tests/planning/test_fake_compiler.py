@@ -25,7 +25,7 @@ from axonlaunch.system import forked_map
 HIDDEN, HEADS = 64, 4
 
 # torch's compiler warns of what it imports and does itself.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.costly, pytest.mark.filterwarnings("ignore")]
 
 
 class Block(nn.Module):

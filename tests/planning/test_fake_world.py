@@ -161,6 +161,7 @@ def test_an_update_that_looks_for_overflow_is_traced() -> None:
     assert estimate(chosen).peak_bytes > 0
 
 
+@pytest.mark.costly
 def test_what_forks_its_traces_computes_no_gradient_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -179,6 +180,7 @@ def test_what_forks_its_traces_computes_no_gradient_itself(
     assert Formulas.of(chosen).process_bytes(chosen) > 0
 
 
+@pytest.mark.costly
 def test_a_plan_that_divides_some_blocks_alone_is_traced_with_all_of_them() -> None:
     words = ["model=llama_debug", "strategy=tensor", "launch.nproc=2", "model.num_hidden_layers=8"]
     styles = {"up_proj": "column", "gate_proj": "column", "down_proj": "row"}

@@ -14,6 +14,8 @@ from live_storages import small
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 
+pytestmark = pytest.mark.costly
+
 LONG = {
     **FAMILIES["phi3"],
     "original_max_position_embeddings": 16,  # the runs have 32: the long table is taken

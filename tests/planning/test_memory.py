@@ -13,6 +13,8 @@ from axonlaunch.planning.memory import estimate as memory_estimate
 from axonlaunch.planning.memory.cuda_process import besides
 from axonlaunch.planning.memory.estimate import estimate, estimate_fitting
 
+pytestmark = pytest.mark.costly
+
 TINY = [
     *("model.hidden_size=64", "model.num_hidden_layers=8", "model.num_attention_heads=2"),
     *("data=synthetic_tokens", "data.sequence_length=64", "hardware=h100_80gb"),

@@ -19,6 +19,8 @@ from axonlaunch.planning.tracing.stage_trace import traced
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 from axonlaunch.system import forked_map
 
+pytestmark = pytest.mark.costly
+
 MODEL = [
     "model=llama_debug",
     "model.num_hidden_layers=4",

@@ -14,6 +14,8 @@ from axonlaunch.planning.throughput.operations import Amount, Kernel, Product, W
 from axonlaunch.planning.throughput.step_work import StageWork, StepWork
 from axonlaunch.system import forked_map
 
+pytestmark = pytest.mark.costly
+
 SMALL = [
     "model=llama_debug",
     "model.num_hidden_layers=4",

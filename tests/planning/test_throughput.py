@@ -9,6 +9,8 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
 from axonlaunch.planning.throughput.throughput import Throughput, flops_per_token, throughput, timed
 
+pytestmark = pytest.mark.costly
+
 LLAMA = [
     "model=llama3_8b",
     "model.num_hidden_layers=4",

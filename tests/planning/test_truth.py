@@ -13,8 +13,11 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.planning.memory.estimate import estimate
 
+pytestmark = pytest.mark.costly
+
 PIPELINE = "strategy=pipeline strategy.pipeline.schedule"
 FSDP = "strategy=fsdp strategy.fsdp"
+BF16 = "train.precision=bf16 train.param_dtype=bf16"
 CASES: dict[int, list[str]] = {
     2: [
         "strategy=ddp",
@@ -23,6 +26,10 @@ CASES: dict[int, list[str]] = {
         "strategy=zero1 train.micro_batch_size=2",
         "strategy=zero2",
         "strategy=fsdp train.precision=bf16",
+        f"strategy=fsdp {BF16}",
+        f"strategy=ddp {BF16} optimizer.state_dtype=fp32",
+        f"strategy=zero1 {BF16}",
+        "strategy=fsdp train.loss_chunk=24",
         f"{FSDP}.sharding=no_shard train.activation_checkpointing=full",
         f"{FSDP}.cpu_offload=params",
         f"{FSDP}.cpu_offload=optimizer_states",

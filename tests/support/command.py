@@ -141,7 +141,8 @@ class Faulty(nn.Module):
 
     def forward(self, tokens):
         self.calls += self.training
-        time.sleep(self.pause)
+        if type(tokens) is torch.Tensor:  # in a rank: no estimate, and no check before it, waits
+            time.sleep(self.pause)
         here = os.environ.get("RANK") == str(self.rank) and self.calls == self.step
         if here and self.fault != "none":
             if self.fault == "exception":

@@ -49,11 +49,7 @@ def by_transformers(path: Path, *more: str) -> list[float]:
 
     chosen = run_config([*SETTINGS, f"model.path={path}", "strategy=single", *more])
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    parameters = list(model.train().parameters())
-    vectors = [one for one in parameters if one.ndim < 2]
-    matrices = [one for one in parameters if one.ndim >= 2]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-6, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer = adamw(model.train())
     losses = []
     for batch in batches(chosen):
         optimizer.zero_grad()
@@ -68,6 +64,15 @@ def by_transformers(path: Path, *more: str) -> list[float]:
     return losses
 
 
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """Torch's optimizer with the settings above; vectors don't decay."""
+    parameters = list(model.parameters())
+    vectors = [one for one in parameters if one.ndim < 2]
+    matrices = [one for one in parameters if one.ndim >= 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-3, eps=1e-6, betas=(0.9, 0.99), weight_decay=0.1)
+
+
 def batches(chosen: Any) -> list[Any]:
     """The first batches of a run on one rank."""
     from axonlaunch import data
@@ -75,5 +80,7 @@ def batches(chosen: Any) -> list[Any]:
     from axonlaunch.data.loader import rank_loader
 
     layout = Layout.of(chosen, world_size=1)
-    loader = rank_loader(chosen, data.build_dataset(chosen.data), layout=layout, rank=0)
+    loader = rank_loader(
+        chosen, data.build_dataset(chosen.data, chosen.tokenizer), layout=layout, rank=0
+    )
     return [loader.batch(step) for step in range(STEPS)]

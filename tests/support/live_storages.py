@@ -147,7 +147,9 @@ def _engine(
 ) -> tuple[Engine, Batch]:
     config = chosen(overrides, ranks=world.world_size)
     layout = Layout.of(config, world_size=world.world_size)
-    loader = rank_loader(config, data.build_dataset(config.data), layout=layout, rank=world.rank)
+    loader = rank_loader(
+        config, data.build_dataset(config.data, config.tokenizer), layout=layout, rank=world.rank
+    )
     # Rows of the loader's batch have a target more than inputs between them: laid out otherwise.
     given = loader.batch(0)
     batch = Batch(given.inputs.contiguous(), given.targets.contiguous())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def _unequal(batch: Batch) -> Batch:
     if targets.ndim == 2:
         for row, target in enumerate(targets):
             target[: int(batch.inputs[row, 0]) % 7] = IGNORE_INDEX
-    return Batch(batch.inputs, targets)
+    return replace(batch, targets=targets)
 
 
 def assert_same(

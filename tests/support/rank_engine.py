@@ -15,5 +15,7 @@ from axonlaunch.engines.build import build_engine
 def rank_engine(chosen: RunConfig, world: World) -> tuple[Engine, Loader]:
     """Build both for the rank that a world stands for."""
     layout = Layout.of(chosen, world_size=world.world_size)
-    loader = rank_loader(chosen, data.build_dataset(chosen.data), layout=layout, rank=world.rank)
+    loader = rank_loader(
+        chosen, data.build_dataset(chosen.data, chosen.tokenizer), layout=layout, rank=world.rank
+    )
     return build_engine(chosen, world, sample=sample_inputs(loader.dataset)), loader

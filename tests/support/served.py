@@ -28,8 +28,8 @@ from axonlaunch.system import forkserver as ours
 SERVER: Any = forkserver._forkserver
 # Where the server listens and, from Python 3.14, the key that it asks for.
 NEEDED = ("_forkserver_address", "_forkserver_authkey")
-# What a command imports beside what its ranks do.
-IMPORTED = ["axonlaunch.cli.app", "hydra", "pydantic", "rich.progress", "rich.table"]
+WARMED = "warmed"
+"""What the server imports beside what ranks do, and before it: a module beside this one."""
 
 Server = dict[str, Any]
 
@@ -37,7 +37,9 @@ Server = dict[str, Any]
 @contextmanager
 def serve() -> Iterator[Server]:
     """Keep a server; yield how it is reached."""
-    with mock.patch.object(ours, "PRELOADED", [*IMPORTED, *ours.PRELOADED]), ours.warm():
+    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    preloaded = mock.patch.object(ours, "PRELOADED", [WARMED, *ours.PRELOADED])
+    with mock.patch.dict(os.environ, path), preloaded, ours.warm():
         yield {name: getattr(SERVER, name) for name in NEEDED if hasattr(SERVER, name)}
 
 
@@ -118,6 +120,7 @@ def _run(
     outputs: list[str],
 ) -> None:
     """Become what the shell would have started."""
+    assert WARMED in sys.modules
     blocked_by_the_server = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked_by_the_server)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.autograd import all_gather_from_group, collect_from
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.context.ring_attention import ring_attention
@@ -34,6 +35,7 @@ class ContextAxis:
             group: The ranks that divide sequences.
         """
         self._group = group
+        self._parts: dict[int, Tensor] = {}
 
     def positions(self, length: int) -> Tensor:
         """Return this rank's positions of a sequence, [length / ranks] int64.
@@ -54,7 +56,7 @@ class ContextAxis:
     def split(self, batch: Batch) -> Batch:
         """Return this rank's positions of every sequence of a batch [B, T]."""
         mine = self.positions(batch.inputs.shape[1])
-        return Batch(batch.inputs[:, mine], batch.targets[:, mine])
+        return batch.map(lambda tensor: tensor[:, mine])
 
     def join(self, outputs: Tensor) -> Tensor:
         """Return the whole sequences' outputs [B, T, ...] from every rank's part."""
@@ -89,4 +91,8 @@ class ContextAxis:
         return torch.cat([*pieces[0::CHUNKS], *reversed(pieces[1::CHUNKS])], dim=dim)
 
     def _of_part(self, length: int) -> Tensor:
-        return self.positions(length * self._group.size)
+        """Return a part's positions where the group computes: every layer asks for the same."""
+        if length not in self._parts:
+            positions = self.positions(length * self._group.size)
+            self._parts[length] = positions.to(device_of(self._group))
+        return self._parts[length]

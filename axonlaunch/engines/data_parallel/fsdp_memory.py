@@ -83,11 +83,12 @@ def estimate_fsdp_memory(module: nn.Module, optimizer: OptimizerConfig) -> FSDPM
     """Count what a sharded module's parameters take with gradients and an optimizer's states."""
     sharded = [_local(p) for p in module.parameters()]
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    dtype = torch.float32 if getattr(optimizer, "state_dtype", None) == "fp32" else None
     return FSDPMemoryEstimate(
         parameter_bytes=sum(part.nbytes for part in sharded),
         gradient_bytes=sum(_local(p).nbytes for p in trained.values()),
         optimizer_bytes=sum(
-            new_state(state, p.to("meta"), device=torch.device("meta")).nbytes
+            new_state(state, p.to("meta"), device=torch.device("meta"), dtype=dtype).nbytes
             for name, p in trained.items()
             for state in states_of(
                 with_options(optimizer, ParameterFacts(name=name, shape=tuple(p.shape))),

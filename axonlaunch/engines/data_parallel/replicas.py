@@ -100,6 +100,7 @@ def make_replicas(
     if DATA_PARALLEL.facts(kind).averages == "nothing":
         return None
     ddp, reduce = strategy.ddp, strategy.reduce_dtype
+    own = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
     averaged = DDP(
         module,
         group=group,
@@ -107,6 +108,6 @@ def make_replicas(
         bucket_size_mb=ddp.bucket_size_mb,
         broadcast_buffers=ddp.broadcast_buffers,
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-        reduce_dtype=None if reduce == "fp32" else DTYPES[reduce],
+        reduce_dtype=None if own == {DTYPES[reduce]} else DTYPES[reduce],
     )
     return AveragedGradients(averaged, group=group)

@@ -82,7 +82,13 @@ def chosen_options(config: Any, parameters: Mapping[str, ParameterFacts]) -> dic
     return {name: with_options(config, facts) for name, facts in parameters.items()}
 
 
-def new_state(state: OptimizerState, parameter: Tensor, *, device: torch.device) -> Tensor:
+def new_state(
+    state: OptimizerState,
+    parameter: Tensor,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Allocate what an optimizer would make of a parameter in its first step.
 
     A step with ``lr=0`` would not do: SGD adds ``weight_decay * parameter`` to the gradient before
@@ -96,13 +102,14 @@ def new_state(state: OptimizerState, parameter: Tensor, *, device: torch.device)
         state: Which.
         parameter: A whole tensor, or a DTensor of whose state this rank's part is returned.
         device: Where states of the parameter's device are kept.
+        dtype: Of what is updated; None: the parameter's own.
     """
     local = parameter.detach()
     if isinstance(local, DTensor):
         local = local.to_local()
     if state.on_host:
         device = torch.device("cpu")
-    dtype = _dtype(state, local.dtype)
+    dtype = _dtype(state, dtype or local.dtype)
     whole = state.shape(tuple(parameter.shape))
     assert whole is not None
     kept = state.kept_dims(parameter.ndim)

@@ -28,6 +28,7 @@ from axonlaunch.engines.optimizer.optimizers import (
     facts_of,
     new_state,
 )
+from axonlaunch.engines.optimizer.streaming import stream_parameters
 
 _NUMBERS: dict[str, Callable[[Any], float]] = {"int": int, "float": float}
 """Kinds of states that are numbers of Python's, and tensors in a checkpoint alone."""
@@ -60,6 +61,10 @@ class Update:
         """
         self.tensors = dict(tensors)
         self._configs = chosen_options(config, parameters or facts_of(tensors))
+        is_fp32 = getattr(config, "state_dtype", None) == "fp32"
+        # Of fp32 parameters they are fp32 anyway.
+        is_lower = is_fp32 and any(t.dtype != torch.float32 for t in tensors.values())
+        self._dtype = torch.float32 if is_lower else None
         self._held = {name: self._given(name, tensor) for name, tensor in tensors.items()}
         self._made: dict[str, dict[str, Any]] = {}
         self._divided: dict[str, tuple[Tensor, Tensor]] = {}
@@ -73,6 +78,14 @@ class Update:
         }
 
     def _build(self) -> list[Optimizer]:
+        made = self._optimizers()
+        if self._dtype is not None:
+            for optimizer in made:
+                stream_parameters(optimizer, dtype=self._dtype)
+        return made
+
+    def _optimizers(self) -> list[Optimizer]:
+        """Return what updates the tensors, not yet streamed."""
         return build_optimizers(self._configs, self._held)
 
     def _given(self, name: str, tensor: Tensor) -> Tensor:
@@ -193,7 +206,8 @@ class Update:
             tensor, held, kinds = self.tensors[name], self._held[name], self._kinds(name)
             device = self._states_device(tensor)
             made: dict[str, Any] = {
-                key: new_state(kind, tensor, device=device) for key, kind in kinds.items()
+                key: new_state(kind, tensor, device=device, dtype=self._dtype)
+                for key, kind in kinds.items()
             }
             self._made[name] = made
             if made and all(kind.initial is not None for kind in kinds.values()):
@@ -253,14 +267,16 @@ def gradient_norm(parameters: Iterable[Tensor], *, across: ProcessGroup | None =
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             alike.setdefault(_division(gradient), []).append(local_part(gradient))
-    total = torch.zeros(())
+    total: Tensor | None = None
     for (mesh, axes), gradients in alike.items():
         norms = torch.stack(torch._foreach_norm(gradients)).float()
         square = torch.linalg.vector_norm(norms).square()
         for axis in axes:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(axis))
-        total = total.to(square.device) + square
+        total = square if total is None else total.to(square.device) + square
+    if total is None:
+        total = torch.zeros(())
     if across is not None and across.size > 1:
         total = total.to(device_of(across))
         dist.all_reduce(total, group=across.torch_group)

@@ -45,9 +45,9 @@ class PipelineStage:
         self.takes: Tensor | None = None
         self.gives: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, **beside: Tensor) -> Tensor:
         """Run the part on one micro-batch, and remember the shapes and types at its ends."""
-        y: Tensor = self.module(x)
+        y: Tensor = self.module(x, **beside)
         self.meet(x, y)
         return y
 
@@ -187,8 +187,17 @@ class Pipeline:
         dist.broadcast(total, src=self._rank_of(-1), group=self.group.torch_group)
         return total
 
-    def run(self, inputs: Tensor, targets: Tensor, *, loss: MicrobatchLoss) -> list[Tensor]:
-        """Do as ``step`` does; return each micro-batch's loss on the last stage's rank, else []."""
+    def run(
+        self, inputs: Tensor, targets: Tensor, *, loss: MicrobatchLoss, **beside: Tensor
+    ) -> list[Tensor]:
+        """Do as ``step`` does; return each micro-batch's loss on the last stage's rank, else [].
+
+        Args:
+            inputs: As ``step`` takes them.
+            targets: As ``step`` takes them.
+            loss: As ``step`` takes it.
+            beside: What every stage's module takes by name, on the device, a row a sample.
+        """
         count = self.schedule.microbatches
         if len(inputs) % count:
             raise ValueError(
@@ -203,10 +212,11 @@ class Pipeline:
         losses: list[Tensor] = []
         try:
             self._runs[key].step(
-                *([_laid_out(inputs.to(self.device))] if self.has_first else []),
-                target=targets.to(self.device) if self.has_last else None,
+                *([_laid_out(self._here(inputs))] if self.has_first else []),
+                target=self._here(targets) if self.has_last else None,
                 losses=losses if self.has_last else None,
                 return_outputs=False,
+                **beside,
             )
         except RuntimeError as error:
             # torch wraps what a stage raised into a text about shapes.
@@ -214,14 +224,14 @@ class Pipeline:
         return [one.detach() for one in losses]
 
     @torch.no_grad()
-    def forward(self, inputs: Tensor) -> Tensor | None:
+    def forward(self, inputs: Tensor, **beside: Tensor) -> Tensor | None:
         """Pass one micro-batch through all stages; return the outputs on the last one's rank."""
-        x = inputs.to(self.device) if self.has_first else inputs
+        x = self._here(inputs) if self.has_first else inputs
         order = self.schedule.rank_of_stage
         for index, stage in self.stages.items():
             if index and order[index - 1] != self.group.rank:
                 x = receive_tensor(self.group.ranks[order[index - 1]], self.group)
-            x = stage(x)
+            x = stage(x, **beside)
             if index < len(order) - 1 and order[index + 1] != self.group.rank:
                 send_tensor(x, self.group.ranks[order[index + 1]], self.group)
         return x if self.has_last else None
@@ -233,6 +243,9 @@ class Pipeline:
     def memory_stats(self) -> PipelineMemoryStats:
         """Return what each stage holds at most under the schedule, and the idle share."""
         return PipelineMemoryStats.from_schedule(self.schedule)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def _rank_of(self, stage: int) -> int:
         return self.group.ranks[self.schedule.rank_of_stage[stage]]

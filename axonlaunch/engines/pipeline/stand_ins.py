@@ -139,14 +139,14 @@ def cut_out(
         _replace(model, name, end)
     whole: Any = model.forward
 
-    def forward(given: Tensor) -> Any:
+    def forward(given: Tensor, **beside: Tensor) -> Any:
         tokens = given
         if first:
             micro_batch.received = given
             # Their shape is all that the preamble asks for.
             tokens = torch.zeros(given.shape[:2], dtype=torch.int64, device=given.device)
         try:
-            return whole(tokens)
+            return whole(tokens, **beside)
         except _Leaving as leaving:
             hidden = leaving.hidden
             # torch's stages detach what they pass on in place, which a view does not allow.

@@ -28,7 +28,7 @@ from axonlaunch.engines.tensor.local_parameters import (
     refuse_indivisible,
     to_local,
 )
-from axonlaunch.models.attention import Attention, RotaryTable
+from axonlaunch.models.attention import Attention, Packing, RotaryTable
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -330,9 +330,11 @@ class TensorParallelAttention(Attention):
         convert_module(self.o_proj, RowParallelLinear).axis = axis
         axis.distribute(self)
 
-    def forward(self, x: Tensor, rotary: RotaryTable | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: RotaryTable | None = None, packing: Packing | None = None
+    ) -> Tensor:
         """Attend: [B, T, hidden] to [B, T, hidden], whole on every rank."""
         try:
-            return super().forward(self.region.enter(x), rotary)
+            return super().forward(self.region.enter(x), rotary, packing)
         finally:
             self.region.leave()

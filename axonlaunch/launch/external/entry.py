@@ -47,13 +47,13 @@ def be_rank(
         from axonlaunch.preflight import checks
 
         config = request.load(
-            request.overrides, counted, server=server, accelerators=checks.accelerators
+            request.overrides, counted, server=server, accelerators=lambda: counted.devices
         )
         if config.launch.backend == "mock":
             message = f"its ranks are threads of one process, and {environment.launcher} starts "
             message += "a process for each; use auto, gloo or nccl"
             raise ConfigError([ConfigIssue("launch.backend", message, "mock")])
-        return checks.resolve(config)
+        return checks.resolve(config, devices=counted.devices)
 
     with forkserver.private_files():
         launch = _of_token(request)

@@ -9,6 +9,7 @@ import dataclasses
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from axonlaunch import config as configuration
+from axonlaunch.comm import nccl
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.rendezvous import is_loopback, meet_at
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
@@ -24,7 +26,8 @@ from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.multinode import run_identity, token
-from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
+from axonlaunch.launch.multinode.coordination import Coordinator
+from axonlaunch.launch.multinode.meeting import meet, member_name
 from axonlaunch.system.authentication import ForgedMessageError, derive_key
 
 JOIN_S = 300.0
@@ -102,7 +105,11 @@ def join_ranks(
     credentials = named.of(member_name(found.rank))
     channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
-        about = {"machine": socket.gethostname(), "local_rank": found.local_rank}
+        about = {
+            "machine": socket.gethostname(),
+            "local_rank": found.local_rank,
+            "devices": _devices(),
+        }
         members, nonces = meet(
             channel,
             member=found.rank,
@@ -120,6 +127,14 @@ def join_ranks(
     return channel, members, nonces
 
 
+def _devices() -> list[str]:
+    try:
+        return [device.uuid for device in nccl.devices_of_rank()]
+    except RuntimeError as error:
+        message = f"CUDA fails on {socket.gethostname()}: {str(error).splitlines()[0]}"
+        raise ConfigError([ConfigIssue("launch.backend", message)]) from None
+
+
 def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> ClusterEnvironment:
     """Complete the environment by how many ranks each node has.
 
@@ -135,7 +150,25 @@ def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> 
             "on each node, those of one node in a row (srun --distribution=block)"
         )
         raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)])
-    return dataclasses.replace(found, local_world_size=nproc)
+    seen = [[*member["devices"]] for member in members]
+    return dataclasses.replace(found, local_world_size=nproc, devices=devices_each(seen, nproc))
+
+
+def devices_each(seen: Sequence[Sequence[str]], nproc: int) -> int:
+    """Return how many ranks of each node can have a device of their own.
+
+    Args:
+        seen: The devices that each rank sees, those of one node in a row.
+        nproc: Ranks of a node.
+
+    A scheduler shows every rank all devices of its node, of which each takes the one of its local
+    rank, or shows each rank its own. Two ranks that are shown the same single device share it.
+    """
+    fewest = min(map(len, seen))
+    if fewest != 1:
+        return fewest
+    nodes = [seen[first : first + nproc] for first in range(0, len(seen), nproc)]
+    return min(len({devices[0] for devices in node}) for node in nodes)
 
 
 def frozen_by_rank_0(peers: Coordinator) -> RunConfig | int:

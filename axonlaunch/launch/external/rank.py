@@ -40,6 +40,8 @@ from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.preflight import checks
 from axonlaunch.system.streams import tolerant
 from axonlaunch.training import worker
+from axonlaunch.verification.result import Proof
+from axonlaunch.verification.runner import prove_layout
 
 RANK_LOST_S = 20.0
 """Seconds of silence after which a rank is lost. Its watching thread shares the interpreter with
@@ -84,6 +86,7 @@ def main(
         lost_s=RANK_LOST_S,
         are_nodes=False,
     )
+    proof = None
     with ExitStack() as folder:
         if found.rank == 0:
             try:
@@ -94,6 +97,10 @@ def main(
                     print(text, file=sys.stderr if as_json else sys.stdout)
                     return 0, summary
                 announce = partial(print, file=sys.stderr)
+                # The others wait for what this sends them; no device is held yet by any.
+                proof = prove_layout(multiprocessing.get_context("spawn"), given)
+                if proof is not None:
+                    announce(proof)
                 config = folder.enter_context(
                     run_dir.open_run_dir(given, announce=announce, sharing=_sharing(given))
                 )
@@ -106,7 +113,7 @@ def main(
             if isinstance(frozen, int):
                 return frozen, None
             config = frozen
-        return _run(config, found, peers, launcher, started=started, as_json=as_json)
+        return _run(config, found, peers, launcher, proof, started=started, as_json=as_json)
 
 
 def fetch_for_node(config: RunConfig, found: ClusterEnvironment) -> None:
@@ -136,6 +143,7 @@ def _run(
     found: ClusterEnvironment,
     peers: Coordinator,
     launcher: LauncherProcess,
+    proof: Proof | None,
     *,
     started: float,
     as_json: bool,
@@ -149,7 +157,7 @@ def _run(
     ranks.redirect(log)
     stream = tolerant(os.fdopen(errors if as_json else output, "w", buffering=1))
     console = RunConsole(stream=stream, is_plain=True)
-    record = RunRecorder(started, console)
+    record = RunRecorder(started, console, proof=proof)
     # Not forked from this process, which has threads and a device.
     record.prediction = BackgroundEstimate(multiprocessing.get_context("spawn"), config)
     place = RankSpec(
@@ -177,8 +185,10 @@ def _run(
         monitor = ranks.monitor(
             place, report=record if found.rank == 0 else _unshown, stop=asked.is_set
         )
-        with ranks.join_world(config, place) as world:
-            finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
+        # Not in a with statement: an error is reported before anything waits for the peers.
+        world = ranks.join_world(config, place)
+        finished = worker.run(config, world, monitor=monitor, cpu_peak=CpuPeakMemory)
+        world.close()
     except BaseException as error:
         peers.report(ranks.report_of(error, place))
         traceback.print_exception(error)

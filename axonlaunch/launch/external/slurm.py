@@ -50,6 +50,8 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
     ]
     if launch.backend != "gloo":
         options.append(f"--gpus-per-node={launch.nproc}")
+    cpus = launch.slurm.cpus_per_task
+    options.append("--exclusive" if cpus is None else f"--cpus-per-task={cpus}")
     if launch.slurm.partition:
         options.append(f"--partition={launch.slurm.partition}")
     if launch.slurm.account:
@@ -78,7 +80,8 @@ def render(config: RunConfig, *, python: str = sys.executable) -> str:
         "# Shortly before the time limit: checkpoint and requeue.",
         "again=",
         "trap 'again=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
-        f'srun --kill-on-bad-exit=1 {shlex.join(command)} "${{resume[@]}}" &',
+        *([] if cpus is None else ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"]),
+        f'srun --kill-on-bad-exit=1 --cpu-bind=none {shlex.join(command)} "${{resume[@]}}" &',
         "while true; do",
         "    wait $!",
         "    status=$?",

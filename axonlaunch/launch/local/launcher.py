@@ -30,6 +30,7 @@ from axonlaunch.launch.output.summary import LogTail, RunRecorder, finish_run, l
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.authentication import Credentials
+from axonlaunch.system.cores import cores_of_ranks
 
 LOOPBACK = "127.0.0.1"
 RANK = "axonlaunch.launch.local.rank_process:main"
@@ -62,10 +63,13 @@ def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
     Raises:
         ConfigError: It can't be run here.
     """
-    checked: RunConfig = forked_call.call(
-        options.context, "axonlaunch.preflight.checks:resolve", config
-    )
-    return checked
+    checking = forked_call.stream(options.context, "axonlaunch.preflight.checks:resolving", config)
+    while True:
+        try:
+            options.show(str(next(checking)))
+        except StopIteration as done:
+            checked: RunConfig = done.value
+            return checked
 
 
 def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, Any]]:
@@ -86,7 +90,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     with ExitStack() as stack:
         meeting = stack.enter_context(_meeting(config))
         config = stack.enter_context(run_dir.open_run_dir(config, announce=console.line))
-        record = RunRecorder(options.started, console)
+        record = RunRecorder(options.started, console, proof=options.proof)
         record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))
         restarts = 0
         try:
@@ -154,6 +158,14 @@ def _places(
     """Return what each process of this node has to know beside the configuration."""
     processes = _processes(config)
     first = meeting.node_rank * processes
+    cores = None
+    if config.launch.pin_cores:
+        cores = cores_of_ranks(
+            processes,
+            allowed=os.sched_getaffinity(0),
+            on_devices=config.launch.backend == "nccl",
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        )
     return [
         RankSpec(
             rank=rank,
@@ -167,20 +179,11 @@ def _places(
             log=log_of(config, rank),
             pulse=pulse,
             threads=frozen_threads(config),
-            cores=_cores(index, processes) if config.launch.pin_cores else None,
+            cores=None if cores is None else cores[index],
             restarted=restarted,
         )
         for index, rank in enumerate(range(first, first + processes))
     ]
-
-
-def _cores(index: int, processes: int) -> tuple[int, ...] | None:
-    """Return a rank's share of the cores; None where there are fewer cores than ranks."""
-    available = sorted(os.sched_getaffinity(0))
-    share = len(available) // processes
-    if processes == 1 or share == 0:
-        return None
-    return tuple(available[index * share : (index + 1) * share])
 
 
 @contextmanager

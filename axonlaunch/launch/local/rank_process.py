@@ -93,8 +93,10 @@ def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
             mock = World.mock(num_ranks(config), timeout_s=config.launch.timeout_s)
             finished = merge_finished(mock.run(train))
         else:
-            with join_world(config, place) as world:
-                finished = train(world)
+            # Not in a with statement: an error is reported before anything waits for the peers.
+            world = join_world(config, place)
+            finished = train(world)
+            world.close()
         connection.send(Done(place.rank, finished))
         status = 0
     except BaseException as error:
@@ -226,9 +228,19 @@ def report_of(error: BaseException, place: RankSpec) -> Report:
     )
 
 
+_NO_MEMORY = (
+    "can't allocate memory",
+    "out of memory",  # of CUDA, also as NCCL repeats it
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+
+
 def _is_memory(error: BaseException) -> bool:
-    is_memory = "can't allocate memory" in str(error).lower()
-    return is_memory or isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
 
 
 def _cause(error: BaseException) -> str:
@@ -251,14 +263,22 @@ def _is_connection(error: BaseException) -> bool:
     """Return whether a lost peer causes an error, and not this rank."""
     if isinstance(error, UnreachableRankError):
         return False  # nobody failed before it
-    phrases = (
-        "connection closed",
-        "connection reset",
-        "connection refused",
-        "broken pipe",
-        "timed out",
-        "socket closed",
-    )
-    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | ConnectionError):
+    if isinstance(error, dist.DistNetworkError | ConnectionError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in phrases)
+    # NCCL raises DistBackendError for failures of its own as well: two ranks on one device, a full
+    # /dev/shm, an interface that is not there. Only its text says which it is.
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in _LOST_PEER)
+
+
+_LOST_PEER = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+    "socket closed",
+    "remote process exited",
+    "ncclremoteerror",
+    "remote error",
+)

@@ -7,25 +7,20 @@ was first. All of it is signed JSON; what another than the named member wrote is
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.events import Finished
 from axonlaunch.launch.failures.report import Crash, Report
 from axonlaunch.launch.failures.root_cause import find_root_cause, is_conclusive
+from axonlaunch.launch.multinode.meeting import member_name, read_message
 from axonlaunch.system.authentication import ForgedMessageError
 
 _BEAT_S = 0.3
 _FAREWELL_S = 2.0
-_ANSWER_S = 10.0
-"""Seconds in which the store answers that a key is there: whatever is read is written already."""
 _AGAIN = "again"
 _SETTLE_S = 1.5
 """How long member 0 waits for other nodes' reports after the first failure."""
@@ -37,7 +32,7 @@ class Coordinator:
     One class for member 0, which leads, and the others: most of what they do is the same. A run of
     two nodes, in which a rank of node 1 crashes; each line is a key of the store and who writes it:
 
-        beat/0, beat/1    both, every 0.3 s: count, whether done, and this member's failures
+        beat/0, beat/1    both, every 0.3 s: a count, and this member's failures
         beat/1            member 1: with the report of its rank, as soon as it is known
         verdict           member 0, as soon as that explains it: which rank failed first, and why
         left/1, left/0    both: read, and gone; member 0 waits for the others, for it has the store
@@ -130,7 +125,7 @@ class Coordinator:
                 message of an old run has another nonce.
         """
         self.channel.wait(key, timeout_s=timeout_s)
-        content = _read(self.channel, key, member_name(0))
+        content = read_message(self.channel, key, member_name(0))
         nonces = content["nonces"]
         if len(nonces) != self.members or [nonces[self.member]] != self._nonces:
             raise ForgedMessageError(f"{key}: was written for an earlier start of this node")
@@ -340,70 +335,3 @@ class Coordinator:
 
     def _names(self, kind: str, members: Sequence[int]) -> dict[str, str]:
         return {f"{kind}/{member}": member_name(member) for member in members}
-
-
-def member_name(member: int) -> str:
-    """Return what a member signs as."""
-    return f"member {member}"
-
-
-def _read(channel: Channel, name: str, sender: str) -> Any:
-    """Read a message that stood there a moment ago.
-
-    Raises:
-        ForgedMessageError: Another wrote it, or deleted it since.
-    """
-    try:
-        return channel.get(name, sender=sender)
-    except dist.DistStoreError as error:
-        raise ForgedMessageError(f"{name}: was deleted") from error
-
-
-def meet(
-    channel: Channel,
-    *,
-    member: int,
-    members: int,
-    about: Any,
-    timeout_s: float,
-    announce: Callable[[str], None],
-    confirm: Callable[[], None],
-) -> tuple[list[Any] | None, list[str]]:
-    """Wait until every member has joined.
-
-    Args:
-        channel: Where they meet. From now on none of its operations waits for long: what a
-            stranger deletes is not waited for.
-        member: Which one this is.
-        members: How many there are.
-        about: What this one says of itself.
-        timeout_s: How long member 0 waits for the others.
-        announce: Takes a line for the user.
-        confirm: Raises where the others can't come any more; member 0 asks again and again.
-
-    Returns:
-        What each said of itself, on member 0 alone, and the nonces for ``Coordinator``.
-
-    Raises:
-        TimeoutError: Some did not come; the message says which.
-        ForgedMessageError: Another than the member wrote what it said.
-    """
-    channel.store.set_timeout(timedelta(seconds=_ANSWER_S))
-    nonce = secrets.token_hex(16)
-    channel.put(f"beat/{member}", {"count": 0, "reports": []})
-    channel.put(f"joined/{member}", {"nonce": nonce, "about": about})
-    if member:
-        return None, [nonce]
-    names = {f"joined/{other}": member_name(other) for other in range(members)}
-    deadline, announce_at = time.monotonic() + timeout_s, time.monotonic() + 2.0
-    while not channel.check([*names]):
-        missing = [other for other, name in enumerate(names) if not channel.check([name])]
-        if time.monotonic() > deadline:
-            raise TimeoutError(", ".join(map(str, missing)))
-        if time.monotonic() > announce_at and missing:
-            announce(f"waiting for {len(missing)} of {members}: {', '.join(map(str, missing))}")
-            announce_at = deadline
-        confirm()
-        time.sleep(0.05)
-    joined = [_read(channel, name, sender) for name, sender in names.items()]
-    return [member["about"] for member in joined], [member["nonce"] for member in joined]

@@ -18,6 +18,7 @@ from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.launch.output.summary import RunRecorder, finish_run, report_crash
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system import forked_call
+from axonlaunch.verification.runner import prove_layout
 
 
 def check(config: RunConfig, options: LaunchOptions) -> RunConfig:
@@ -49,9 +50,17 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     if missing := unsaid(config):
         raise ConfigError([*problems, *missing])
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
+    proof = None
+    if not problems and config.launch.node_rank == 0:
+        try:
+            proof = prove_layout(context, config)
+        except ConfigError as error:
+            problems = error.problems
+        if proof is not None:
+            console.line(str(proof))
     me = NodeMembership(config, problems, console)
     with ExitStack() as folder:
-        record = RunRecorder(options.started, console)
+        record = RunRecorder(options.started, console, proof=proof)
         try:
             while True:
                 attempt = me.rendezvous(folder)

@@ -25,7 +25,8 @@ from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome, was_interrupted
 from axonlaunch.launch.local.launcher import Rendezvous
 from axonlaunch.launch.multinode import run_identity, token
-from axonlaunch.launch.multinode.coordination import Coordinator, meet, member_name
+from axonlaunch.launch.multinode.coordination import Coordinator
+from axonlaunch.launch.multinode.meeting import meet, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.output.console import RunConsole
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key

@@ -5,14 +5,15 @@ Where there is no terminal nothing is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def spinner(doing: str) -> Iterator[None]:
-    """Say on a terminal's standard error what is being done, while it is."""
+def spinner(doing: str) -> Iterator[Callable[[str], None]]:
+    """Say on a terminal's standard error what is being done, while it is; give what says more."""
     from rich.console import Console
+    from rich.markup import escape
 
-    with Console(stderr=True, highlight=False).status(doing):
-        yield
+    with Console(stderr=True, highlight=False).status(doing) as status:
+        yield lambda text: status.update(escape(text))

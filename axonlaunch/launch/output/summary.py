@@ -30,6 +30,7 @@ from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.files import append_text
 from axonlaunch.system.formatting import quantity, size
 from axonlaunch.system.strict_json import finite
+from axonlaunch.verification.result import Proof
 
 
 class RunRecorder:
@@ -40,13 +41,15 @@ class RunRecorder:
         first_step_s: Seconds from the command to the first logged step.
         last: The last logged step.
         counted: What ``tokens_per_s`` counts.
+        proof: What is known of the layout; None: nobody asked for it.
         corrupt: A line for each checkpoint that was corrupt, and put aside.
     """
 
     prediction: BackgroundEstimate
 
-    def __init__(self, started: float, listener: Listener) -> None:
+    def __init__(self, started: float, listener: Listener, *, proof: Proof | None = None) -> None:
         self._started = started
+        self.proof = proof
         self._listener = listener
         self.first_step_s: float | None = None
         self.last: StepLogged | None = None
@@ -134,6 +137,7 @@ def finish_run(
         "tokens_per_s": last.tokens_per_s if last else None,
         "first_step_s": record.first_step_s,
         "measured_peak_bytes": finished.peak_memory_bytes if finished else None,
+        "proof": None if record.proof is None else dataclasses.asdict(record.proof),
         "corrupt_checkpoints": list(record.corrupt),
         "console_refused": console.refusal,
         "run_dir": config.run_dir,

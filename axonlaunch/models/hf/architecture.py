@@ -12,13 +12,17 @@ from typing import Any
 
 from axonlaunch.config.did_you_mean import nearest
 from axonlaunch.config.errors import ConfigError, ConfigIssue
-from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.model import MOST_LAYERS, HuggingFaceConfig
 from axonlaunch.models.hf import files, library
 
 _CAUSAL_WITHOUT_A_FLAG = {"gpt_neox", "gpt_neox_japanese"}
 """Have ``is_decoder`` and are causal whatever it is."""
 _NEVER_CAUSAL = {"xlnet": "predicts tokens in a random order"}
 _MODALITIES = ("vision_config", "audio_config")
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+"""Keys by which a file chooses functions, of a repository on the Hub too."""
+_COUNTS = ("layers", "n_layer", "experts", "blocks")
+"""What keys end with that say how many of its parts a model has."""
 _ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Keys of older files, which transformers takes into ``rope_parameters``."""
 
@@ -36,6 +40,7 @@ def architecture(config: HuggingFaceConfig) -> Any:
         message = f"model.path is {content.get('model_type')}; remove this setting"
         raise ConfigError([ConfigIssue("model.config.model_type", message, kind)])
     _refuse_quantised(content, config)
+    _refuse_kernels(content, config)
     typed = _remote(config, content) if _is_remote(config, content) else None
     if typed is None:
         _refuse_kind(kind, config)
@@ -53,9 +58,10 @@ def _typed(config: HuggingFaceConfig, content: dict[str, Any], kind: str) -> Any
     """
     cls = library.config_types()[kind]
     _refuse_unknown(config.config, cls, content, prefix="model.config")
-    merged = _merged(_canonical(content, cls), _canonical(config.config, cls))
+    merged = _merged(canonical(content, cls), canonical(config.config, cls))
     merged.pop("model_type", None)
     _shorten_lists(merged, content, cls)
+    _refuse_oversized(merged, config)
     try:
         with library.quiet():
             typed = cls.from_dict(merged)
@@ -98,7 +104,7 @@ def _refuse_unknown(
         raise ConfigError(problems)
 
 
-def _canonical(content: Mapping[str, Any], cls: Any) -> dict[str, Any]:
+def canonical(content: Mapping[str, Any], cls: Any) -> dict[str, Any]:
     """Call each key as the class does: GPT-2's ``num_hidden_layers`` is ``n_layer``."""
     return {cls.attribute_map.get(key, key): value for key, value in content.items()}
 
@@ -119,7 +125,7 @@ def _merged(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 def _shorten_lists(merged: dict[str, Any], content: Mapping[str, Any], cls: Any) -> None:
     """Cut lists that have an entry for each block to fewer blocks, as ``layer_types`` is."""
     key = cls.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    before, now = _canonical(content, cls).get(key), merged.get(key)
+    before, now = canonical(content, cls).get(key), merged.get(key)
     if not isinstance(before, int) or not isinstance(now, int) or now >= before:
         return
     for name, value in merged.items():
@@ -133,8 +139,8 @@ def _is_remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> bool:
     Raises:
         ConfigError: It needs it, and that is not allowed.
     """
-    brings = content.get("auto_map") or {}
-    if "AutoModelForCausalLM" not in brings:
+    brings = content.get("auto_map")
+    if not isinstance(brings, Mapping) or "AutoModelForCausalLM" not in brings:
         return False
     if config.trust_remote_code:
         return True
@@ -175,12 +181,47 @@ def _remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> Any:
 
 
 def _refuse_quantised(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
-    if method := (content.get("quantization_config") or {}).get("quant_method"):
+    given = content.get("quantization_config") or {}
+    if method := given.get("quant_method") if isinstance(given, Mapping) else given:
         message = (
             f"its weights are quantised ({method}), which can't be trained; fp32, bf16 and fp16 "
             "are supported: give the model that it was made from"
         )
         raise ConfigError([ConfigIssue("model.path", message, config.path)])
+
+
+def _refuse_kernels(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
+    """Refuse a file that names a repository of kernels, whose code transformers fetches and runs.
+
+    Raises:
+        ConfigError: It does, at whatever depth.
+    """
+    for key, value in content.items():
+        named = [*value.values()] if isinstance(value, Mapping) else [value]
+        names_code = key.strip("_").removesuffix("_internal") in _IMPLEMENTATIONS
+        if names_code and any("/" in str(one) for one in named):
+            message = (
+                f"its {files.CONFIG_FILE_NAME} has {key}={value}, whose code would be fetched "
+            )
+            message += "and run; remove the key, and choose by model.attention"
+            raise ConfigError([ConfigIssue("model.path", message, config.path)])
+        if isinstance(value, Mapping):
+            _refuse_kernels(value, config)
+
+
+def _refuse_oversized(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
+    """Refuse more blocks or experts than any model has: each is an object, and takes time.
+
+    Raises:
+        ConfigError: It names the first key with more.
+    """
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            _refuse_oversized(value, config)
+        elif isinstance(value, int) and value > MOST_LAYERS and key.endswith(_COUNTS):
+            message = f"{key}={value}: must be at most {MOST_LAYERS}"
+            where = "model.path" if config.path else "model.config"
+            raise ConfigError([ConfigIssue(where, message, config.path or ...)])
 
 
 def _refuse_kind(kind: Any, config: HuggingFaceConfig) -> None:

@@ -34,10 +34,18 @@ class CausalLM(nn.Module):
 
     _part_positions: Callable[[int], Tensor] | None = None
 
-    def forward(self, input_ids: Tensor) -> Tensor | ModelOutputs:
-        """Return logits [samples, tokens, vocabulary] of tokens [samples, tokens]."""
-        if self._part_positions is None:
-            found: Any = super().forward(input_ids=input_ids)
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor | ModelOutputs:
+        """Return logits [samples, tokens, vocabulary] of tokens [samples, tokens].
+
+        Args:
+            input_ids: Tokens.
+            positions: Of each token in its document, for rows that hold several, [samples, tokens].
+        """
+        if positions is not None:
+            with library.documents_apart(positions):
+                found: Any = super().forward(input_ids=input_ids, position_ids=positions)
+        elif self._part_positions is None:
+            found = super().forward(input_ids=input_ids)
         else:
             positions = self._part_positions(input_ids.shape[1]).to(input_ids.device)
             with library.positions_of_a_part():

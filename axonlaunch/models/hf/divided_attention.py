@@ -30,25 +30,28 @@ class _Division:
     Attributes:
         parts: Of sequences.
         chosen: The function that attended before, by its name.
+        needs_mask: Whether attention without a mask is refused.
     """
 
     parts: SequenceParts
     chosen: str
+    needs_mask: bool
 
 
-def divide_attention(model: Any, parts: SequenceParts) -> None:
+def divide_attention(model: Any, parts: SequenceParts, *, needs_mask: bool = False) -> None:
     """Let a model, or a stage of one, compute on parts of sequences, in place.
 
     Args:
         model: One of its own, whose configuration nobody else has.
         parts: How a rank reaches the others.
+        needs_mask: Whether attention without a mask is refused, by who looks for it.
     """
     library.register_attention(NAME, attend=attend, mask=mask)
     model._part_positions = parts.positions
     for config in {id(found): found for found in map(_config, model.modules()) if found}.values():
         chosen = config._attn_implementation_internal
         if chosen != NAME:
-            object.__setattr__(config, NAME, _Division(parts, chosen))
+            object.__setattr__(config, NAME, _Division(parts, chosen, needs_mask))
             object.__setattr__(config, "_attn_implementation_internal", NAME)
 
 
@@ -132,6 +135,8 @@ def _attend(
     attention_mask: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
+    if found.needs_mask and attention_mask is None:
+        raise ValueError(f"{type(module).__name__} attends without a mask of transformers'")
     parts, length = found.parts, query.shape[2]
     whole = length * parts.ranks
     if attention_mask is None:

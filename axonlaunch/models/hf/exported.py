@@ -11,9 +11,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf import files, library
 from axonlaunch.models.hf.structure import structure
+from axonlaunch.system.files import created, hub_blob, opened
 
 _OURS = (files.CONFIG_FILE_NAME, "*.safetensors.index.json", "*.bin.index.json")
 """What is written again, or belongs to the weights that were read."""
@@ -40,14 +42,14 @@ def copy_besides(config: HuggingFaceConfig, folder: Path) -> list[str]:
     A model that came without a file says the latter by its configuration.
 
     Raises:
-        ConfigError: The model's folder is not there any more.
+        ConfigError: The model's folder is not there any more, or holds what is no regular file.
     """
     where, written = files.folder(config), []
     patterns = (*files.BESIDES, *(["*.py"] if config.trust_remote_code else []))
     for file in sorted(where.iterdir()) if where is not None else []:
         wanted = any(fnmatch(file.name, pattern) for pattern in patterns)
-        if wanted and file.is_file() and not any(fnmatch(file.name, one) for one in _OURS):
-            shutil.copyfile(file, folder / file.name)
+        if wanted and not file.is_dir() and not any(fnmatch(file.name, one) for one in _OURS):
+            _copy(file, folder / file.name, path=config.path)
             written.append(file.name)
     if "generation_config.json" not in written:
         typed = structure(config).typed
@@ -56,3 +58,17 @@ def copy_besides(config: HuggingFaceConfig, folder: Path) -> list[str]:
         made.save_pretrained(folder)
         written.append("generation_config.json")
     return written
+
+
+def _copy(file: Path, to: Path, *, path: str | None) -> None:
+    """Copy a file of a model's folder, and nothing that a link in it leads to.
+
+    Raises:
+        ConfigError: It can't be read, or is no regular file.
+    """
+    try:
+        with opened(hub_blob(file)) as content, created(to) as copied:
+            shutil.copyfileobj(content, copied)
+    except OSError as error:
+        message = f"{file} can't be copied: {error.strerror}"
+        raise ConfigError([ConfigIssue("model.path", message, path)]) from None

@@ -14,6 +14,7 @@ from typing import Any
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.hf import library
+from axonlaunch.system.files import hub_blob, read_text
 
 CONFIG_FILE_NAME = "config.json"
 BESIDES = ("*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
@@ -70,23 +71,22 @@ def read_folder_json(file: Path, *, path: str | None) -> dict[str, Any]:
     """Read an object of JSON out of a model's folder.
 
     Args:
-        file: Its path; a link of the Hub's cache is followed.
+        file: Its path; a link of the Hub's cache is followed, no other.
         path: What the user wrote for the folder.
 
     Raises:
         ConfigError: It is not there, or holds something else.
     """
     try:
-        if file.stat().st_size > _LARGEST_JSON:
-            raise ValueError(f"is larger than {_LARGEST_JSON} bytes")
-        content = json.loads(file.read_text())
+        content = json.loads(read_text(hub_blob(file), at_most=_LARGEST_JSON))
         if not isinstance(content, dict):
             raise TypeError(f"holds {type(content).__name__} where keys belong")
     except FileNotFoundError:
         message = f"has no {file.name}; give the folder of a model that save_pretrained wrote"
         raise ConfigError([ConfigIssue("model.path", message, path)]) from None
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        message = f"{file} can't be read: {error}"
+        reason = error.strerror if isinstance(error, OSError) else error
+        message = f"{file} can't be read: {reason}"
         raise ConfigError([ConfigIssue("model.path", message, path)]) from None
     return content
 
@@ -143,8 +143,9 @@ def is_complete(where: Path) -> bool:
     index = where / "model.safetensors.index.json"
     if not index.exists():
         return any(where.glob(_WEIGHTS))
-    names = set(read_folder_json(index, path=str(where)).get("weight_map", {}).values())
-    return all((where / str(name)).exists() for name in names)
+    files = read_folder_json(index, path=str(where)).get("weight_map")
+    names = {str(name) for name in files.values()} if isinstance(files, dict) else set()
+    return bool(names) and all((where / name).exists() for name in names)
 
 
 def _code(config: HuggingFaceConfig) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
@@ -32,6 +33,8 @@ INSTALL = "pip install 'axonlaunch[hf]'"
 
 
 _POSITIONS_ARE_OF_A_PART: ContextVar[bool] = ContextVar("positions_are_of_a_part", default=False)
+_DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
+"""Positions of tokens in their documents, [samples, tokens]; None: a sample is one sequence."""
 
 
 @contextmanager
@@ -42,6 +45,23 @@ def positions_of_a_part() -> Iterator[None]:
         yield
     finally:
         _POSITIONS_ARE_OF_A_PART.reset(token)
+
+
+@contextmanager
+def documents_apart(positions: Tensor) -> Iterator[None]:
+    """Let every mask that transformers builds keep documents from each other.
+
+    It would do so by itself for the models that hand their positions to what builds masks, which
+    not all do, and with a look at the values, for which a GPU is waited for.
+
+    Args:
+        positions: Of each token in its document, [samples, tokens].
+    """
+    token = _DOCUMENTS.set(positions)
+    try:
+        yield
+    finally:
+        _DOCUMENTS.reset(token)
 
 
 def register_attention(name: str, *, attend: Any, mask: Any) -> None:
@@ -79,8 +99,13 @@ def transformers() -> Any:
     found.utils.logging.set_verbosity_error()
     found.utils.logging.disable_progress_bar()
     _let_masks_be_those_of_a_run()
+    _let_masks_keep_documents_apart()
     _let_rotary_tables_be_those_of_a_run()
     return found
+
+
+_MASKED = ("sdpa", "eager", "flex_attention")
+"""The implementations of attention that a run may choose, and that are given masks."""
 
 
 def _let_masks_be_those_of_a_run() -> None:
@@ -93,11 +118,35 @@ def _let_masks_be_those_of_a_run() -> None:
     look: Any = masking.find_packed_sequence_indices
 
     def find_packed_sequence_indices(position_ids: Any) -> Any:
-        if is_fake(position_ids) or _POSITIONS_ARE_OF_A_PART.get():
-            return None  # no forward here is given packed samples, whose positions restart
-        return look(position_ids)
+        known = _POSITIONS_ARE_OF_A_PART.get() or _DOCUMENTS.get() is not None
+        return None if known or is_fake(position_ids) else look(position_ids)
 
     masking.find_packed_sequence_indices = find_packed_sequence_indices
+
+
+def _let_masks_keep_documents_apart() -> None:
+    """Wrap what builds masks for each implementation of attention."""
+    masking: Any = importlib.import_module("transformers.masking_utils")
+    for name in _MASKED:
+        build: Any = masking.ALL_MASK_ATTENTION_FUNCTIONS[name]
+        masking.AttentionMaskInterface.register(name, _keeping_documents_apart(build, masking))
+
+
+def _keeping_documents_apart(build: Any, masking: Any) -> Any:
+    @functools.wraps(build)
+    def build_mask(*, mask_function: Any, allow_is_causal_skip: bool = True, **given: Any) -> Any:
+        positions = _DOCUMENTS.get()
+        if positions is not None:
+            documents = (positions == 0).cumsum(-1)
+            mask_function = masking.packed_sequence_compatibility_function(
+                mask_function, positions, documents
+            )
+            allow_is_causal_skip = False
+        return build(
+            mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **given
+        )
+
+    return build_mask
 
 
 _LOOKING = ("dynamic", "longrope")

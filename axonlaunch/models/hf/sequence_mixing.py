@@ -58,11 +58,49 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
         model: Without storage; it is not changed.
         layers: Path of the list of its blocks.
     """
-    silence_fake_tensors()
-    model = copy.deepcopy(model)
     chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if chosen not in ("sdpa", "eager"):
         return f"its attention is {chosen}, which is not divided; use model.attention=sdpa or eager"
+    model = copy.deepcopy(model)
+    outputs = _run_on_a_part(model, layers=layers)
+    if isinstance(outputs, ModelOutputs):
+        return (
+            "its auxiliary loss is of all tokens together; use "
+            "model.config.output_router_logits=false"
+        )
+    if isinstance(outputs, str):
+        return outputs
+    if _finds_positions_in_tokens(model, _length(model)):
+        return "it finds positions in the tokens themselves, from the first that is no padding"
+    return ""
+
+
+def why_unpackable(model: nn.Module, *, layers: str) -> str:
+    """Return why a row can't hold several documents; empty if it can.
+
+    Masks keep documents apart where transformers' attention functions alone let tokens see others,
+    and positions can start again where they are those that the model is given: that is what a
+    divided sequence asks for too.
+
+    Args:
+        model: Without storage; it is not changed.
+        layers: Path of the list of its blocks.
+    """
+    whole: Any = copy.deepcopy(model)
+    whole.config._attn_implementation_internal = "eager"  # all that is masked is shown its mask
+    outputs = _run_on_a_part(whole, layers=layers, needs_mask=True)
+    return outputs if isinstance(outputs, str) else ""
+
+
+def _run_on_a_part(model: nn.Module, *, layers: str, needs_mask: bool = False) -> object:
+    """Return what a model returns for a part of a sequence, or as text why there is nothing.
+
+    Args:
+        model: One's own, which is changed.
+        layers: Path of the list of its blocks.
+        needs_mask: Whether attention without a mask that transformers built is refused.
+    """
+    silence_fake_tensors()
     watch = _Watch(_length(model))
     divide_attention(
         model,
@@ -73,6 +111,7 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
             ranks=_RANKS,
             around=watch.attending,
         ),
+        needs_mask=needs_mask,
     )
     blocks: Any = model.get_submodule(layers)
     for number, block in enumerate(blocks):
@@ -93,16 +132,7 @@ def why_undivided(model: nn.Module, *, layers: str) -> str:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         before = "" if watch.attended else ", before it calls transformers' attention functions"
         return f"running it on a part of one fails{before} ({said})"
-    if isinstance(outputs, ModelOutputs):
-        return (
-            "its auxiliary loss is of all tokens together; use "
-            "model.config.output_router_logits=false"
-        )
-    if not watch.attended:
-        return _ATTENDS_BY_ITSELF
-    if _finds_positions_in_tokens(model, watch.length):
-        return "it finds positions in the tokens themselves, from the first that is no padding"
-    return ""
+    return outputs if watch.attended else _ATTENDS_BY_ITSELF
 
 
 def _finds_positions_in_tokens(model: Any, length: int) -> bool:

@@ -18,7 +18,7 @@ from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.models.block_flow import block_flow
 from axonlaunch.models.hf import files
 from axonlaunch.models.hf.build import recorded, untraceable
-from axonlaunch.models.hf.sequence_mixing import why_undivided
+from axonlaunch.models.hf.sequence_mixing import why_undivided, why_unpackable
 from axonlaunch.models.initialization import Initializer
 from axonlaunch.models.spec import BlockFlow
 
@@ -37,6 +37,7 @@ class Structure:
         tensor_plan: Patterns of module names to styles of transformers.
         pipeline_plan: What transformers says is passed between the parts of the base model.
         untraceable: Why it can't be run without values; empty if it can.
+        head: Path of what makes logits; None: the class does not say.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class Structure:
     tensor_plan: Mapping[str, str]
     pipeline_plan: Mapping[str, Any]
     untraceable: str = ""
+    head: str | None = None
 
     def copy(self) -> nn.Module:
         """Return a model of one's own."""
@@ -73,6 +75,11 @@ class Structure:
         if self.layers is None or self.untraceable:
             return self.no_layers or self.untraceable
         return why_undivided(self.model, layers=self.layers)
+
+    @functools.cached_property
+    def unpackable(self) -> str:
+        """Why a row can't hold several documents; empty if it can."""
+        return self.no_layers or why_unpackable(self.model, layers=self.layers or "")
 
 
 def structure(config: HuggingFaceConfig) -> Structure:
@@ -102,7 +109,14 @@ def _of(keys: str, content: str) -> Structure:
         tensor_plan=dict(getattr(model, "tp_plan", None) or {}),
         pipeline_plan=dict(getattr(model, "pp_plan", None) or {}),
         untraceable=untraceable(config),
+        head=_head(model),
     )
+
+
+def _head(model: Any) -> str | None:
+    """Return the path of a model's output embeddings, as transformers calls them."""
+    head = model.get_output_embeddings()
+    return next((name for name, one in model.named_modules() if one is head), None)
 
 
 def _layers(model: Any) -> tuple[str | None, str]:

@@ -207,12 +207,14 @@ def states(
     Args:
         config: The layout's run.
         layout: Its layout.
-        whole: The fp32 parameters of the rank's stages, undivided by other axes.
+        whole: The parameters of the rank's stages, undivided by other axes, in bytes.
         layer: Of these, those of a layer.
         ends: Of these, those of no layer.
         state_share: Bytes of the optimizer's states beside those of the parameters.
     """
-    half = 1.0 if config.train.precision == "fp32" else 0.5
+    # What is cast, and what it is beside what is kept.
+    is_cast = config.train.precision != "fp32" and config.train.parameter_bytes == _FP32
+    half = 0.5 if is_cast else 1.0
     whole, layer, ends = (size / layout.tensor for size in (whole, layer, ends))
     moments = state_share * whole
     cast = 0.0 if half == 1 else whole * half  # autocast keeps what it casts until a forward ends

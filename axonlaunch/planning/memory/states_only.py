@@ -19,8 +19,6 @@ from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.storage_trace import CATEGORIES
 
-_FP32 = 4
-
 
 def estimate_states(config: RunConfig) -> Estimate:
     """Estimate the states of every rank of a run.
@@ -51,12 +49,17 @@ def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
     if layout.pipeline > 1:
         stages = parts(reduced.counts)
         modules = [cut(spec, reduced.build(), stages[n]) for n in reduced.stages_of(place)]
-    whole = sum(_bytes(module) for module in modules)
-    blocks = [_bytes(block) for module in modules for block in spec.blocks(module).values()]
+    element = config.train.parameter_bytes
+    whole = element * sum(_elements(module) for module in modules)
+    blocks = [
+        element * _elements(block) for module in modules for block in spec.blocks(module).values()
+    ]
     facts = parameter_facts(spec, reduced.model)
     ties = tied_names(reduced.model)
     names = [ties.get(n, n) for module in modules for n, _ in module.named_parameters()]
-    share = state_share(config.optimizer, [facts[name] for name in names if name in facts])
+    share = state_share(
+        config.optimizer, [facts[name] for name in names if name in facts], parameter_bytes=element
+    )
     bytes_of = states(
         config,
         layout,
@@ -82,5 +85,5 @@ def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
     )
 
 
-def _bytes(module: nn.Module) -> int:
-    return _FP32 * sum(parameter.numel() for parameter in module.parameters())
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

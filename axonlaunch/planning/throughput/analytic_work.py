@@ -179,12 +179,13 @@ class _Scaled:
         if layout.facts.shards_parameters:
             axes = tuple(name for name in ("dp_shard", "cp") if layout.axes[name] > 1)
             whole = gradient_bytes / layout.tensor
-            gathered = whole * self._type / FP32
+            gathered = whole * self._type / self._config.train.parameter_bytes
             if axes:
                 _put(work, CollectiveOp("forward", "all_gather", axes), Amount(1, gathered))
                 if self._config.strategy.fsdp.sharding != "shard_grad_op":
                     _put(work, CollectiveOp("backward", "all_gather", axes), Amount(1, gathered))
-                reduced = whole if self._config.strategy.reduce_dtype == "fp32" else whole / 2
+                summed = FP32 if self._config.strategy.reduce_dtype == "fp32" else HALF
+                reduced = whole * summed / self._config.train.parameter_bytes
                 _put(work, CollectiveOp("backward", "reduce_scatter", axes), Amount(1, reduced))
         if layout.context > 1:
             _put(work, CollectiveOp("forward", "all_gather", ("cp",)), Amount(1, 2 * self._stream))

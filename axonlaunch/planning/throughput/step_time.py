@@ -16,7 +16,6 @@ from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import timeline
 from axonlaunch.models.parameter_facts import share_of_states
-from axonlaunch.planning.throughput.analytic_work import FP32
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
     Amount,
@@ -116,7 +115,7 @@ class StepTime:
             message = "the speed of updates on the host's cores can't be estimated; use params"
             raise ConfigError([ConfigIssue("strategy.fsdp.cpu_offload", message, offload)])
         shards = layout.tensor * layout.pipeline * layout.dp_shard * layout.context
-        state_bytes = FP32 * work.parameters / shards
+        state_bytes = self._config.train.parameter_bytes * work.parameters / shards
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
         if offload == "optimizer_states":
             moments = share_of_states(self._config)

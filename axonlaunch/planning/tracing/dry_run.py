@@ -84,7 +84,9 @@ class FakeRank:
         with self._mode:
             inputs = torch.empty((samples, *sample.shape), dtype=sample.dtype)
             shape = inputs.shape if self._reduced.is_text else inputs.shape[:1]
-            return Batch(inputs, torch.empty(shape, dtype=torch.int64))
+            targets = torch.empty(shape, dtype=torch.int64)
+            positions = torch.empty_like(targets) if self._reduced.is_packed else None
+            return Batch(inputs, targets, positions)
 
     def settle(self) -> None:
         """Let the optimizer make its states, as a first step does; inside of ``storing``.

@@ -19,7 +19,7 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.parameter_groups import states_of, with_options
 from axonlaunch.config.schedule_rules import SCHEDULES
-from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.dataset import holds_documents, sample_inputs
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.split import stage_blocks
 from axonlaunch.engines.tensor.plan_checks import styled
@@ -47,6 +47,7 @@ class ReducedRun:
         model: Whole and undivided, on the meta device.
         sample: Inputs of one sample [...]; values don't matter.
         is_text: Whether each input has a target; else each sample has one.
+        is_packed: Whether each input has a position in a document.
         num_blocks: Blocks that are run, the first ones of ``model``.
         repeats: Whether the model can be extrapolated from fewer of its blocks.
     """
@@ -57,6 +58,7 @@ class ReducedRun:
     model: nn.Module
     sample: Tensor
     is_text: bool
+    is_packed: bool
     num_blocks: int
     repeats: bool
 
@@ -65,7 +67,7 @@ class ReducedRun:
         """Build the model of a checked configuration and read what a sample is."""
         ranks = num_ranks(config)
         layout = Layout.of(config, world_size=ranks)
-        dataset = data.build_dataset(config.data)
+        dataset = data.build_dataset(config.data, config.tokenizer)
         model, sample = on_meta(config.model, seed=config.seed), sample_inputs(dataset)
         if layout.pipeline > 1:
             split = _split(config, layout, model, sample)
@@ -78,6 +80,7 @@ class ReducedRun:
             model,
             sample,
             is_text=dataset.kind == "tokens",
+            is_packed=holds_documents(dataset),
             num_blocks=len(spec.blocks(model)),
             repeats=spec.repeats(model)
             and _are_divided_alike(config, spec.blocks(model), model)

@@ -12,6 +12,7 @@ from typing import Any
 from axonlaunch.config import RunConfig
 from axonlaunch.config.data import DATASETS, SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.config.registry import EntryPointError
+from axonlaunch.config.tokenizer import TokenizerConfig
 
 _MISSING = "???"
 
@@ -48,7 +49,11 @@ def replace_with_synthetic(config: RunConfig) -> RunConfig:
     num_classes = max(2, sample.num_classes or 2)
     if sample.kind == "tokens":
         (length,) = sample.shape
-        data: Any = SyntheticTokensConfig(vocab_size=num_classes, sequence_length=length)
+        data: Any = SyntheticTokensConfig(
+            vocab_size=num_classes,
+            sequence_length=length,
+            document_length=length if sample.is_packed else None,
+        )
     else:
         channels, height, width = sample.shape
         if height != width:
@@ -56,4 +61,4 @@ def replace_with_synthetic(config: RunConfig) -> RunConfig:
         data = SyntheticImagesConfig(
             num_channels=channels, image_size=height, num_classes=num_classes
         )
-    return dataclasses.replace(config, data=data)
+    return dataclasses.replace(config, data=data, tokenizer=TokenizerConfig())

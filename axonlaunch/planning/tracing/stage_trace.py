@@ -178,7 +178,9 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
             dry.settle()
             measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
     layout = reduced.layout
-    fed = (batch.inputs.nbytes + batch.targets.nbytes) // (layout.micro_batches * layout.context)
+    tensors = (batch.inputs, batch.targets, batch.positions)
+    fed = sum(one.nbytes for one in tensors if one is not None)
+    fed //= layout.micro_batches * layout.context
     if layout.pipeline == 1:
         fed += torch.float32.itemsize
     read = _most_read_at_once(dry.engine) if initial_weights(reduced.config.model) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,35 @@ def test_code_that_comes_with_a_model_is_not_run_unless_that_is_allowed(tmp_path
     found = refusal(path=path)
     assert found.startswith("model.trust_remote_code=false: ")
     assert code in found
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"_attn_implementation": "someone/kernels"},
+        {"attn_implementation": {"": "paged|someone/kernels@main:function"}},
+        {"text_config": {"_attn_implementation_internal": "someone/kernels"}},
+        {"experts_implementation": "someone/kernels"},
+    ],
+)
+def test_kernels_that_a_file_names_are_not_fetched_and_run(
+    named: dict[str, Any], tmp_path: Path
+) -> None:
+    path = folder(tmp_path, **FAMILIES["llama"], **named)
+    assert "whose code would be fetched and run; remove the key, and" in refusal(path=path)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])
+def test_more_blocks_than_any_model_has_are_refused_at_once(key: str, tmp_path: Path) -> None:
+    path = folder(tmp_path, **{**FAMILIES["qwen3"], key: 10**9})
+    assert f"{key}=1000000000: must be at most 10000" in refusal(path=path)
+
+
+@pytest.mark.parametrize("prepared", ["link", "fifo"])
+def test_a_description_that_is_no_regular_file_is_refused(prepared: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.symlink_to("/etc/hostname") if prepared == "link" else os.mkfifo(file)
+    assert f"{file} can't be read: is not a regular file" in refusal(path=str(tmp_path))
 
 
 def test_a_family_that_transformers_has_uses_its_code(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from axonlaunch.config import ConfigError
 from axonlaunch.models.hf.sequence_mixing import why_undivided
 from axonlaunch.preflight.inspection import inspect
 
+pytestmark = pytest.mark.costly
+
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 CONTEXT = ["strategy=ddp", "strategy.context.degree=2", "launch.nproc=2"]
 OFFERED = [kind for kind in FAMILIES if kind != "bloom"]

@@ -17,6 +17,8 @@ from axonlaunch.engines.pipeline.stand_ins import cut_out
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.inspection import inspect
 
+pytestmark = pytest.mark.costly
+
 BLOCKS = 4
 PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=2", "launch.nproc=2"]
 EIGHT = ["train.global_batch_size=8", "train.micro_batch_size=2"]

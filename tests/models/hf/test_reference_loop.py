@@ -8,6 +8,8 @@ import pytest
 from hf_families import FAMILIES, save
 from hf_loops import by_axonlaunch, by_transformers
 
+pytestmark = pytest.mark.costly
+
 LAYOUTS = {
     "single": ["strategy=single"],
     "ddp": ["strategy=ddp", "launch.nproc=2"],
@@ -56,6 +58,16 @@ def test_tensor_and_data_parallelism_learn_together_as_a_plain_loop(
     expected = by_transformers(tmp_path)
     both = [f"strategy={data_parallel}", "strategy.tensor.degree=2", "launch.nproc=4"]
     assert by_axonlaunch(tmp_path, both) == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("other", ["pipeline", "context"])
+def test_gpt2_learns_under_tensor_parallelism_and_another_axis_as_in_a_plain_loop(
+    other: str, tmp_path: Path
+) -> None:
+    save("gpt2", tmp_path)
+    expected = by_transformers(tmp_path)
+    both = ["strategy=tensor", "strategy.tensor.degree=2", f"strategy.{other}.degree=2"]
+    assert by_axonlaunch(tmp_path, [*both, "launch.nproc=4"]) == pytest.approx(expected, rel=2e-5)
 
 
 def tensor(degree: int) -> list[str]:

@@ -25,6 +25,8 @@ from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.models.hf.structure import structure
 from axonlaunch.models.hf.tensor_plans import tensor_plan
 
+pytestmark = pytest.mark.costly
+
 SETTINGS = [
     *("model=hf", "model.init=random", "data=synthetic_tokens", "data.sequence_length=16"),
     *("train.global_batch_size=4", "train.steps=10", "scheduler=constant", "optimizer.eps=1e-6"),

@@ -1,0 +1,50 @@
+"""Typed configuration of datasets of text, a row of a file a document.
+
+It holds values; ``axonlaunch.data`` reads what they name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentsConfig:
+    """Documents: a text field of rows in files, tokenised once."""
+
+    name: str = "documents"
+    """name in the registry of datasets"""
+    files: list[str]
+    """paths, globs or fsspec URLs of .jsonl, .json, .csv, .tsv, .parquet, .arrow and .txt, of which
+    texts may be compressed as .gz, .bz2, .xz or .zst; folders that save_to_disk of datasets wrote
+    """
+    text_field: str = "text"
+    """name of the field or column that holds the text"""
+    sequence_length: int = field(default=1024, metadata={"min": 1})
+    """tokens of a row"""
+    packing: Literal["concat", "best_fit", "none"] = "concat"
+    """how rows are filled. concat: documents one after another, cut where a row ends; best_fit:
+    whole documents, each in the fullest row that has room; none: one document a row. A document
+    never attends to another
+    """
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    """what is done with a document longer than a row, under best_fit and none"""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """what is done with a row that has no such text; skip counts them"""
+    held_out: int | float | list[str] = field(default=0.01, metadata={"min": 0})
+    """what is held out for evaluation: a share of the documents below 1, a number of them, or files
+    of their own
+    """
+    cache_dir: str | None = None
+    """folder that tokens are kept in; null: axonlaunch/tokens in the user's cache"""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for values that don't fit each other."""
+        found = []
+        if not self.files:
+            found.append(("files", "names no file; write data.files=['corpus/*.jsonl']"))
+        if isinstance(self.held_out, float) and self.held_out >= 1:
+            message = "a share must be below 1; write a whole number for so many documents"
+            found.append(("held_out", message))
+        return found

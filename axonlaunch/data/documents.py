@@ -1,0 +1,90 @@
+"""Documents: a text field of the rows of files.
+
+It makes tokens of one row's text; files, shards and rows of tokens are ``text_rows``'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from axonlaunch.config.documents import DocumentsConfig
+from axonlaunch.data.encoding import Encoded, OnProgress
+from axonlaunch.data.rows import Row
+from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data.tokenizer import Tokenizer
+
+
+class Documents(TextRows):
+    """Rows of the tokens of a text field; every token but a document's first is a target."""
+
+    def __init__(
+        self, config: DocumentsConfig, tokenizer: Tokenizer, *, report: OnProgress
+    ) -> None:
+        """Tokenise what is not tokenised yet.
+
+        Raises:
+            ConfigError: A file can't be read, a row is none, or nothing is left to train on.
+        """
+        encoder = DocumentEncoder(tokenizer, field=config.text_field)
+        super().__init__(config, tokenizer, encoder, report=report)
+
+
+class DocumentEncoder:
+    """Makes a document of each row's text.
+
+    Attributes:
+        fingerprint: Of the tokenizer and the field.
+        vocab_size: Of the tokenizer.
+    """
+
+    masks = False
+
+    def __init__(self, tokenizer: Tokenizer, *, field: str) -> None:
+        """Choose a tokenizer and the field that holds the text."""
+        self._tokenizer = tokenizer
+        self._field = field
+        text = json.dumps(["documents", tokenizer.fingerprint, field])
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        self.vocab_size = tokenizer.vocab_size
+
+    def encode(self, rows: Sequence[Row | str]) -> Encoded:
+        """Return a document of each row, but for those that have no token to predict."""
+        texts: list[str] = []
+        places: list[int] = []
+        bad: list[tuple[int, str]] = []
+        for place, row in enumerate(rows):
+            text: Any = row if isinstance(row, str) else row.get(self._field)
+            if reason := _why_no_text(text, row, self._field):
+                bad.append((place, reason))
+            else:
+                texts.append(text)
+                places.append(place)
+        documents = self._tokenizer.documents(texts)
+        kept = [index for index, document in enumerate(documents) if len(document) > 1]
+        none = np.empty(0, dtype=np.uint32)
+        return Encoded(
+            tokens=np.concatenate([none, *(documents[index] for index in kept)]),
+            lengths=np.array([len(documents[index]) for index in kept], dtype=np.int64),
+            rows=np.array([places[index] for index in kept], dtype=np.int64),
+            counted=None,
+            empty=len(documents) - len(kept),
+            bad=tuple(bad),
+        )
+
+
+def _why_no_text(text: object, row: Row | str, field: str) -> str | None:
+    """Return why a row's text is none; None where it is one."""
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return f"{field} has half of a surrogate pair, which is no character"
+        return None
+    if isinstance(row, dict) and field not in row:
+        return f"has no field {field}; it has {', '.join(map(str, row)) or 'none'}"
+    return f"{field} is {'null' if text is None else type(text).__name__}, not text"

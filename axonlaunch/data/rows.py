@@ -1,0 +1,219 @@
+"""The rows of a file: JSON lines, JSON, CSV, Parquet, Arrow or text, compressed or not.
+
+A row that is none is returned as such, with the reason; a file that can't be read to its end is
+refused, for what is missing of it nobody knows.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import itertools
+import json
+import lzma
+import re
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+from axonlaunch.data.sources import SourceFile
+
+Row = dict[str, Any]
+_AT_ONCE = 1024
+"""Rows of a table that are made Python's at once."""
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+"""What Python's ``surrogateescape`` makes of a byte that is not part of UTF-8."""
+_PYARROW = "needs pyarrow; pip install 'axonlaunch[data]'"
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """What stands where a row should be.
+
+    Attributes:
+        reason: Why it is none.
+    """
+
+    reason: str
+
+
+class UnreadableFileError(ValueError):
+    """A file that can't be read to its end; the text says which, where and why."""
+
+
+class RowReader:
+    """Reads the rows of one file, in order.
+
+    Attributes:
+        fraction: Share of the file that was read, for who waits.
+    """
+
+    def __init__(self, source: SourceFile, *, skip: int = 0) -> None:
+        """Choose a file.
+
+        Args:
+            source: The file.
+            skip: Number of the last row that is passed over.
+        """
+        self.fraction = 0.0
+        self._source = source
+        self._skip = skip
+        self._raw: BinaryIO | None = None
+
+    def __iter__(self) -> Iterator[tuple[int, Row | str | BadRow]]:
+        """Yield ``(number, row)``: of a text file its text, of a line of text the line's number.
+
+        Raises:
+            UnreadableFileError: The file ends too early, or is not of its format.
+        """
+        number = 0
+        try:
+            with ExitStack() as stack:
+                self._raw = stack.enter_context(self._source.open())
+                for number, row in self._rows(stack):
+                    if number > self._skip:
+                        yield number, row
+        except (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, csv.Error) as error:
+            if isinstance(error, UnreadableFileError):
+                raise
+            where = f"after {self.what} {number}" if number else "at its beginning"
+            reason = " ".join(str(error).split()) or type(error).__name__
+            message = f"{self._source.name} can't be read {where}: {reason[:300]}"
+            raise UnreadableFileError(message) from error
+        self.fraction = 1.0
+
+    @property
+    def what(self) -> str:
+        """What a number counts: lines, or rows."""
+        is_text = self._source.format in (".jsonl", ".ndjson", ".csv", ".tsv")
+        return "line" if is_text else "row"
+
+    def _rows(self, stack: ExitStack) -> Iterator[tuple[int, Row | str | BadRow]]:
+        form = self._source.format
+        if form in (".parquet", ".arrow"):
+            yield from self._of_tables(form)
+            return
+        stream = self._decompressed(stack)
+        if form in (".csv", ".tsv"):
+            yield from self._of_csv(stream, "\t" if form == ".tsv" else ",")
+        elif form == ".txt":
+            yield 1, stream.read().decode("utf-8-sig")
+        elif form == ".json" and _begins_array(stream):
+            yield from self._of_array(json.load(stream))
+        else:
+            yield from self._of_lines(stream)
+
+    def _decompressed(self, stack: ExitStack) -> io.BufferedReader:
+        raw, compression = self._raw, self._source.compression
+        assert raw is not None
+        opened: Any = raw
+        if compression == ".gz":
+            opened = gzip.GzipFile(fileobj=raw)
+        elif compression == ".bz2":
+            opened = bz2.BZ2File(raw)
+        elif compression == ".xz":
+            opened = lzma.open(raw)  # noqa: SIM115 - closed with the buffer around it
+        elif compression == ".zst":
+            # Unlike that of zstandard this stream reports a file that ends too early.
+            arrow = _pyarrow()
+            opened = arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd")
+        return cast("io.BufferedReader", stack.enter_context(io.BufferedReader(opened, 1 << 20)))
+
+    def _of_lines(self, stream: io.BufferedReader) -> Iterator[tuple[int, Row | BadRow]]:
+        for number, line in enumerate(stream, start=1):
+            if number % 256 == 0:
+                self._note_position()
+            if number <= self._skip or not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except UnicodeDecodeError as error:
+                yield number, BadRow(f"is not UTF-8 ({error.reason} at byte {error.start})")
+            except (ValueError, RecursionError) as error:
+                yield number, BadRow(f"is not JSON ({error})")
+            else:
+                yield number, row if isinstance(row, dict) else _no_object(row)
+
+    def _of_array(self, content: Any) -> Iterator[tuple[int, Row | BadRow]]:
+        for number, row in enumerate(content, start=1):
+            yield number, row if isinstance(row, dict) else _no_object(row)
+
+    def _of_csv(
+        self, stream: io.BufferedReader, delimiter: str
+    ) -> Iterator[tuple[int, Row | BadRow]]:
+        csv.field_size_limit(sys.maxsize)  # a document may be longer than Python expects
+        decoded = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+        with decoded as text:
+            rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+            for row in rows:
+                self._note_position()
+                yield rows.line_num, _checked(row, columns=len(rows.fieldnames or ()))
+
+    def _of_tables(self, form: str) -> Iterator[tuple[int, Row | BadRow]]:
+        numbers = itertools.count(1)
+        for batch in self._tables(form):
+            for row in batch.to_pylist():
+                yield next(numbers), row
+
+    def _tables(self, form: str) -> Iterator[Any]:
+        """Yield Arrow's batches of a file."""
+        arrow = _pyarrow()
+        if form == ".parquet":
+            import pyarrow.parquet
+
+            file = pyarrow.parquet.ParquetFile(self._raw, page_checksum_verification=True)
+            total, done = max(1, file.metadata.num_rows), 0
+            for batch in file.iter_batches(batch_size=_AT_ONCE):
+                yield batch
+                done += batch.num_rows
+                self.fraction = done / total
+            return
+        import pyarrow.ipc
+
+        try:
+            reader = pyarrow.ipc.open_stream(self._raw)
+        except arrow.ArrowInvalid:
+            assert self._raw is not None
+            self._raw.seek(0)
+            file = pyarrow.ipc.open_file(self._raw)
+            reader = (file.get_batch(index) for index in range(file.num_record_batches))
+        for batch in reader:
+            for start in range(0, batch.num_rows, _AT_ONCE):
+                yield batch.slice(start, _AT_ONCE)
+            self._note_position()
+
+    def _note_position(self) -> None:
+        assert self._raw is not None
+        self.fraction = min(1.0, self._raw.tell() / max(1, self._source.size))
+
+
+def _begins_array(stream: io.BufferedReader) -> bool:
+    return stream.peek(1 << 10).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+
+
+def _no_object(row: Any) -> BadRow:
+    return BadRow(f"is {type(row).__name__}, not an object with fields")
+
+
+def _checked(row: dict[Any, Any], *, columns: int) -> Row | BadRow:
+    """Return a row of CSV, or why it is none."""
+    if None in row:
+        return BadRow(f"has {columns + len(row[None])} columns, and the header {columns}")
+    if missing := [name for name, value in row.items() if value is None]:
+        return BadRow(f"ends before its column {missing[0]}")
+    if any(_NOT_UTF8.search(value) for value in row.values()):
+        return BadRow("is not UTF-8")
+    return row
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise UnreadableFileError(_PYARROW) from None
+    return pyarrow

@@ -1,0 +1,271 @@
+"""Datasets of documents in files: rows of tokens, filled as ``data.packing`` says.
+
+Documents are tokenised once, into shards that are mapped from then on; which documents are held
+out, and which fill which row, follows from the files and the configuration alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from axonlaunch.config.documents import DocumentsConfig
+from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.data import packing, token_cache
+from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Kind, Split
+from axonlaunch.data.encoding import Encoder, OnProgress
+from axonlaunch.data.rows import UnreadableFileError
+from axonlaunch.data.shuffle import permute
+from axonlaunch.data.sources import SourceFile, find_sources
+from axonlaunch.data.token_cache import BadRowsError, Shard
+from axonlaunch.data.tokenizer import Tokenizer
+from axonlaunch.system.cache import cache_folder
+
+_HELD_OUT_KEY = (1,)
+"""Which documents are held out must not depend on a run's seed."""
+
+
+@dataclass(frozen=True)
+class Untokenised:
+    """What is known of a dataset of text before a file of it is read.
+
+    Attributes:
+        num_classes: Tokens of the vocabulary.
+        sample_shape: Of a row.
+        is_packed: Whether rows hold several documents.
+    """
+
+    num_classes: int
+    sample_shape: tuple[int, ...]
+    is_packed: bool
+    kind: Kind = "tokens"
+
+
+def untokenised(config: DocumentsConfig, tokenizer: Tokenizer) -> Untokenised:
+    """Look at all that is cheap to look at.
+
+    Raises:
+        ConfigError: A pattern matches no file, or a file is of no known format.
+    """
+    find_sources(config.files)
+    if isinstance(config.held_out, list):
+        find_sources(config.held_out, key="data.held_out")
+    length, is_packed = (config.sequence_length,), config.packing != "none"
+    return Untokenised(tokenizer.vocab_size, length, is_packed)
+
+
+class TextRows:
+    """Rows of documents' tokens, of which each but the first is a target once.
+
+    Attributes:
+        tokenizer: What made the tokens.
+        is_packed: Whether rows hold several documents.
+        notes: What a run says of the data when it starts.
+    """
+
+    kind: Kind = "tokens"
+    is_text = True
+
+    def __init__(
+        self, config: DocumentsConfig, tokenizer: Tokenizer, encoder: Encoder, *, report: OnProgress
+    ) -> None:
+        """Tokenise what is not tokenised yet, and fill rows.
+
+        Raises:
+            ConfigError: A file can't be read, a row is none, or nothing is left to train on.
+        """
+        self.tokenizer = tokenizer
+        self.num_classes = tokenizer.vocab_size
+        self.sample_shape = (config.sequence_length,)
+        self.is_packed = config.packing != "none"
+        self._config = config
+        held_out = config.held_out if isinstance(config.held_out, list) else []
+        sources = find_sources(config.files)
+        eval_sources = find_sources(held_out, key="data.held_out")
+        self._refuse_overlap(sources, eval_sources)
+        folder = _folder(config)
+        self._shards = _shards(sources, config, encoder, folder, report)
+        train_shards = len(self._shards)
+        self._shards += _shards(eval_sources, config, encoder, folder, report)
+        sizes = [shard.progress.tokens for shard in self._shards]
+        self._first_token = np.cumsum([0, *sizes])
+        self._first_document = np.cumsum([0, *(len(shard.lengths) for shard in self._shards)])
+        lengths = np.concatenate([shard.lengths for shard in self._shards]).astype(np.int64)
+        self._starts = np.cumsum(lengths) - lengths
+        self._places = lengths - 1
+        documents = np.arange(len(lengths))
+        if eval_sources:
+            held = documents >= self._first_document[train_shards]
+        else:
+            held = np.zeros(len(lengths), dtype=bool)
+            held[_chosen(config, len(lengths))] = True
+        self._too_long = 0
+        self._tables = {
+            "train": self._table(documents[~held]),
+            "eval": self._table(documents[held]),
+        }
+        if not len(self._tables["train"]):
+            message = "no document is left to train on"
+            raise ConfigError([ConfigIssue("data.files", message, config.files)])
+        self.notes = self._notes()
+
+    @property
+    def num_samples(self) -> int:
+        """Training rows."""
+        return len(self._tables["train"])
+
+    @property
+    def num_eval_samples(self) -> int:
+        """Held-out rows."""
+        return len(self._tables["eval"])
+
+    def samples(self, indices: Sequence[int] | npt.NDArray[np.int64], *, split: Split) -> Batch:
+        """Return the rows of these indices, in their order."""
+        shape = (len(indices), *self.sample_shape)
+        inputs = np.zeros(shape, dtype=np.int64)
+        targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        # What is left over of a row is a document of its own, of which nothing counts.
+        positions = np.zeros(shape, dtype=np.int64)
+        table = self._tables[split]
+        for row, index in enumerate(indices):
+            at = 0
+            for start, places in zip(*table.pieces(int(index)), strict=True):
+                end = at + int(places)
+                tokens, counted = self._tokens(int(start), int(places) + 1)
+                inputs[row, at:end] = tokens[:-1]
+                targets[row, at:end] = np.where(counted[1:], tokens[1:], IGNORE_INDEX)
+                positions[row, at:end] = np.arange(places)
+                at = end
+            positions[row, at:] = np.arange(shape[1] - at)
+        return Batch.from_numpy(inputs, targets, positions if self.is_packed else None)
+
+    def encode(self, text: str) -> list[int]:
+        """Turn text that is to be continued into tokens."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text."""
+        return self.tokenizer.decode(tokens)
+
+    def _tokens(self, start: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+        """Return tokens of one document, and which of them count."""
+        number = int(np.searchsorted(self._first_token, start, side="right")) - 1
+        shard, first = self._shards[number], start - int(self._first_token[number])
+        tokens = shard.tokens()[first : first + count].astype(np.int64)
+        counted = shard.counted()
+        if counted is None:
+            return tokens, np.ones(count, dtype=bool)
+        return tokens, counted[first : first + count] != 0
+
+    def _table(self, documents: npt.NDArray[np.int64]) -> packing.RowTable:
+        """Fill rows with documents.
+
+        Raises:
+            ConfigError: One is too long, and that is an error.
+        """
+        (length,) = self.sample_shape
+        starts, places = self._starts[documents], self._places[documents]
+        if self._config.packing != "concat":
+            is_long = places > length
+            self._too_long += int(is_long.sum())
+            if is_long.any() and self._config.too_long == "error":
+                raise ConfigError([self._length_issue(documents[is_long])])
+            if self._config.too_long == "drop":
+                starts, places = starts[~is_long], places[~is_long]
+            places = np.minimum(places, length)
+        return packing.PACKERS[self._config.packing](starts, places, length=length)
+
+    def _length_issue(self, documents: npt.NDArray[np.int64]) -> ConfigIssue:
+        first = int(documents[0])
+        number = int(np.searchsorted(self._first_document, first, side="right")) - 1
+        place = self._shards[number].place(first - int(self._first_document[number]))
+        longest = int(self._places[documents].max()) + 1
+        more = f" (and {len(documents) - 1} more)" if len(documents) > 1 else ""
+        message = (
+            f"{place}: {int(self._places[first]) + 1} tokens{more}; a row takes "
+            f"{self.sample_shape[0] + 1}; use data.sequence_length={longest - 1}, truncate or drop"
+        )
+        return ConfigIssue("data.too_long", message, "error")
+
+    def _refuse_overlap(
+        self, sources: Sequence[SourceFile], eval_sources: Sequence[SourceFile]
+    ) -> None:
+        trained = {source.name for source in sources}
+        if both := [source.name for source in eval_sources if source.name in trained]:
+            message = f"{both[0]} is in data.files too, and would be trained on; take it out there"
+            raise ConfigError([ConfigIssue("data.held_out", message, self._config.held_out)])
+
+    def _notes(self) -> tuple[str, ...]:
+        """Say how much there is, how full rows are, and what was left out."""
+        tables, config = self._tables, self._config
+        tokens = sum(shard.progress.tokens for shard in self._shards)
+        notes = [
+            f"data: {len(self._places):,} documents, {tokens:,} tokens; "
+            f"{self.num_samples:,} rows of {config.sequence_length:,} are "
+            f"{tables['train'].filled:.1%} full, {self.num_eval_samples:,} are held out"
+        ]
+        if self._too_long:
+            done = {"truncate": "were truncated", "drop": "were dropped"}[config.too_long]
+            notes.append(f"data.too_long={config.too_long}: {self._too_long:,} documents {done}")
+        if empty := sum(shard.progress.empty for shard in self._shards):
+            notes.append(f"data: {empty:,} rows have no token to predict and were left out")
+        if bad := sum(shard.progress.bad for shard in self._shards):
+            first = next(shard.progress.listed[0] for shard in self._shards if shard.progress.bad)
+            notes.append(f"data.on_bad_row=skip: {bad:,} rows were left out, the first: {first}")
+        return tuple(notes)
+
+
+def _shards(
+    sources: Sequence[SourceFile],
+    config: DocumentsConfig,
+    encoder: Encoder,
+    folder: Path,
+    report: OnProgress,
+) -> list[Shard]:
+    """Return the shards of files, made where they are not there.
+
+    Raises:
+        ConfigError: They can't be.
+    """
+    skip = config.on_bad_row == "skip"
+    try:
+        made = token_cache.shards(sources, encoder, folder=folder, skip_bad=skip, report=report)
+        return list(made)
+    except BadRowsError as error:
+        message = f"{error}; mend it, or data.on_bad_row=skip leaves such rows out"
+        raise ConfigError([ConfigIssue("data.files", message)]) from None
+    except UnreadableFileError as error:
+        raise ConfigError([ConfigIssue("data.files", str(error))]) from None
+    except OSError as error:
+        message = f"{folder} can't be used: {error.strerror or error}; choose another folder"
+        raise ConfigError([ConfigIssue("data.cache_dir", message, config.cache_dir)]) from None
+
+
+def _folder(config: DocumentsConfig) -> Path:
+    if config.cache_dir is not None:
+        return Path(config.cache_dir).expanduser()
+    return cache_folder() / "tokens"
+
+
+def _chosen(config: DocumentsConfig, documents: int) -> npt.NDArray[np.int64]:
+    """Return which documents are held out, the same for every seed.
+
+    Raises:
+        ConfigError: That would be all of them.
+    """
+    held_out = config.held_out
+    assert not isinstance(held_out, list)
+    # Of few documents a small share is one, for none could be evaluated.
+    least = 1 if held_out and documents > 1 else 0
+    count = held_out if isinstance(held_out, int) else max(least, round(documents * held_out))
+    if documents and count >= documents:
+        message = f"there are {documents} documents, and none would be left to train on; use fewer"
+        raise ConfigError([ConfigIssue("data.held_out", message, held_out)])
+    if not documents:
+        return np.empty(0, dtype=np.int64)
+    return permute(np.arange(count), size=documents, key=_HELD_OUT_KEY)

@@ -1,0 +1,272 @@
+"""What turns text into tokens and back: bytes, or a tokenizer's files.
+
+The files are read by transformers and ``tokenizers``; none is fetched from a network.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from axonlaunch.config.data import NUM_BYTES
+from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.data.text import decode, encode
+from axonlaunch.system.files import opened
+
+_Tokens = npt.NDArray[np.uint32]
+
+FOLDER = "tokenizer"
+"""Of a run, below its folder: the tokenizer's files."""
+_LARGEST = 256 << 20
+"""Bytes of a file of a tokenizer that others may have prepared."""
+_FILE = "tokenizer.json"
+_FILES = (
+    *("tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json"),
+    *("special_tokens_map.json", "chat_template.*"),
+)
+"""What of a model's folder is its tokenizer's."""
+
+
+class Tokenizer(Protocol):
+    """Turns text into tokens and back.
+
+    Attributes:
+        vocab_size: One more than the largest token.
+        fingerprint: Of all that decides what tokens a text has.
+        end: The token that ends a document; None: there is none.
+    """
+
+    vocab_size: int
+    fingerprint: str
+    end: int | None
+
+    def documents(self, texts: Sequence[str]) -> list[_Tokens]:
+        """Turn each text into the tokens of a document: what it begins with, and its end."""
+
+    def encode(self, text: str) -> list[int]:
+        """Turn a text that is to be continued into tokens."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text; special ones have none."""
+
+    def keep(self, folder: Path) -> list[str]:
+        """Copy the files into a folder; return their names, [] where there are none."""
+
+
+class ByteTokenizer:
+    """A token a byte of UTF-8; documents have no end of their own."""
+
+    vocab_size = NUM_BYTES
+    fingerprint = "bytes"
+    end: int | None = None
+
+    def documents(self, texts: Sequence[str]) -> list[_Tokens]:
+        """Turn each text into its bytes."""
+        return [np.array(encode(text), dtype=np.uint32) for text in texts]
+
+    def encode(self, text: str) -> list[int]:
+        """Turn text into bytes."""
+        return encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn bytes into text; what is no UTF-8 becomes the replacement character."""
+        return decode([token for token in tokens if token < NUM_BYTES])
+
+    def keep(self, folder: Path) -> list[str]:
+        """There are no files."""
+        del folder
+        return []
+
+
+class PretrainedTokenizer:
+    """The tokenizer of a folder, as transformers reads it.
+
+    Attributes:
+        transformers: What transformers makes of it: chat templates are its.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], loaded: Any) -> None:
+        """Take over a tokenizer and the contents of the files that it was read from, by name."""
+        self.transformers = loaded
+        self._files = dict(sorted(files.items()))
+        self.vocab_size = max(len(loaded), 1 + max(loaded.get_vocab().values(), default=0))
+        self.end: int | None = loaded.eos_token_id
+        digest = hashlib.sha256()
+        for name, content in self._files.items():
+            digest.update(name.encode() + b"\0" + content)
+        self.fingerprint = digest.hexdigest()
+        self._fast: Any = getattr(loaded, "backend_tokenizer", None)
+        if self._fast is not None:  # a file may say otherwise, and no document is cut unasked
+            self._fast.no_truncation()
+            self._fast.no_padding()
+
+    def documents(self, texts: Sequence[str]) -> list[_Tokens]:
+        """Turn each text into what the tokenizer makes of it, and its end where that is missing."""
+        if self._fast is not None:
+            rows = [one.ids for one in self._fast.encode_batch_fast(list(texts))]
+        else:
+            rows = self.transformers(list(texts))["input_ids"] if texts else []
+        return [np.array(self._ended(row), dtype=np.uint32) for row in rows]
+
+    def encode(self, text: str) -> list[int]:
+        """Turn text into tokens, without the end that some tokenizers add."""
+        tokens: list[int] = self.transformers(text)["input_ids"]
+        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == self.end else tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text, without special ones and those that a padded head made up."""
+        known = [token for token in tokens if token < self.vocab_size]
+        text: str = self.transformers.decode(known, skip_special_tokens=True)
+        return text
+
+    def keep(self, folder: Path) -> list[str]:
+        """Copy the files into a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)  # which a remote place has too
+        return [*self._files]
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        missing = self.end is not None and tokens[-1:] != [self.end]
+        return [*tokens, self.end] if missing and self.end is not None else tokens
+
+
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Return what a configuration names; bytes where it names nothing.
+
+    Raises:
+        ConfigError: There is no such tokenizer, or it can't be read.
+    """
+    return ByteTokenizer() if config.path is None else _load(config.path, _stamp(config.path))
+
+
+def load_kept(run_dir: Path) -> PretrainedTokenizer | None:
+    """Return the tokenizer that a run has kept in its folder, or was exported; None: it has none.
+
+    Raises:
+        ConfigError: It can't be read.
+    """
+    return read_foreign(run_dir / FOLDER)
+
+
+def foreign_files(folder: Path) -> dict[str, bytes]:
+    """Return a tokenizer's files in a folder that others may have prepared, by name.
+
+    Raises:
+        ConfigError: One is no regular file, or too large.
+    """
+    contents = {}
+    for file in tokenizer_files(folder):
+        try:
+            with opened(file) as stream:
+                contents[file.name] = stream.read(_LARGEST + 1)
+        except OSError as error:
+            message = f"{file}: can't be read: {error.strerror}"
+            raise ConfigError([ConfigIssue("", message)]) from None
+        if len(contents[file.name]) > _LARGEST:
+            raise ConfigError([ConfigIssue("", f"{file}: is larger than {_LARGEST} bytes")])
+    return contents
+
+
+def read_foreign(folder: Path) -> PretrainedTokenizer | None:
+    """Read a tokenizer of a folder that others may have prepared; None: it has none.
+
+    Raises:
+        ConfigError: It can't be read.
+    """
+    if not (contents := foreign_files(folder)):
+        return None
+    with TemporaryDirectory() as own:
+        for name, content in contents.items():
+            Path(own, name).write_bytes(content)
+        return _read(Path(own), contents, path=str(folder))
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return a tokenizer's files in a folder, by name."""
+    return sorted({file for one in _FILES for file in folder.glob(one) if file.is_file()})
+
+
+def _read(folder: Path, contents: Mapping[str, bytes], *, path: str) -> PretrainedTokenizer:
+    """Read a tokenizer from a folder.
+
+    Args:
+        folder: Where its files are.
+        contents: Of its files, by name.
+        path: What the user wrote.
+
+    Raises:
+        ConfigError: transformers is not installed, or can't read them.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise _refused("needs transformers; pip install 'axonlaunch[hf]'", path)
+    transformers: Any = importlib.import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        return PretrainedTokenizer(contents, loaded)
+    except Exception as error:  # parsers of others, written in several languages
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise _refused(f"can't be read: {reason}", path) from None
+
+
+@functools.lru_cache(maxsize=4)
+def _load(path: str, stamp: object) -> PretrainedTokenizer:
+    del stamp  # of files that may be others than before
+    files = _files(path)
+    return _read(files[0].parent, {file.name: file.read_bytes() for file in files}, path=path)
+
+
+def _stamp(path: str) -> object:
+    """Return what changes with a tokenizer's files."""
+    return tuple((str(file), file.stat().st_mtime_ns) for file in _files(path))
+
+
+def _files(path: str) -> list[Path]:
+    """Return the files of the tokenizer that a path names.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    here = Path(path).expanduser()
+    if here.is_file():
+        if here.name != _FILE:
+            raise _refused(f"is a file; give the folder it is in, or a {_FILE}", path)
+        return tokenizer_files(here.parent)
+    folder = here if here.is_dir() else _cached(path)
+    if not (files := tokenizer_files(folder)):
+        message = f"has no {_FILE} or other file of a tokenizer; give a folder that has, or null"
+        raise _refused(message, path)
+    return files
+
+
+def _cached(path: str) -> Path:
+    """Return the folder of a model id in the Hub's cache.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    if importlib.util.find_spec("huggingface_hub") is not None:
+        hub: Any = importlib.import_module("huggingface_hub")
+        try:
+            return Path(hub.snapshot_download(path, local_files_only=True))
+        except Exception:  # whatever is wrong with the name, it is nothing that is here
+            pass
+    message = f"there is no such folder, seen from {Path.cwd()}; of a model id, run hf download"
+    raise _refused(f"{message} {path} first", path)
+
+
+def _refused(message: str, path: str) -> ConfigError:
+    return ConfigError([ConfigIssue("tokenizer.path", message, path)])

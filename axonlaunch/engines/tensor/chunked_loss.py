@@ -1,0 +1,123 @@
+"""A loss whose logits exist for some tokens at a time: head and cross entropy, chunk by chunk.
+
+The head of a model passes its input on, and the loss applies it; backward recomputes each chunk's
+logits. Nothing is approximated. A model that changes its logits after the head is not for it.
+
+Source: Hsu et al., "Liger Kernel", 2024, section 3.2, and torchtitan's chunked loss; unlike theirs,
+no gradient of the head is kept between forward and backward, of which a pipeline would keep many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from axonlaunch.comm.autograd import collect_from
+from axonlaunch.engines.tensor.fused_region import enter_region
+from axonlaunch.engines.tensor.layers import ColumnParallelLinear
+from axonlaunch.models.loss import with_auxiliary_loss
+from axonlaunch.models.spec import ModelOutputs
+
+_Sum = Callable[[Tensor, Tensor], Tensor]
+
+
+class ChunkedLoss:
+    """The summed loss of hidden states that a head was to turn into logits."""
+
+    def __init__(self, loss: _Sum, *, chunk: int) -> None:
+        """Prepare the loss.
+
+        Args:
+            loss: ``(logits, targets)`` to the sum over counted targets.
+            chunk: Tokens whose logits exist at a time.
+        """
+        self._loss = loss
+        self._chunk = chunk
+        self._heads: list[_DeferredHead] = []
+
+    def defer(self, head: nn.Module) -> None:
+        """Let a head pass its input on; a rank has at most one that is called."""
+        self._heads.append(_DeferredHead(head))
+
+    @contextmanager
+    def whole_logits(self) -> Iterator[None]:
+        """Let heads give logits for a while: for who wants them, and no loss."""
+        for head in self._heads:
+            head.is_deferred = False
+        try:
+            yield
+        finally:
+            for head in self._heads:
+                head.is_deferred = True
+
+    def __call__(self, outputs: Tensor | ModelOutputs, targets: Tensor) -> Tensor:
+        """Return the summed loss in fp32; an auxiliary one counts as it does without chunks."""
+        return with_auxiliary_loss(self._sum, outputs, targets)
+
+    def _sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        [head] = self._heads
+        entered = head.entered(hidden)
+        rows, targets = entered.flatten(0, -2), targets.flatten()
+        if len(rows) != len(targets):
+            raise ValueError(f"{len(rows)} hidden states do not fit {len(targets)} targets")
+        total = torch.zeros((), device=rows.device)
+        pairs = zip(rows.split(self._chunk), targets.split(self._chunk), strict=True)
+        for part, of_part in pairs:
+            total = total + self._of_chunk(head, part, of_part)
+        return total
+
+    def _of_chunk(self, head: _DeferredHead, hidden: Tensor, targets: Tensor) -> Tensor:
+        def compute(hidden: Tensor) -> Tensor:
+            return self._loss(head.logits(hidden), targets)
+
+        if not torch.is_grad_enabled():
+            return compute(hidden)
+        found: Any = checkpoint(compute, hidden, use_reentrant=False, preserve_rng_state=False)
+        of_chunk: Tensor = found
+        return of_chunk
+
+
+class _DeferredHead:
+    """A head that returns its input, and is applied later under the same autocast."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.is_deferred = True
+        self._head = head
+        self._apply = head.forward
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        head.forward = self._forward
+
+    def _forward(self, hidden: Tensor) -> Any:
+        if not self.is_deferred:
+            return self._apply(hidden)
+        kind = hidden.device.type
+        self._autocast = nullcontext
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            # Each chunk casts the weight for itself: a cache would keep what only forward made.
+            self._autocast = lambda: torch.autocast(kind, dtype=dtype, cache_enabled=False)
+        return hidden
+
+    def entered(self, hidden: Tensor) -> Tensor:
+        """Return hidden states as the head's columns read them: their gradient is summed once."""
+        head = self._head
+        if not isinstance(head, ColumnParallelLinear):
+            return hidden
+        parts = head.region.sequence_parallel
+        return enter_region(hidden, head.axis.group, sequence_parallel=parts)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of some tokens."""
+        head = self._head
+        with self._autocast():
+            if not isinstance(head, ColumnParallelLinear):
+                found: Tensor = self._apply(hidden)
+                return found
+            logits = F.linear(hidden, *head.of_rank())
+        return collect_from(logits, head.axis.group, -1) if head.gather_output else logits

@@ -1,0 +1,78 @@
+"""A run's dataset before there is a rank: what it is, and what is wrong with it.
+
+Text is tokenised last, when all else was found to be well, for it may take hours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from axonlaunch import data
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.data import DATASETS
+from axonlaunch.data.dataset import Dataset, holds_documents
+from axonlaunch.data.encoding import OnProgress
+from axonlaunch.data.text_rows import untokenised
+from axonlaunch.data.tokenizer import load_tokenizer
+from axonlaunch.models.spec import ModelSpec
+
+_DOCUMENT_LENGTH = ("document_length", "null")
+"""Of made-up data, the key by which rows hold several documents, and what undoes it."""
+
+
+def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
+    """Return a run's dataset, or of text, which takes long to tokenise, what is known before."""
+    if not DATASETS.facts(config.data.name).takes_tokenizer:
+        return make_dataset(config, lambda state: None)
+    try:
+        return untokenised(config.data, load_tokenizer(config.tokenizer)), []  # type: ignore[arg-type]
+    except ConfigError as error:
+        return None, error.problems
+
+
+def make_dataset(config: RunConfig, report: OnProgress) -> tuple[Dataset | None, list[ConfigIssue]]:
+    """Return a run's dataset, or why there is none; text is tokenised if it is not yet."""
+    try:
+        return data.build_dataset(config.data, config.tokenizer, report=report), []
+    except ConfigError as error:
+        return None, error.problems
+    except (ValueError, OSError, ImportError) as error:
+        return None, [ConfigIssue("data", str(error), config.data.name)]
+
+
+def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue]:
+    """Yield what is wrong with how many samples there are, or what they are."""
+    facts = DATASETS.facts(config.data.name)
+    if facts is not None and facts.sample is not None:
+        said = facts.sample(config.data)
+        if (said.kind, tuple(said.shape)) != (dataset.kind, tuple(dataset.sample_shape)):
+            message = (
+                f"it is registered with samples of {said.kind} {said.shape}, by which it is "
+                f"estimated, and gives {dataset.kind} {tuple(dataset.sample_shape)}; mend sample="
+            )
+            yield ConfigIssue("data.name", message, config.data.name)
+    if dataset.num_samples < config.train.global_batch_size:
+        message = f"the data has {dataset.num_samples} samples; use fewer, or more data"
+        yield ConfigIssue("train.global_batch_size", message, config.train.global_batch_size)
+    if config.train.eval_batches and not dataset.num_eval_samples:
+        message = "there is no held-out split; use 0, or hold samples out"
+        yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
+
+
+def packing_problems(
+    config: RunConfig, spec: ModelSpec, dataset: Dataset | None
+) -> Iterator[ConfigIssue]:
+    """Refuse rows of several documents where nothing would keep them apart."""
+    if dataset is None or not holds_documents(dataset):
+        return
+    field, instead = ("packing", "none") if hasattr(config.data, "packing") else _DOCUMENT_LENGTH
+    value = getattr(config.data, field)
+    if reason := spec.unpackable():
+        message = f"a row holds several documents, and model={config.model.name} can't keep them "
+        message += f"apart: {reason}; use {instead}"
+        yield ConfigIssue(f"data.{field}", message, value)
+    if (degree := config.strategy.context.degree) > 1:
+        message = "a row holds several documents, which divided attention does not keep apart; "
+        message += f"use {instead}, or strategy.context.degree=1 in place of {degree}"
+        yield ConfigIssue(f"data.{field}", message, value)

@@ -1,0 +1,211 @@
+"""Proves a layout before its first step: a small model of the same shape, against one process.
+
+What was proved is kept, by all that it depends on. What can't be made small is reported, not
+refused; what differs is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
+from axonlaunch.config.data import SyntheticTokensConfig
+from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.optimizer import AdamWConfig, ConstantConfig
+from axonlaunch.config.plugins import import_plugins
+from axonlaunch.models.build import on_meta
+from axonlaunch.preflight.checks import find_issues
+from axonlaunch.system import cache
+from axonlaunch.verification import locate
+from axonlaunch.verification.compare import on_mock
+from axonlaunch.verification.result import ParityResult, Proof, layout_of
+
+MOST_RANKS = 8
+"""A layout of more ranks is proved with two ranks on each of its axes."""
+STEPS = 2
+_LENGTH = 32
+_LARGEST = 20_000_000  # parameters of a model of somebody's own that is proved as it is
+
+
+class _NotReducibleError(Exception):
+    """The text says why there is nothing that could be proved in seconds."""
+
+
+def prove(config: RunConfig) -> Proof:
+    """Prove a checked run's layout, unless it was proved before; in a process of its own.
+
+    Raises:
+        ConfigError: The layout does not compute what one process does.
+    """
+    began = time.monotonic()
+    import_plugins(config.plugins)
+    proof = Proof(layout=layout_of(config))
+    try:
+        small = reduced(config)
+        file = _file(small)
+        if config.train.prove == "auto" and file is not None and file.exists():
+            return replace(proof, outcome="proved before", seconds=time.monotonic() - began)
+        parameters = _refuse_unlike(config, small)
+    except _NotReducibleError as why:
+        return replace(proof, reason=str(why), seconds=time.monotonic() - began)
+    found = on_mock(small, STEPS)
+    if not found.passed:
+        raise ConfigError([_difference(config, small, found)])
+    if file is not None:
+        cache.keep(file, json.dumps(to_tree(small)))
+    seconds = time.monotonic() - began
+    return replace(proof, outcome="proved", seconds=seconds, parameters=parameters)
+
+
+def foresee(config: RunConfig) -> Proof:
+    """Say what ``prove`` would do, and prove nothing."""
+    import_plugins(config.plugins)
+    proof = Proof(layout=layout_of(config))
+    try:
+        small = reduced(config)
+        file = _file(small)
+        if config.train.prove == "auto" and file is not None and file.exists():
+            return replace(proof, outcome="proved before")
+        return replace(proof, outcome="to be proved", parameters=_refuse_unlike(config, small))
+    except _NotReducibleError as why:
+        return replace(proof, reason=str(why))
+
+
+def reduced(config: RunConfig) -> RunConfig:
+    """Return a run of a small model in a layout of the same shape, on few ranks and few samples.
+
+    Raises:
+        ConfigError: The model can't be described.
+        _NotReducibleError: There is no small model of its shape.
+    """
+    before = Layout.of(config, world_size=num_ranks(config))
+    degrees = _degrees(before)
+    per_rank = 2
+    if before.pipeline > 1:
+        per_rank = 2 * degrees["pp"] * before.stages_per_rank
+    is_single = before.pipeline > 1 or before.micro_batches > 1
+    small = with_values(
+        config,
+        {
+            **_layout(config, degrees),
+            "train.global_batch_size": per_rank * degrees["dp_replicate"] * degrees["dp_shard"],
+            "train.micro_batch_size": 1 if is_single else "auto",
+            "train.precision": "fp32",
+            "train.compile": False,
+            "train.steps": STEPS,
+            "optimizer": AdamWConfig(),
+            "scheduler": ConstantConfig(),
+            "seed": 0,
+            "hardware": None,
+        },
+    )
+    return _with_small_model(small, before, degrees)
+
+
+def _degrees(before: Layout) -> dict[str, int]:
+    """Return the ranks on each axis: as many, or two where that would be many."""
+    ranks = math.prod(before.axes.values())
+    return {
+        axis: size if ranks <= MOST_RANKS else min(size, 2) for axis, size in before.axes.items()
+    }
+
+
+def _layout(config: RunConfig, degrees: dict[str, int]) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "launch.nproc": math.prod(degrees.values()),
+        "launch.nnodes": 1,
+        "launch.backend": "mock",
+        "strategy.tensor.degree": degrees["tp"],
+        "strategy.context.degree": degrees["cp"],
+        "strategy.pipeline.degree": degrees["pp"],
+        "strategy.pipeline.split": "auto",
+        "strategy.pipeline.microbatches": "auto",
+        "strategy.reduce_dtype": "fp32",
+    }
+    if config.strategy.fsdp.sharding == "hybrid_shard":
+        settings["strategy.fsdp.replicate"] = degrees["dp_replicate"]
+    return settings
+
+
+def _with_small_model(config: RunConfig, before: Layout, degrees: dict[str, int]) -> RunConfig:
+    if isinstance(config.model, HuggingFaceConfig):
+        from axonlaunch.models.hf import reduced as hf
+
+        division = hf.ModelDivision(
+            stages=degrees["pp"] * before.stages_per_rank,
+            tensor=degrees["tp"],
+            before=before.tensor,
+        )
+        try:
+            model: Any = hf.reduce_model(config.model, division)
+            tokens = hf.vocabulary(model)
+        except hf.NotReducibleError as error:
+            raise _NotReducibleError(str(error)) from error
+        data = SyntheticTokensConfig(vocab_size=tokens, sequence_length=_LENGTH)
+        return with_values(config, {"model": model, "data": data})
+    if isinstance(getattr(config.data, "sequence_length", None), int):
+        return with_values(config, {"data.sequence_length": _LENGTH})
+    return config
+
+
+def _refuse_unlike(config: RunConfig, small: RunConfig) -> int:
+    """Return the parameters of a small model that can stand for the other.
+
+    Raises:
+        ConfigError: A model can't be built.
+        _NotReducibleError: It can't, or can't be run in the smaller layout.
+    """
+    if isinstance(config.model, HuggingFaceConfig) and isinstance(small.model, HuggingFaceConfig):
+        from axonlaunch.models.hf import reduced as hf
+
+        try:
+            count = hf.refuse_unlike(config.model, small.model)
+        except hf.NotReducibleError as error:
+            raise _NotReducibleError(str(error)) from error
+    else:
+        count = sum(p.numel() for p in on_meta(small.model, seed=0).parameters())
+        if count > _LARGEST:
+            raise _NotReducibleError(f"it has {count / 1e6:.0f}M parameters")
+    if problems := find_issues(small, devices=None):
+        raise _NotReducibleError(f"with few blocks and heads, {problems[0]}")
+    return count
+
+
+def _file(small: RunConfig) -> Path | None:
+    """Return where it is kept that a run was proved; None of a model whose code may change."""
+    if small.plugins or not isinstance(small.model, HuggingFaceConfig):
+        return None
+    from axonlaunch.models.hf import reduced as hf
+
+    matters = {
+        "model": hf.identity(small.model),
+        "strategy": to_tree(small.strategy),
+        "train": to_tree(replace(small.train, prove="auto")),
+        "ranks": num_ranks(small),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "axonlaunch": version("axonlaunch"),
+        "source": cache.source_hash(),
+    }
+    digest = sha256(json.dumps(matters, sort_keys=True, default=str).encode()).hexdigest()
+    return cache.cache_folder() / "proofs" / f"{digest[:32]}.json"
+
+
+def _difference(config: RunConfig, small: RunConfig, found: ParityResult) -> ConfigIssue:
+    """Say what a layout computes otherwise than one process, and where that begins."""
+    what = found.failure or found.differences[0]
+    module = "" if found.failure else locate.first_difference(small)
+    where = f"; the first module that differs is {module}" if module else ""
+    message = (
+        f"{layout_of(config)} does not compute what one process does, in a small model of the "
+        f"same architecture: {what}{where}; use another layout, or train.prove=never"
+    )
+    return ConfigIssue("strategy", message)

@@ -1,0 +1,327 @@
+"""Documents of files: tokenised once, in rows that are filled, with what is wrong reported."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import corpus
+import numpy as np
+import pytest
+import torch
+
+from axonlaunch.config import ConfigError
+from axonlaunch.config.documents import DocumentsConfig
+from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.data import build_dataset, token_cache
+from axonlaunch.data.dataset import IGNORE_INDEX
+from axonlaunch.data.encoding import Tokenising
+from axonlaunch.data.text_rows import TextRows
+
+ROWS = [{"text": row["text"]} for row in corpus.functions()[:200]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
+    pytest.importorskip("transformers")
+    return TokenizerConfig(path=str(corpus.save_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
+
+
+Documents = Callable[..., TextRows]
+
+
+@pytest.fixture
+def documents(tmp_path: Path, tokenizer: TokenizerConfig) -> Documents:
+    """Makes a dataset of rows, kept below the test's folder."""
+
+    def make(
+        rows: list[Any] = ROWS, *, files: Any = None, bytes_: bool = False, **keys: Any
+    ) -> Any:
+        if files is None:
+            files = [str(corpus.write_jsonl(tmp_path / "a.jsonl", rows))]
+        given = {"cache_dir": str(tmp_path / "cache"), "sequence_length": 64, **keys}
+        report = given.pop("report", lambda state: None)
+        chosen = TokenizerConfig(name="bytes") if bytes_ else tokenizer
+        return build_dataset(DocumentsConfig(files=files, **given), chosen, report=report)
+
+    return make
+
+
+def by_transformers(tokenizer: TokenizerConfig) -> list[list[int]]:
+    """Tokens of each row as transformers makes them, with the token that ends a text."""
+    from transformers import AutoTokenizer
+
+    made = AutoTokenizer.from_pretrained(tokenizer.path)
+    return [[*made(row["text"])["input_ids"], made.eos_token_id] for row in ROWS]
+
+
+def pieces(dataset: TextRows, split: Any = "train") -> list[list[int]]:
+    """The documents, or pieces, of all rows: their tokens and the last target."""
+    count = dataset.num_samples if split == "train" else dataset.num_eval_samples
+    batch = dataset.samples(range(count), split=split)
+    positions = batch.positions
+    if positions is None:
+        positions = torch.arange(batch.inputs.shape[1]).expand_as(batch.inputs)
+    found = []
+    for tokens, targets, places in zip(batch.inputs, batch.targets, positions, strict=True):
+        starts = [*torch.nonzero(places == 0).flatten().tolist(), len(tokens)]
+        for start, end in itertools.pairwise(starts):
+            counted = int((targets[start:end] != IGNORE_INDEX).sum())
+            if counted:
+                assert (
+                    targets[start : start + counted - 1].tolist()
+                    == tokens[start + 1 : start + counted].tolist()
+                )
+                assert places[start:end].tolist() == list(range(end - start))
+                last = targets[start + counted - 1].item()
+                found.append([*tokens[start : start + counted].tolist(), last])
+    return found
+
+
+def test_tokens_are_those_of_transformers_and_a_document_ends_with_its_end(
+    documents: Documents, tokenizer: TokenizerConfig
+) -> None:
+    dataset = documents(packing="none", sequence_length=20_000)
+    assert dataset.num_classes == 512
+    theirs = by_transformers(tokenizer)
+    held_out = pieces(dataset, "eval")
+    assert len(held_out) == 2
+    assert sorted([*pieces(dataset), *held_out]) == sorted(theirs)
+
+
+def test_concat_cuts_documents_where_a_row_ends_and_loses_nothing(
+    documents: Documents, tokenizer: TokenizerConfig
+) -> None:
+    dataset = documents(packing="concat", held_out=0)
+    joined: list[list[int]] = [[]]
+    end = 0  # the token that ends a document
+    for piece in pieces(dataset):
+        joined[-1] += piece if not joined[-1] else piece[1:]
+        if piece[-1] == end:
+            joined.append([])
+    assert joined[:-1] == by_transformers(tokenizer)
+
+
+def test_best_fit_truncates_what_is_longer_than_a_row_and_says_how_many(
+    documents: Documents, tokenizer: TokenizerConfig
+) -> None:
+    dataset = documents(packing="best_fit", held_out=0, sequence_length=128)
+    theirs = by_transformers(tokenizer)
+    assert sorted(pieces(dataset)) == sorted(row[:129] for row in theirs)
+    long = sum(len(row) > 129 for row in theirs)
+    assert f"data.too_long=truncate: {long} documents were truncated" in dataset.notes
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_what_is_longer_than_a_row_can_be_dropped_or_refused_by_file_and_row(
+    packing: str, documents: Documents, tmp_path: Path
+) -> None:
+    rows = [{"text": "a"}, {"text": "b" * 40}, {"text": "c" * 41}, {"text": "d" * 50}]
+    keys = {"packing": packing, "sequence_length": 39, "bytes_": True, "held_out": 0}
+    rows[0]["text"] = "ab"
+    assert len(pieces(documents(rows, too_long="drop", **keys))) == 2
+    with pytest.raises(ConfigError) as raised:
+        documents(rows, too_long="error", **keys)
+    assert str(raised.value.problems[0]) == (
+        f"data.too_long=error: {tmp_path}/a.jsonl, row 3: 41 tokens (and 1 more); a row takes 40; "
+        "use data.sequence_length=49, truncate or drop"
+    )
+
+
+def test_bytes_are_the_tokens_where_there_is_no_tokenizer(documents: Documents) -> None:
+    dataset = documents([{"text": "größe"}, {"text": "ab"}], bytes_=True, held_out=0)
+    assert dataset.num_classes == 256
+    assert pieces(dataset) == [list("größe".encode()), [97, 98]]
+    assert dataset.decode(dataset.encode("größe")) == "größe"
+
+
+def test_what_is_held_out_is_trained_on_nowhere_and_depends_on_the_data_alone(
+    documents: Documents, tmp_path: Path
+) -> None:
+    rows = [{"text": f"document {number}"} for number in range(50)]
+    every = {"packing": "none", "bytes_": True}
+    for held_out, count in ((0.1, 5), (7, 7), (0.001, 1)):
+        dataset = documents(rows, held_out=held_out, **every)
+        texts = {bytes(piece) for piece in pieces(dataset)}
+        evaluated = {bytes(piece) for piece in pieces(dataset, "eval")}
+        assert (len(texts), len(evaluated)) == (50 - count, count)
+        assert not texts & evaluated
+    other = corpus.write_jsonl(tmp_path / "b.jsonl", [{"text": "held out"}])
+    assert pieces(documents(rows, held_out=[str(other)], **every), "eval") == [list(b"held out")]
+    with pytest.raises(ConfigError, match=r"a\.jsonl is in data\.files too"):
+        documents(rows, held_out=[str(tmp_path / "a.jsonl")], **every)
+    with pytest.raises(ConfigError, match="there are 50 documents, and none would be left"):
+        documents(rows, held_out=50, **every)
+
+
+def test_tokens_are_made_once_for_a_file_a_tokenizer_and_a_field(
+    documents: Documents, tmp_path: Path
+) -> None:
+    made: list[Tokenising] = []
+    first = documents(report=made.append)
+    assert made
+    assert [state.fraction for state in made] == sorted(state.fraction for state in made)
+    assert made[-1].fraction == 1.0
+    made.clear()
+    again = documents(files=[str(tmp_path / "a.jsonl")], packing="none", report=made.append)
+    assert not made
+    assert again.num_samples == 198
+    assert first.num_samples > 198
+    documents([{"text": "other content"}] * 9, report=made.append)
+    assert made, "the file has changed"
+
+
+def kill_while_tokenising(config: DocumentsConfig, tokenizer: TokenizerConfig, after: int) -> None:
+    """End this process without a word when some chunks are written."""
+    count = 0
+
+    def end(state: Tokenising) -> None:
+        nonlocal count
+        count += 1
+        if count == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    token_cache._CHUNK_ROWS = 10
+    build_dataset(config, tokenizer, report=end)
+
+
+def test_killed_in_the_middle_it_continues_where_it_stopped(
+    documents: Documents,
+    tokenizer: TokenizerConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = documents(cache_dir=str(tmp_path / "other"))
+    file, cache = str(tmp_path / "a.jsonl"), tmp_path / "cache"
+    config = DocumentsConfig(files=[file], cache_dir=str(cache), sequence_length=64)
+    process = multiprocessing.get_context("fork").Process(
+        target=kill_while_tokenising, args=(config, tokenizer, 9)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    [partial] = cache.glob("*.partial")
+    done = json.loads((partial / "progress.json").read_text())
+    assert 0 < done["row"] < 200
+    with (partial / "tokens.bin").open("ab") as stream:
+        stream.write(b"of a chunk that is not on record")
+    read: list[int] = []
+    encode = token_cache._encoded
+    monkeypatch.setattr(
+        token_cache,
+        "_encoded",
+        lambda chunk, encoder: read.extend(n for n, _ in chunk) or encode(chunk, encoder),
+    )
+    continued = documents(files=[file])
+    assert read[0] == done["row"] + 1
+    assert pieces(continued) == pieces(expected)
+    assert not [*cache.glob("*.partial")]
+
+
+def hold(folder: str, ready: Any) -> None:
+    """Tokenise as another process would, slowly."""
+    with token_cache._locked(Path(folder), waits=lambda: None):
+        ready.set()
+        time.sleep(30)
+
+
+def test_two_that_want_the_same_tokens_make_them_once(documents: Documents, tmp_path: Path) -> None:
+    documents()
+    [shard] = (tmp_path / "cache").iterdir()
+    complete = shard.rename(shard.with_name("aside"))
+    partial = shard.with_name(f"{shard.name}.partial")
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    other = context.Process(target=hold, args=(str(partial), ready))
+    other.start()
+    assert ready.wait(30)
+    waited: list[Tokenising] = []
+
+    def complete_it(state: Tokenising) -> None:
+        if state.waits:  # the other one completes the shard, and lets go of it
+            complete.rename(shard)
+            partial.rmdir()
+            other.kill()
+        waited.append(state)
+
+    dataset = documents(files=[str(tmp_path / "a.jsonl")], report=complete_it)
+    other.join()
+    assert [state.waits for state in waited] == [True], "it made tokens itself"
+    assert dataset.num_samples > 100
+
+
+def test_a_shard_that_was_damaged_is_made_again(documents: Documents, tmp_path: Path) -> None:
+    expected = pieces(documents())
+    [shard] = (tmp_path / "cache").iterdir()
+    with (shard / "tokens.bin").open("r+b") as stream:
+        stream.truncate(100)
+    assert pieces(documents(files=[str(tmp_path / "a.jsonl")])) == expected
+
+
+BAD = [
+    ('{"body": "a"}', "has no field text; it has body"),
+    ('{"text": null}', "text is null, not text"),
+    ('{"text": ["a"]}', "text is list, not text"),
+    ('{"text": "\\ud800"}', "text has half of a surrogate pair, which is no character"),
+    ("{", "is not JSON (Expecting property name enclosed in double quotes: line 2 column 1 "),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD)
+def test_a_bad_row_is_reported_with_file_and_line_or_skipped_and_counted(
+    line: str, reason: str, documents: Documents, tmp_path: Path
+) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"text": "good one"}\n' + line + '\n{"text": "good two"}\n')
+    keys = {"files": [str(file)], "bytes_": True, "held_out": 0, "packing": "none"}
+    with pytest.raises(ConfigError) as raised:
+        documents(**keys)
+    assert str(raised.value).startswith(f"data.files: {file}, line 2: {reason}")
+    assert "data.on_bad_row=skip leaves such rows out" in str(raised.value)
+    dataset = documents(on_bad_row="skip", **keys)
+    assert pieces(dataset) == [list(b"good one"), list(b"good two")]
+    assert (
+        f"data.on_bad_row=skip: 1 rows were left out, the first: {file}, line 2: "
+        in (dataset.notes[-1])
+    )
+    with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2"):
+        documents(**keys)
+
+
+def test_rows_of_files_with_other_schemas_are_bad_rows_of_theirs(
+    documents: Documents, tmp_path: Path
+) -> None:
+    one = corpus.write_jsonl(tmp_path / "one.jsonl", [{"text": "a good row"}])
+    two = corpus.write_jsonl(tmp_path / "two.jsonl", [{"content": "of another schema"}])
+    with pytest.raises(ConfigError, match=r"two\.jsonl, line 1: has no field text; it has content"):
+        documents(files=[str(one), str(two)])
+
+
+def test_files_without_a_row_are_refused(documents: Documents, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"empty\.jsonl holds no rows"):
+        documents(files=[str(tmp_path / "empty.jsonl")])
+    with pytest.raises(ConfigError, match=r"no document is left to train on"):
+        documents([{"text": ""}], held_out=0)
+
+
+def test_a_batch_has_positions_where_rows_hold_several_documents_and_none_otherwise(
+    documents: Documents,
+) -> None:
+    for packing in ("concat", "best_fit", "none"):
+        dataset = documents(packing=packing)
+        batch = dataset.samples([0, 1], split="train")
+        assert dataset.is_packed == (batch.positions is not None) == (packing != "none")
+        assert batch.inputs.shape == batch.targets.shape == (2, 64)
+        assert batch.inputs.dtype == torch.int64
+    assert np.array_equal(
+        dataset.samples([3], split="train").inputs,
+        dataset.samples(np.array([3]), split="train").inputs,
+    )

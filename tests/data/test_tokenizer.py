@@ -1,0 +1,123 @@
+"""What turns text into tokens: bytes, or the files of a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import corpus
+import pytest
+
+from axonlaunch.config import ConfigError
+from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.data.tokenizer import FOLDER, Tokenizer, load_kept, load_tokenizer
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return corpus.save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def loaded(path: Path | str) -> Tokenizer:
+    return load_tokenizer(TokenizerConfig(path=str(path)))
+
+
+def refusal(path: Path | str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        loaded(path)
+    return str(raised.value)
+
+
+def test_a_folder_a_file_in_it_and_that_file_alone_are_read(folder: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "tokenizer.json"
+    alone.write_bytes((folder / "tokenizer.json").read_bytes())
+    text = "def größe(): pass"
+    tokens = loaded(folder).encode(text)
+    assert loaded(folder / "tokenizer.json").encode(text) == tokens
+    assert loaded(alone).encode(text) == tokens
+    assert loaded(folder).decode(tokens) == text
+    # What says which token ends a text is in the other file.
+    assert loaded(folder).documents([text])[0].tolist() == [*tokens, 0]
+    assert loaded(alone).documents([text])[0].tolist() == tokens
+
+
+def test_a_tokenizer_that_cuts_or_pads_by_itself_does_not(folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    texts = ["a much longer text than three tokens", "a"]
+    expected = [tokens.tolist()[:-1] for tokens in loaded(folder).documents(texts)]
+    assert [tokens.tolist() for tokens in loaded(tmp_path).documents(texts)] == expected
+
+
+def test_what_is_generated_beyond_the_vocabulary_or_special_has_no_text(folder: Path) -> None:
+    tokenizer = loaded(folder)
+    assert tokenizer.vocab_size == 512
+    assert tokenizer.decode([*tokenizer.encode("text"), 0, 1, 600]) == "text"
+    assert load_tokenizer(TokenizerConfig()).decode([104, 105, 300]) == "hi"
+
+
+def test_the_files_that_are_kept_are_the_same_tokenizer(folder: Path, tmp_path: Path) -> None:
+    tokenizer = loaded(folder)
+    tokenizer.keep(tmp_path / FOLDER)
+    kept = load_kept(tmp_path)
+    assert kept is not None
+    assert kept.fingerprint == tokenizer.fingerprint
+    assert load_kept(tmp_path / "elsewhere") is None
+    other = corpus.save_tokenizer(tmp_path / "other", chat_template="{{ messages }}")
+    assert loaded(other).fingerprint != tokenizer.fingerprint
+
+
+def test_a_tokenizer_that_was_written_again_is_read_again(tmp_path: Path) -> None:
+    before = loaded(corpus.save_tokenizer(tmp_path)).fingerprint
+    corpus.save_tokenizer(tmp_path, chat_template="{{ messages }}")
+    assert loaded(tmp_path).fingerprint != before
+
+
+def test_what_is_no_tokenizer_is_refused_with_its_path(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert refusal(tmp_path / "empty").endswith(
+        "has no tokenizer.json or other file of a tokenizer; give a folder that has, or null"
+    )
+    (tmp_path / "vocab.txt").write_text("")
+    assert "is a file; give the folder it is in" in refusal(tmp_path / "vocab.txt")
+    assert "there is no such folder, seen from " in refusal("nobody/nothing-here")
+    content = (folder / "tokenizer.json").read_text()
+    (tmp_path / "empty" / "tokenizer.json").write_text(content[: len(content) // 2])
+    assert refusal(tmp_path / "empty").startswith(
+        f"tokenizer.path={tmp_path}/empty: can't be read: "
+    )
+
+
+def test_code_that_comes_with_a_tokenizer_does_not_run(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    content = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    content |= {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+    (tmp_path / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import *\n"
+        "class Own(PreTrainedTokenizerFast): pass\n"
+    )
+    try:
+        loaded(tmp_path)
+    except ConfigError as error:
+        assert "can't be read" in str(error)  # noqa: PT017 - it may also be read without that code
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_kept_tokenizer_that_is_a_link_is_not_read(folder: Path, tmp_path: Path) -> None:
+    loaded(folder).keep(tmp_path / FOLDER)
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    (tmp_path / FOLDER / "tokenizer_config.json").unlink()
+    (tmp_path / FOLDER / "tokenizer_config.json").symlink_to(secret)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: can't be read: is not a reg"):
+        load_kept(tmp_path)

@@ -1,0 +1,135 @@
+"""A loss in chunks is the loss without, and so are its gradients, in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from configured import estimate_config, run_config
+from hf_families import without_folder
+from rank_engine import rank_engine
+from torch.nn.functional import cross_entropy
+
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError
+from axonlaunch.models.build import build_model
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.verification import compare
+
+CHUNK = "train.loss_chunk=5"  # divides neither a sample's 16 tokens nor a micro-batch's
+DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=8"]
+GPT = ["model=gpt", "model.num_hidden_layers=4", "model.hidden_size=32", *DATA]
+TENSOR = ["strategy=tensor", "launch.nproc=2"]
+ZERO_BUBBLE = [
+    *("strategy=pipeline", "launch.nproc=2"),
+    "strategy.pipeline.schedule=zbv_zero_bubble",
+]
+
+
+def test_loss_and_gradients_are_those_of_torch_s_cross_entropy() -> None:
+    chosen = run_config([*GPT, CHUNK, "strategy=single"])
+    model = build_model(chosen.model, seed=0)
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        batch = loader.batch(0)
+        loss, _ = engine.backward(batch)
+        expected = cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        expected.backward()
+        assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
+        wanted = dict(model.named_parameters())
+        for name, parameter in engine.named_parameters():
+            assert parameter.grad is not None
+            gradient = wanted[name].grad
+            assert gradient is not None
+            # Softmax ignores the bias of keys, whose gradient is rounding.
+            floor = 1.0 if name.endswith("k_proj.bias") else 0.0
+            distance = (parameter.grad - gradient).norm() / (gradient.norm() + floor)
+            assert distance < 1e-6, name
+
+    World.mock(1).run(run)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["strategy=ddp", "launch.nproc=2", "train.micro_batch_size=2"],
+        ["strategy=fsdp", "launch.nproc=2", "train.micro_batch_size=2"],
+        [*TENSOR, "strategy.tensor.sequence_parallel=true"],
+        ZERO_BUBBLE,
+        ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2"],
+        ["strategy=hybrid", "launch.nproc=8"],
+    ],
+    ids=lambda words: words[-1],
+)
+def test_every_layout_gives_what_one_process_gives_without_chunks(layout: list[str]) -> None:
+    verdict = compare.on_mock(run_config([*GPT, CHUNK, *layout]), 2)
+    assert verdict.failure is None
+    assert verdict.passed, verdict.differences
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "changes"),
+    [
+        ("qwen3", TENSOR, {}),
+        ("gpt2", ZERO_BUBBLE, {"num_hidden_layers": 4}),
+        ("mixtral", ["strategy=fsdp", "launch.nproc=2"], {"output_router_logits": True}),
+    ],
+)
+def test_models_of_transformers_do_too(
+    kind: str, layout: list[str], changes: dict[str, Any]
+) -> None:
+    batch = ["train.global_batch_size=8", "train.micro_batch_size=2"]
+    verdict = compare.on_mock(
+        run_config(without_folder(kind, CHUNK, *batch, *layout, **changes)), 2
+    )
+    assert verdict.failure is None
+    assert verdict.passed, verdict.differences
+
+
+def test_bf16_computes_each_chunk_in_bf16() -> None:
+    words = ["strategy=ddp", "launch.nproc=2", "train.precision=bf16"]
+    verdict = compare.on_mock(run_config([*GPT, CHUNK, *words]), 2)
+    assert verdict.passed, verdict.differences
+
+
+def test_predictions_are_logits() -> None:
+    chosen = run_config([*GPT, CHUNK, "strategy=single"])
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        batch = loader.batch(0)
+        expected = build_model(chosen.model, seed=0)(batch.inputs)
+        torch.testing.assert_close(engine.predict(batch.inputs), expected)
+        assert torch.isfinite(engine.evaluate(batch)).all()
+
+    World.mock(1).run(run)
+
+
+def test_the_estimate_has_the_logits_of_one_chunk() -> None:
+    """A vocabulary so large that the loss makes the peak: three fp32 numbers a logit."""
+    large = ["model.vocab_size=4096", "data.vocab_size=4096", "data.sequence_length=128"]
+    words = [*GPT, *large, "model.num_hidden_layers=1", "strategy=ddp", "launch.nproc=2"]
+
+    def peak(chunk: int | str) -> int:
+        chosen = estimate_config([*words, f"train.loss_chunk={chunk}", "hardware=cpu"])
+        return int(estimate(chosen).peak_bytes)
+
+    of_a_token = 4096 * 4
+    assert (peak(256) - peak(128)) / 128 == pytest.approx(3 * of_a_token, rel=0.02)
+    tokens = 4 * 128
+    assert peak("null") - peak(128) > 2.8 * (tokens - 128) * of_a_token
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (without_folder("gemma2"), "the model changes its logits after lm_head, as softcapping"),
+        (["model=vit", "data=synthetic_images"], "which module makes the model's logits is not"),
+    ],
+)
+def test_what_has_no_plain_head_is_refused(words: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
+        run_config([*words, "train.loss_chunk=16", "strategy=single"])
+    assert "train.loss_chunk=16: " in str(refused.value)

@@ -1,0 +1,81 @@
+"""Rows that hold several documents, under every layout."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from configured import estimate_config, run_config
+from parity import Trained, assert_same, train
+
+from axonlaunch.config import ConfigError
+
+DATA = ["data=synthetic_tokens", "data.sequence_length=16", "data.document_length=5"]
+MODELS = {
+    "gpt": ["model=gpt", "model.hidden_size=16", "model.num_attention_heads=2"],
+    "llama": ["model=llama_debug", "model.hidden_size=32", "model.num_attention_heads=4"],
+}
+TENSOR = ["strategy=tensor", "strategy.tensor.degree=2"]
+PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=2"]
+LAYOUTS = {
+    "ddp": (["strategy=ddp"], 2),
+    "zero1": (["strategy=zero1"], 2),
+    "fsdp": (["strategy=fsdp"], 2),
+    "tensor": (TENSOR, 2),
+    "sequence": ([*TENSOR, "strategy.tensor.sequence_parallel=true"], 2),
+    "1f1b": (PIPELINE, 2),
+    "zero_bubble": ([*PIPELINE, "strategy.pipeline.schedule=zbv_zero_bubble"], 2),
+    "hybrid": (["strategy=hybrid", *TENSOR[1:], *PIPELINE[1:]], 8),
+    "recomputed": (["strategy=fsdp", "train.activation_checkpointing=full"], 2),
+}
+
+
+def words(model: str) -> list[str]:
+    return [*MODELS[model], "model.num_hidden_layers=4", *DATA]
+
+
+@cache
+def single(model: str) -> Trained:
+    return train([*words(model), "strategy=single"], 1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_keeps_documents_apart_as_one_process_does(layout: str, model: str) -> None:
+    overrides, ranks = LAYOUTS[layout]
+    trained = train([*words(model), *overrides], ranks)
+    assert_same(trained, single(model), tolerance=1e-5)
+
+
+def test_documents_of_a_row_change_what_is_learned() -> None:
+    together = train([*words("gpt"), "data.document_length=null", "strategy=single"], 1)
+    assert together.losses != single("gpt").losses
+
+
+def refused(*more: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        run_config([*words("gpt"), *more])
+    return str(raised.value)
+
+
+def test_what_can_not_keep_documents_apart_is_refused_before_a_rank_starts() -> None:
+    context = ["strategy.context.degree=2", "launch.nproc=2", "strategy.data_parallel=ddp"]
+    assert refused(*context) == (
+        "data.document_length=5: a row holds several documents, which divided attention does not "
+        "keep apart; use null, or strategy.context.degree=1 in place of 2"
+    )
+    own = ["model=custom", "model.target=torch.nn:Embedding", "strategy=single"]
+    given = "model.arguments={num_embeddings: 256, embedding_dim: 256}"
+    with pytest.raises(ConfigError) as raised:
+        run_config([*own, given, *DATA])
+    assert str(raised.value) == (
+        "data.document_length=5: a row holds several documents, and model=custom can't keep them "
+        "apart: its forward takes no positions; use null"
+    )
+
+
+def test_an_estimate_of_packed_rows_needs_no_file() -> None:
+    chosen = estimate_config(["data=documents", "data.files=[none.jsonl]", "model=gpt"])
+    assert chosen.data.document_length == chosen.data.sequence_length == 1024
+    chosen = estimate_config(["data=documents", "data.files=[none.jsonl]", "data.packing=none"])
+    assert chosen.data.document_length is None

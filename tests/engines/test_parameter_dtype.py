@@ -1,0 +1,162 @@
+"""Weights in bf16 train as torch trains such a model, in every layout; states may stay fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from rank_engine import rank_engine
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.engines.optimizer.step import local_part
+from axonlaunch.engines.precision import keep_parameters_in
+from axonlaunch.models.build import build_model
+
+STEPS = 3
+SETTINGS = [
+    *("model=gpt", "model.num_hidden_layers=4", "model.hidden_size=32", "data=synthetic_tokens"),
+    *("data.sequence_length=16", "train.global_batch_size=8", "train.grad_clip=null"),
+    *("scheduler=constant", "optimizer.lr=2e-3", "optimizer.weight_decay=0"),
+    *("train.steps=8", "train.precision=bf16", "train.param_dtype=bf16", "checkpoint.every=0"),
+]
+FP32_STATES = "optimizer.state_dtype=fp32"
+LAYOUTS = {
+    "single": ["strategy=single"],
+    "ddp": ["strategy=ddp", "launch.nproc=2"],
+    "zero1": ["strategy=zero1", "launch.nproc=2"],
+    "fsdp": ["strategy=fsdp", "launch.nproc=2"],
+    "offload": ["strategy=fsdp", "launch.nproc=2", "strategy.fsdp.cpu_offload=full"],
+    "tensor": ["strategy=tensor", "launch.nproc=2"],
+    "pipeline": ["strategy=pipeline", "launch.nproc=2"],
+    "zero bubble": [
+        *("strategy=pipeline", "launch.nproc=2"),
+        "strategy.pipeline.schedule=zbv_zero_bubble",
+    ],
+    "context": ["strategy=fsdp", "strategy.context.degree=2", "launch.nproc=2"],
+}
+
+
+def in_layout(words: list[str]) -> list[float]:
+    chosen = run_config([*SETTINGS, *words])
+    assert chosen.launch.nproc != "auto"
+
+    def run(world: World) -> list[float]:
+        engine, loader = rank_engine(chosen, world)
+        losses = [float(engine.train_step(loader.batch(step)).loss) for step in range(STEPS)]
+        for _, parameter in engine.named_parameters():
+            assert parameter.dtype is torch.bfloat16
+        states = {local_part(s).dtype for s in engine.optimizer_states() if s.ndim}
+        assert states == {torch.float32 if FP32_STATES in words else torch.bfloat16}
+        return losses
+
+    return World.mock(chosen.launch.nproc).run(run)[0]
+
+
+def batches(chosen: RunConfig) -> list[Any]:
+    def run(world: World) -> list[Any]:
+        _, loader = rank_engine(chosen, world)
+        return [loader.batch(step) for step in range(STEPS)]
+
+    return World.mock(1).run(run)[0]
+
+
+def by_torch(*, in_fp32: bool) -> list[float]:
+    """The same by a loop of torch alone: a model in bf16, its AdamW, and fp32 copies if asked."""
+    chosen = run_config([*SETTINGS, "strategy=single"])
+    model = build_model(chosen.model, seed=0).to(torch.bfloat16)
+    parameters = [*model.parameters()]
+    updated: list[Tensor] = parameters
+    if in_fp32:
+        updated = [torch.nn.Parameter(one.detach().float()) for one in parameters]
+    optimizer = torch.optim.AdamW(
+        updated, lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
+    )
+    losses = []
+    for batch in batches(chosen):
+        logits = model(batch.inputs)
+        loss = cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for mine, one in zip(updated, parameters, strict=True):
+                if in_fp32:
+                    assert one.grad is not None
+                    mine.copy_(one)
+                    mine.grad = one.grad.float()
+            optimizer.step()
+            for mine, one in zip(updated, parameters, strict=True):
+                one.copy_(mine)
+                one.grad = None
+    return losses
+
+
+@pytest.mark.parametrize("states", [[], [FP32_STATES]], ids=["states in bf16", "states in fp32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_a_model_in_bf16_under_torch(layout: str, states: list[str]) -> None:
+    expected = by_torch(in_fp32=bool(states))
+    # Roundings to bf16, 1/256, are all that layouts may add; one process adds none.
+    tolerance = 1e-6 if layout == "single" else 5e-3
+    assert in_layout([*LAYOUTS[layout], *states]) == pytest.approx(expected, rel=tolerance)
+
+
+def test_tied_weights_stay_tied_and_buffers_stay_as_they_are() -> None:
+    words = ["model=llama_debug", "model.tie_word_embeddings=true"]
+    model: Any = build_model(run_config([*words, "strategy=single"]).model)
+    before = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    keep_parameters_in(model, torch.bfloat16)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == before
+
+
+def saved(folder: Path, words: list[str]) -> None:
+    chosen = run_config([*SETTINGS, *words])
+
+    def run(world: World) -> None:
+        engine, loader = rank_engine(chosen, world)
+        engine.train_step(loader.batch(0))
+        saver = Saver(folder, world=world, retention=Retention(newest=1))
+        saver.save(engine.state_dict(), step=1, samples=8)
+
+    assert chosen.launch.nproc != "auto"
+    World.mock(chosen.launch.nproc).run(run)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["train.param_dtype=fp32"], "train.param_dtype=fp32: "),
+        ([FP32_STATES], "optimizer.state_dtype=fp32: "),
+    ],
+)
+def test_a_run_does_not_resume_in_another_type(
+    words: list[str], problem: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, LAYOUTS["fsdp"])
+    resume = [*SETTINGS, f"checkpoint.resume={tmp_path}"]
+    run_config([*resume, *LAYOUTS["zero1"]])  # another layout resumes it
+    with pytest.raises(ConfigError) as refused:
+        run_config([*resume, *LAYOUTS["fsdp"], *words])
+    assert problem in str(refused.value)
+    assert " in bf16; use " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["train.precision=fp32"], "weights in bf16 compute in bf16, not in fp32; use bf16"),
+        (["optimizer=muon", FP32_STATES], "optimizer=muon updates weights as they are kept"),
+    ],
+)
+def test_what_can_not_be_is_refused(words: list[str], problem: str) -> None:
+    settings = [one for one in SETTINGS if not one.startswith("optimizer.")]
+    with pytest.raises(ConfigError, match=problem):
+        run_config([*settings, *LAYOUTS["fsdp"], *words])

@@ -1,0 +1,61 @@
+"""A stage whose parameters are divided gathers them once a step, however many micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from configured import run_config
+
+from axonlaunch import data
+from axonlaunch.comm import World
+from axonlaunch.comm.mock.process_group import MockProcessGroup
+from axonlaunch.config.layout import Layout
+from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.loader import rank_loader
+from axonlaunch.engines.build import build_engine
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_micro_batches_of_a_stage_share_what_it_gathers(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    gather, calls = MockProcessGroup.all_gather_single, []
+
+    def counted(group: MockProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return gather(group, *args, **kwargs)
+
+    monkeypatch.setattr(MockProcessGroup, "all_gather_single", counted)
+    gathered = {}
+    for count in (2, 4):
+        calls.clear()
+        _train(schedule, count)
+        gathered[count] = len(calls)
+    assert gathered[2] == gathered[4] > 0
+
+
+def _train(schedule: str, micro_batches: int) -> None:
+    chosen = run_config(
+        [
+            *(
+                "strategy=fsdp",
+                "strategy.pipeline.degree=2",
+                f"strategy.pipeline.schedule={schedule}",
+            ),
+            *("launch.nproc=4", "launch.backend=mock", "data=synthetic_tokens"),
+            *("data.sequence_length=8", "train.global_batch_size=8"),
+            *("model.hidden_size=16", "model.num_hidden_layers=2", "model.num_attention_heads=2"),
+            f"train.micro_batch_size={4 // micro_batches}",
+        ]
+    )
+
+    def run(world: World) -> None:
+        layout = Layout.of(chosen, world_size=4)
+        loader = rank_loader(
+            chosen, data.build_dataset(chosen.data), layout=layout, rank=world.rank
+        )
+        engine = build_engine(chosen, world, sample=sample_inputs(loader.dataset))
+        engine.train_step(loader.batch(0))
+
+    World.mock(4).run(run)

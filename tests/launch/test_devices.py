@@ -1,0 +1,219 @@
+"""What a node with accelerators makes of a run; its devices are made up, its processes real."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from configured import estimate_config, run_config
+
+from axonlaunch.comm import nccl
+from axonlaunch.config import ConfigError
+from axonlaunch.launch.external.joining import devices_each
+from axonlaunch.launch.failures.report import Report
+from axonlaunch.launch.local import rank_process
+from axonlaunch.launch.local.heartbeat import HeartbeatTable
+from axonlaunch.launch.local.messages import RankSpec
+from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.preflight import checks
+from axonlaunch.system.authentication import Credentials
+from axonlaunch.training.worker import device_notes
+
+GIB = 2**30
+
+
+def _have(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    devices = [nccl.Device("H100", 80 * GIB, f"uuid-{index}") for index in range(count)]
+    monkeypatch.setattr(nccl, "devices", lambda: devices)
+
+
+# Which backend.
+
+
+@pytest.mark.parametrize(
+    ("devices", "nproc", "backend"),
+    [(8, 8, "nccl"), (8, 2, "nccl"), (1, 2, "gloo"), (0, 2, "gloo")],
+)
+def test_ranks_are_given_the_backend_that_auto_stands_for(
+    monkeypatch: pytest.MonkeyPatch, devices: int, nproc: int, backend: str
+) -> None:
+    _have(monkeypatch, devices)
+    assert run_config([f"launch.nproc={nproc}"]).launch.backend == backend
+
+
+def test_an_estimate_leaves_the_backend_to_the_node_that_runs() -> None:
+    assert estimate_config(["launch.nproc=2", "hardware=h100_80gb"]).launch.backend == "auto"
+
+
+def test_more_ranks_than_devices_are_refused_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    _have(monkeypatch, 1)
+    with pytest.raises(ConfigError, match="2 ranks need an accelerator each; this node has 1; use"):
+        run_config(["launch.nproc=2", "launch.backend=nccl"])
+
+
+def test_a_driver_that_fails_is_reported_rather_than_the_cpu_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> list[nccl.Device]:
+        raise RuntimeError("CUDA unknown error\nmore")
+
+    monkeypatch.setattr(nccl, "devices", fail)
+    with pytest.raises(ConfigError, match="CUDA fails here: CUDA unknown error; repair it"):
+        run_config(["launch.nproc=2"])
+
+
+@pytest.mark.parametrize(
+    ("seen", "nproc", "each"),
+    [
+        ([["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"]], 2, 2),
+        ([["a"], ["b"], ["c"], ["d"]], 2, 2),  # --gpus-per-task=1
+        ([["a"], ["a"], ["b"], ["b"]], 2, 1),  # two ranks share one
+        ([["a", "b"], ["a", "b"], [], []], 2, 0),  # a node without
+        ([["a"]], 1, 1),
+    ],
+)
+def test_ranks_of_another_launcher_have_the_devices_that_each_of_them_sees(
+    seen: list[list[str]], nproc: int, each: int
+) -> None:
+    assert devices_each(seen, nproc) == each
+
+
+def test_a_run_on_the_cpu_of_a_node_with_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("axonlaunch.training.worker.device_count", lambda: 2)
+    [note] = device_notes("gloo")
+    assert "the ranks compute on the CPU, and rank 0 sees 2 devices" in note
+    assert "launch.nproc=2 launch.backend=nccl" in note
+    assert not [*device_notes("nccl"), *device_notes("mock")]
+
+
+# No process that forks initialises CUDA.
+
+
+@pytest.fixture
+def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA build that sees eight devices, in which nothing may initialise CUDA."""
+    here = os.getpid()
+
+    def spy(name: str) -> Callable[..., Any]:
+        def called(*args: object, **kwargs: object) -> Any:
+            del args, kwargs
+            assert os.getpid() != here, f"torch.cuda.{name} in a process that forks"
+            return 0  # copies compute on the CPU
+
+        return called
+
+    for name in ("_lazy_init", "get_device_name", "get_device_properties", "mem_get_info", "init"):
+        monkeypatch.setattr(torch.cuda, name, spy(name))
+    monkeypatch.setattr(
+        torch._C, "_cuda_getDeviceCount", spy("_cuda_getDeviceCount"), raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: cuda if os.getpid() == here else None,
+    )
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    device = nccl.Device("H100", 80 * GIB, "uuid")
+    monkeypatch.setattr(nccl, "_asked", lambda visible: (device,) * 8)
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_an_estimate_and_the_checks_of_a_run_initialise_no_cuda() -> None:
+    overrides = ["model.num_hidden_layers=1", "strategy=fsdp", "launch.nproc=8"]
+    assert run_config(overrides).launch.backend == "nccl"
+    assert checks.obstacles(estimate_config(overrides)) == []
+    assert estimate(estimate_config([*overrides, "hardware=h100_80gb"])).peak_bytes > 0
+
+
+# A rank that fails.
+
+
+class _DeafWorld:
+    """A world whose peers wait in a collective: to close it takes the time limit of NCCL."""
+
+    def __enter__(self) -> _DeafWorld:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise AssertionError("it would wait for peers that wait for this rank")
+
+
+def test_a_rank_reports_before_any_communicator_is_destroyed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def train(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(rank_process, "join_world", lambda config, place: _DeafWorld())
+    monkeypatch.setattr(rank_process.worker, "run", train)
+    [report] = _reports_of_a_rank(tmp_path)
+    assert (report.kind, report.cause) == ("error", "memory")
+    assert report.reason.startswith("OutOfMemoryError: CUDA out of memory.")
+
+
+def _reports_of_a_rank(folder: Path) -> list[Report]:
+    config = run_config(["launch.nproc=1"])
+    place = RankSpec(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        master_addr="127.0.0.1",
+        port=0,
+        credentials=Credentials.random(sender="rank 0"),
+        listener=None,
+        log=folder / "rank0.log",
+        pulse=HeartbeatTable.of(1),
+        threads=1,
+        cores=None,
+    )
+    ours, theirs = Pipe(duplex=False)
+    arguments = (pickle.dumps(config), place, theirs)
+    rank = multiprocessing.get_context("fork").Process(target=rank_process.main, args=arguments)
+    rank.start()
+    theirs.close()
+    sent = []
+    with contextlib.suppress(EOFError):
+        while True:
+            sent.append(ours.recv())
+    rank.join()
+    assert rank.exitcode == 1
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "cause"),
+    [
+        (dist.DistBackendError("ncclInvalidUsage: Duplicate GPU detected : rank 1"), "error", ""),
+        (
+            dist.DistBackendError("NCCL error: unhandled cuda error, out of memory"),
+            "error",
+            "memory",
+        ),
+        (dist.DistBackendError("ncclRemoteError: remote process exited"), "connection", ""),
+        (dist.DistBackendError("Connection closed by remote peer node-3"), "connection", ""),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), "connection", ""),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "error", "memory"),
+        (RuntimeError("CUDA error: out of memory"), "error", "memory"),
+        (ValueError("the text says out of memory"), "error", ""),
+    ],
+)
+def test_a_failure_is_of_this_rank_or_of_a_peer_by_its_text(
+    error: Exception, kind: str, cause: str
+) -> None:
+    assert ("connection" if rank_process._is_connection(error) else "error") == kind
+    assert rank_process._cause(error) == cause

@@ -1,0 +1,93 @@
+"""A model of any family has a small one of the same architecture, or a reason why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hf_families import FAMILIES, SPECIAL
+
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.models.hf.reduced import (
+    ModelDivision,
+    NotReducibleError,
+    reduce_model,
+    refuse_unlike,
+    vocabulary,
+)
+from axonlaunch.models.hf.structure import structure
+
+HYBRID = ModelDivision(stages=2, tensor=2, before=2)
+
+
+def described(kind: str, **changes: Any) -> HuggingFaceConfig:
+    return HuggingFaceConfig(config={"model_type": kind, **changes}, init="random")
+
+
+def full_size(kind: str) -> HuggingFaceConfig:
+    """A family's own figures, but for its depth: as they are used, and quickly built."""
+    given = SPECIAL.get(kind) or {"num_hidden_layers": 8}
+    types = given.get("layer_types")
+    return described(kind, num_hidden_layers=given["num_hidden_layers"], **_types(types))
+
+
+def _types(types: list[str] | None) -> dict[str, Any]:
+    return {} if types is None else {"layer_types": types}
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *SPECIAL])
+def test_every_family_has_a_small_model_of_its_architecture(kind: str) -> None:
+    given = full_size(kind)
+    small = reduce_model(given, HYBRID)
+    assert 0 < refuse_unlike(given, small) < 2_000_000
+    assert vocabulary(small) % 2 == vocabulary(given) % 2
+    before, after = structure(given), structure(small)
+    assert set(after.kinds) == set(before.kinds)
+    assert 2 <= len(after.kinds) <= 4
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "division", "few"),
+    [
+        (64, 8, ModelDivision(tensor=8, before=8), (64, 8)),
+        (64, 8, ModelDivision(tensor=2, before=8), (16, 2)),
+        (64, 8, ModelDivision(tensor=2, before=16), (8, 1)),  # two ranks hold a head, as before
+        (32, 32, ModelDivision(tensor=2, before=2), (2, 2)),
+        (24, 1, ModelDivision(), (24, 1)),
+    ],
+)
+def test_heads_keep_their_ratio_and_how_they_are_divided(
+    heads: int, keys: int, division: ModelDivision, few: tuple[int, int]
+) -> None:
+    given = described(
+        "llama", num_attention_heads=heads, num_key_value_heads=keys, hidden_size=heads * 64
+    )
+    typed = structure(reduce_model(given, division)).typed
+    assert (typed.num_attention_heads, typed.num_key_value_heads) == few
+
+
+def test_models_that_differ_in_width_and_depth_alone_have_the_same_small_one() -> None:
+    def small(**figures: Any) -> dict[str, Any]:
+        given = described("qwen3", vocab_size=32000, head_dim=64, **figures)
+        content: dict[str, Any] = structure(reduce_model(given, HYBRID)).typed.to_dict()
+        return content
+
+    one = small(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8)
+    other = small(
+        hidden_size=2048, num_attention_heads=32, num_key_value_heads=16, num_hidden_layers=28
+    )
+    del one["intermediate_size"], other["intermediate_size"]
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("recurrent_gemma", "with few blocks its parts differ: "),
+        ("blt", "is large: with few of those it has "),
+    ],
+)
+def test_what_is_another_architecture_once_it_is_small_says_so(kind: str, reason: str) -> None:
+    given = described(kind)
+    with pytest.raises(NotReducibleError, match=reason):
+        refuse_unlike(given, reduce_model(given, HYBRID))

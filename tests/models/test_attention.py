@@ -1,0 +1,48 @@
+"""Attention takes a fused kernel wherever there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from axonlaunch.models.attention import Attention
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "repeats"),
+    [
+        ("cuda", torch.float32, True),  # whose fused kernels refuse grouped heads
+        ("cuda", torch.bfloat16, False),
+        ("cpu", torch.float32, False),
+    ],
+)
+def test_grouped_heads_in_fp32_are_repeated_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, repeats: bool
+) -> None:
+    calls: list[tuple[int, bool]] = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert k.shape == v.shape
+        calls.append((k.shape[1], options["enable_gqa"]))
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    layer = Attention(32, num_heads=8, num_key_value_heads=2)
+    with FakeTensorMode():
+        q = torch.empty(1, 8, 4, 4, device=device, dtype=dtype)
+        k, v = torch.empty(2, 1, 2, 4, 4, device=device, dtype=dtype)
+        layer.attend(q, k, v)
+    assert calls == [(8, False) if repeats else (2, True)]
+
+
+def test_repeated_heads_are_those_of_the_group() -> None:
+    q = torch.randn(1, 4, 8, 4)
+    k, v = torch.randn(2, 1, 2, 8, 4)
+    repeated = [heads.repeat_interleave(2, dim=1) for heads in (k, v)]
+    whole = F.scaled_dot_product_attention(q, *repeated, is_causal=True)
+    layer = Attention(16, num_heads=4, num_key_value_heads=2)
+    torch.testing.assert_close(layer.attend(q, k, v), whole)

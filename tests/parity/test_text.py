@@ -1,0 +1,90 @@
+"""Training on documents equals a plain loop of transformers and torch, a document at a time."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import corpus
+import hf_families
+import hf_loops
+import pytest
+import torch
+import torch.nn.functional as F
+from configured import run_config
+
+from axonlaunch.data.dataset import IGNORE_INDEX
+
+pytest.importorskip("transformers")
+
+TWO = "launch.nproc=2"
+LAYOUTS = {
+    "single": ["strategy=single"],
+    "fsdp": ["strategy=fsdp", TWO],
+    "tensor": ["strategy=tensor", "strategy.tensor.degree=2", TWO],
+    "pipeline": ["strategy=pipeline", "strategy.pipeline.degree=2", TWO],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder with its tokenizer in it, and 200 real rows beside it."""
+    folder = tmp_path_factory.mktemp("model")
+    hf_families.save("qwen3", folder, vocab_size=512)
+    corpus.save_tokenizer(folder)
+    corpus.write_jsonl(folder / "rows.jsonl", [dict(row) for row in corpus.functions()[:200]])
+    return folder
+
+
+def data(model: Path, packing: str) -> list[str]:
+    words = ["data=documents", f"data.files=[{model}/rows.jsonl]", f"data.cache_dir={model}/cache"]
+    return [*words, f"data.packing={packing}", "data.sequence_length=64"]
+
+
+@cache
+def plain_losses(model: Path, packing: str) -> list[float]:
+    """Losses of transformers' model and torch's AdamW, each document run by itself."""
+    import transformers
+
+    chosen = run_config(
+        [*hf_loops.SETTINGS, f"model.path={model}", "strategy=single", *data(model, packing)]
+    )
+    net: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = hf_loops.adamw(net.train())
+    losses = []
+    for batch in hf_loops.batches(chosen):
+        optimizer.zero_grad()
+        total, count = torch.zeros(()), 0
+        for tokens, targets in documents(batch):
+            logits = net(input_ids=tokens[None]).logits[0]
+            total = total + F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
+            count += int((targets != IGNORE_INDEX).sum())
+        (total / count).backward()
+        optimizer.step()
+        losses.append(total.item() / count)
+    return losses
+
+
+def documents(batch: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and targets of each document of a batch, without what rows are padded with."""
+    found = []
+    for row, (tokens, targets) in enumerate(zip(batch.inputs, batch.targets, strict=True)):
+        starts = [0]
+        if batch.positions is not None:
+            starts = torch.nonzero(batch.positions[row] == 0).flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            counted = torch.nonzero(targets[start:end] != IGNORE_INDEX).flatten()
+            if len(counted):
+                last = start + int(counted[-1]) + 1
+                found.append((tokens[start:last], targets[start:last]))
+    return found
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_of_documents_are_those_of_transformers(
+    layout: str, packing: str, model: Path
+) -> None:
+    losses = hf_loops.by_axonlaunch(model, LAYOUTS[layout], *data(model, packing))
+    assert losses == pytest.approx(plain_losses(model, packing), rel=2e-5)

@@ -1,0 +1,63 @@
+"""Real text in rows, and a tokenizer that is learned from it, both made on the spot."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import sysconfig
+import textwrap
+from pathlib import Path
+from typing import Any
+
+_MODULES = ("argparse", "ast", "calendar", "csv", "datetime", "difflib", "fractions", "heapq")
+_MODULES += ("inspect", "ipaddress", "locale", "mailbox", "optparse", "pathlib", "pickle", "random")
+_MODULES += ("statistics", "string", "subprocess", "tarfile", "textwrap", "threading", "typing")
+END = "<|end|>"
+
+
+@functools.cache
+def functions() -> list[dict[str, str]]:
+    """Return functions of Python's library: ``name``, ``doc`` and ``text``, their source."""
+    rows = []
+    for module in _MODULES:
+        source = Path(sysconfig.get_path("stdlib"), f"{module}.py").read_text()
+        lines = source.splitlines(keepends=True)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
+                text = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
+                rows.append({"name": node.name, "doc": doc, "text": text})
+    return rows
+
+
+def write_jsonl(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@functools.cache
+def _learned() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=[END, "<|user|>", "<|assistant|>", "<|system|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([row["text"] for row in functions()[:200]], trainer)
+    return tokenizer.to_str()
+
+
+def save_tokenizer(folder: Path, *, chat_template: str | None = None) -> Path:
+    """Save a tokenizer of 512 tokens as ``save_pretrained`` does."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_learned()), eos_token=END)
+    made.chat_template = chat_template
+    made.save_pretrained(folder)
+    return folder

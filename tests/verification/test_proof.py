@@ -1,0 +1,116 @@
+"""A layout is proved on a small model before the first step, once; what differs starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configured import run_config
+from hf_families import without_folder
+
+from axonlaunch.config import ConfigError, RunConfig, with_values
+from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.engines.tensor import fused_region, layers
+from axonlaunch.models.hf import reduced
+from axonlaunch.verification import proof
+from axonlaunch.verification.runner import is_to_be_proved
+
+Patch = pytest.MonkeyPatch
+TENSOR = ["strategy=tensor", "strategy.tensor.degree=2", "launch.nproc=2"]
+FSDP = ["strategy=fsdp", "launch.nproc=2"]
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_proved(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def run(kind: str, *words: str, **changes: Any) -> RunConfig:
+    return run_config(without_folder(kind, *words, **changes))
+
+
+def test_a_layout_is_proved_once_for_all_models_that_differ_in_size_alone() -> None:
+    assert proof.foresee(run("qwen3", *FSDP)).outcome == "to be proved"
+    assert proof.prove(run("qwen3", *FSDP)).outcome == "proved"
+    assert proof.prove(run("qwen3", *FSDP, num_hidden_layers=3)).outcome == "proved before"
+    assert proof.foresee(run("qwen3", *FSDP, **WIDE)).outcome == "proved before"
+    assert proof.prove(run("qwen3", *FSDP, "train.prove=always")).outcome == "proved"
+    others = run("qwen3", "strategy=zero1", "launch.nproc=2"), run("qwen2", *FSDP)
+    assert [proof.foresee(one).outcome for one in others] == ["to be proved"] * 2
+
+
+def test_a_proof_is_of_one_version_of_the_code(monkeypatch: Patch) -> None:
+    assert proof.prove(run("qwen3", *FSDP)).outcome == "proved"
+    monkeypatch.setattr(proof, "version", lambda package: f"another {package}")
+    assert proof.foresee(run("qwen3", *FSDP)).outcome == "to be proved"
+
+
+def test_many_ranks_are_proved_by_two_on_each_axis() -> None:
+    words = ["strategy.tensor.degree=4", "strategy.pipeline.degree=4", "launch.nproc=64"]
+    given = run("llama", "strategy=hybrid", *words, num_hidden_layers=8, num_key_value_heads=4)
+    small = proof.reduced(with_values(given, {"train.precision": "bf16"}))
+    layout = Layout.of(small, world_size=num_ranks(small))
+    assert layout.axes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert small.train.precision == "fp32"
+
+
+def a_row_parallel_layer_is_scaled(patch: Patch) -> None:
+    right = layers.RowParallelLinear.forward
+    patch.setattr(layers.RowParallelLinear, "forward", lambda self, x: 1.01 * right(self, x))
+
+
+def gradients_of_inputs_are_not_summed(patch: Patch) -> None:
+    patch.setattr(fused_region, "start_sum", lambda x, group: x)
+
+
+@pytest.mark.parametrize(
+    ("fault", "module"),
+    [
+        (a_row_parallel_layer_is_scaled, "model.layers.0.self_attn.o_proj"),
+        (gradients_of_inputs_are_not_summed, "model.norm"),
+    ],
+)
+def test_what_differs_is_refused_and_the_first_module_is_named(
+    fault: Any, module: str, monkeypatch: Patch
+) -> None:
+    given = run("llama", *TENSOR)
+    fault(monkeypatch)
+    with pytest.raises(ConfigError, match="tensor 2 does not compute what one process does") as no:
+        proof.prove(given)
+    assert f"the first module that differs is {module};" in str(no.value)
+    with pytest.raises(ConfigError):  # and nothing of it is kept
+        proof.prove(given)
+
+
+def test_what_can_not_be_made_small_names_the_other_way(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(reduced, "LARGEST", 10)
+    found = proof.prove(run("llama", *FSDP))
+    assert found.outcome == "not proved"
+    assert "axonlaunch verify with the same arguments proves it" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "due"),
+    [
+        (["model=gpt", *FSDP], False),
+        (["model=gpt", "train.prove=always", *FSDP], True),
+        (["model=gpt", "train.prove=always", "strategy=single"], False),
+        ([*without_folder("llama"), *FSDP], True),
+        ([*without_folder("llama"), "strategy=single"], False),
+        ([*without_folder("llama"), "train.prove=never", *FSDP], False),
+    ],
+)
+def test_what_is_proved(words: list[str], due: bool) -> None:
+    assert is_to_be_proved(run_config(words)) is due
+
+
+def test_a_model_of_one_s_own_is_proved_as_it_is() -> None:
+    words = ["model=gpt", "model.num_hidden_layers=2", "model.hidden_size=32", "train.prove=always"]
+    assert proof.prove(run_config([*words, *TENSOR])).outcome == "proved"
