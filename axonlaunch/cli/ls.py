@@ -18,7 +18,7 @@ EXAMPLES = """Examples:
   axonlaunch ls
   axonlaunch ls strategy
   axonlaunch ls models --json
-  axonlaunch ls hf --like qwen3
+  axonlaunch ls hf --like llama
 """
 HF = "hf"
 SHOWS_REASONS = 12
@@ -105,12 +105,9 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     from axonlaunch.models.hf.proved import proved
 
     table = proved()
-    kinds = {other: one for one in table.families.values() for other in one.also} | dict(
-        table.families
-    )
-    families = dict(sorted(_like(like, kinds).items()))
+    families = _like(like, table.named)
     if not families:
-        raise ConfigError([ConfigIssue("", unknown("model_type", str(like), kinds))])
+        raise ConfigError([ConfigIssue("", unknown("model_type", str(like), table.named))])
     if as_json:
         rows = {
             kind: {

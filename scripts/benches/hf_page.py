@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ _INTRODUCTION = """\
 Which causal language models of transformers train, under which layout, as one process does: a table
 that `scripts/bench hf` wrote by running each of them.
 
-{which} of transformers {transformers} that `AutoModelForCausalLM` knows was built at a tiny
+{which} of transformers {transformers} that `AutoModelForCausalLM` knows: built at a tiny
 configuration (random weights, fp32, 4 blocks, torch {torch}) and trained for 2 steps in each layout
 and in one process. **yes**: losses, all gradients and all parameters agree to rounding (1e-5), as
 `axonlaunch verify` compares them. **no**: the layout is refused before anything starts, or was seen
@@ -38,7 +39,7 @@ your model's heads or layers do not allow are refused with the legal ones, and `
 proves your own model and layout.
 
 ```bash
-axonlaunch ls hf --like qwen3
+axonlaunch ls hf --like llama
 axonlaunch ls hf --like gemma --json
 axonlaunch verify model=hf 'model.config={{model_type: qwen3, vocab_size: 256, hidden_size: 64, \
 num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16}}' \
@@ -99,13 +100,19 @@ def _families(rows: Iterable[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
                 "class": str(types[kind]),
                 "also": [one for one in types if types[one] == types[kind] and one != kind],
                 "refused": {
-                    row.layout: f"{row.outcome}: {row.reason}"
+                    row.layout: _without_places(f"{row.outcome}: {row.reason}")
                     for row in of_kind
                     if row.outcome != "equal"
                 },
                 "notes": {layout: note for layout, note in equal.items() if note},
             },
         )
+
+
+def _without_places(reason: str) -> str:
+    """Leave out which temporary folder it was, and how much memory the machine had."""
+    reason = re.sub(r"/tmp/\w+/", "", reason)
+    return reason.partition("; a rank's share of this node's memory")[0]
 
 
 def page(table: proved.Proved) -> str:

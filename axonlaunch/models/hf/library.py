@@ -24,8 +24,11 @@ from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 
-OLDEST = 5
-"""Major version of transformers from which it builds and converts as this package expects."""
+OLDEST = (5, 9)
+"""Version of transformers from which it builds and converts as this package expects.
+
+Until 5.3 configurations are no dataclasses; 5.4 can't build Olmo2's own defaults.
+"""
 INSTALL = "pip install 'axonlaunch[hf]'"
 
 
@@ -86,8 +89,9 @@ def transformers() -> Any:
     except importlib.metadata.PackageNotFoundError:
         message = f"transformers is not installed; {INSTALL}"
         raise ConfigError([ConfigIssue("model.name", message, "hf")]) from None
-    if int(version.partition(".")[0]) < OLDEST:
-        message = f"transformers {version} is installed, and it takes {OLDEST} or newer; {INSTALL}"
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        message = f"transformers {version} is installed, and it takes {oldest} or newer; {INSTALL}"
         raise ConfigError([ConfigIssue("model.name", message, "hf")])
     # It would look for new versions of what is in the cache whenever it reads a file of it.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

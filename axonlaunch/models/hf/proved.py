@@ -47,6 +47,12 @@ class Proved:
     layouts: Mapping[str, list[str]]
     families: Mapping[str, Family]
 
+    @property
+    def named(self) -> dict[str, Family]:
+        """Families by every ``model_type``, also those that share a class."""
+        also = {other: one for one in self.families.values() for other in one.also}
+        return dict(sorted((also | dict(self.families)).items()))
+
     def count(self, layout: str) -> int:
         """Return how many families a layout was proved for."""
         return sum(layout not in family.refused for family in self.families.values())

@@ -21,7 +21,7 @@ AGAIN = [
     ("gemma3_text", "context 2"),
     ("bloom", "context 2"),
     ("mamba", "tensor 2"),
-    ("qwen3_moe", "export"),
+    ("gpt_oss", "export"),
 ]
 
 
@@ -37,20 +37,13 @@ def test_the_page_is_what_the_data_make_of_it() -> None:
 
 
 @pytest.mark.usefixtures("benches")
-def test_every_class_of_the_version_that_it_names_is_in_the_table() -> None:
+def test_the_table_has_the_layouts_and_the_classes_of_the_version_that_it_names() -> None:
     bench: Any = importlib.import_module("hf")
+    kinds = importlib.import_module("hf_tiny").model_types()
     assert set(proved().layouts) == set(bench.LAYOUTS)
     if library.transformers().__version__ == proved().versions["transformers"]:
-        assert set(proved().families) == set(importlib.import_module("hf_tiny").model_types())
-
-
-def test_as_many_are_proved_as_the_project_promises() -> None:
-    table = proved()
-    assert table.count("fsdp 2") >= 150
-    assert table.count("zero1 2") >= 150
-    assert table.count("tensor 2") >= 95
-    assert table.count("pipeline 2") >= 40
-    assert table.count("context 2") >= 25
+        assert set(proved().families) <= set(kinds)
+        assert proved().classes == len(kinds)
 
 
 @pytest.mark.usefixtures("benches")
@@ -59,7 +52,7 @@ def test_as_many_are_proved_as_the_project_promises() -> None:
 def test_a_row_that_is_run_again_gives_what_the_table_says(kind: str, layout: str) -> None:
     bench: Any = importlib.import_module("hf")
     row = bench.prove(kind, layout)
-    reason = proved().families[kind].refused.get(layout)
+    reason = proved().named[kind].refused.get(layout)
     assert (row.outcome == "equal") == (reason is None), row.reason
     if reason is not None:
         assert reason == f"{row.outcome}: {row.reason}"
@@ -72,4 +65,4 @@ def test_ls_shows_what_is_proved(tmp_path: Path, server: Server) -> None:
     listed = json.loads(axonlaunch("ls", "hf", "--json").stdout)
     assert listed["versions"] == proved().versions
     assert "fsdp 2" in listed["model_types"]["llama"]["proved"]
-    assert "qwen3" in axonlaunch("ls", "hf", "--like", "qwen33", status=2).stderr
+    assert "did you mean llama" in axonlaunch("ls", "hf", "--like", "llamma", status=2).stderr
