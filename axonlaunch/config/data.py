@@ -86,9 +86,7 @@ class SyntheticTokensConfig:
     num_eval_samples: int = field(default=1024, metadata={"min": 1})
     """evaluation samples"""
     document_length: int | None = field(default=None, metadata={"min": 1})
-    """tokens of a document, as many of which as there is room for share a row and don't attend to
-    each other; null: a row is one sequence
-    """
+    """tokens of a document, of which a row has as many as fit; null: a row is one sequence"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,12 @@ def typed_groups(
     if not isinstance(patterns, dict):
         return {}, [ConfigIssue(key, "expected {PATTERN: {OPTION: value}}", patterns)]
     problems: list[ConfigIssue] = []
-    fields = {f.name for f in dataclasses.fields(schema)} - {"name", key.rpartition(".")[2]}
+    fields = {
+        field.name
+        for field in dataclasses.fields(schema)
+        if field.name not in ("name", key.rpartition(".")[2])
+        and not field.metadata.get("of_all_parameters")
+    }
     extras = {f.name for f in dataclasses.fields(extra)}
     is_free = "arguments" in fields  # whose class takes what it takes
     if is_free:

@@ -33,7 +33,9 @@ class GroupedOptimizer:
     """pattern of parameters' names to the options that those parameters have in place of the
     optimizer's own: any option, and lr_scale; where patterns overlap, the later one's value counts
     """
-    state_dtype: Literal["parameter", "fp32"] = "parameter"
+    state_dtype: Literal["parameter", "fp32"] = field(
+        default="parameter", metadata={"of_all_parameters": True}
+    )
     """type of the states that have an element for each of a parameter's, and of the update.
     parameter: the weights' own (train.param_dtype); fp32: fp32, also of weights in bf16
     """

@@ -368,8 +368,8 @@ def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
     assert nproc != "auto"
     if hardware is not None and hardware.memory_bytes is not None:
         yield hardware.memory_bytes, f"hardware={hardware.name}"
-    if config.launch.backend == "nccl":
-        yield nccl.devices()[0].memory_bytes, "a device here"
+    if config.launch.backend == "nccl" and (devices := nccl.devices()):
+        yield devices[0].memory_bytes, "a device here"
     else:
         yield host.memory_bytes() // nproc, "a rank's share of this node's memory"
 

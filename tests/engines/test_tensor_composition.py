@@ -96,9 +96,9 @@ def test_recomputation_does_not_repeat_collectives_that_it_is_asked_to_save() ->
         parallelize(model, spec_for(GPT).plan(model), mesh=mesh)
         for layer in model.layers:
             inner = layer.forward
-            layer.forward = lambda x, inner=inner: checkpoint(
+            layer.forward = lambda *inputs, inner=inner: checkpoint(
                 inner,
-                x,
+                *inputs,
                 use_reentrant=False,
                 context_fn=lambda: create_selective_checkpoint_contexts(policy),
             )

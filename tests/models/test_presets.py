@@ -13,6 +13,7 @@ REQUIRED = {
     "data/custom": ["data.target=mine:Data"],
     "model/hf": ["model.path=folder"],
     "data/text": ["data.files=[notes.txt]"],
+    "data/documents": ["data.files=[notes.jsonl]"],
     "data/tokens": ["data.path=tokens.bin"],
 }
 

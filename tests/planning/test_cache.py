@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from configured import estimate_config
@@ -13,6 +14,7 @@ from parity_table import IMAGES
 from axonlaunch.config import RunConfig
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.records import Estimate, RankEstimate
+from axonlaunch.system import cache
 
 MADE = Estimate(
     world_size=2,
@@ -84,12 +86,14 @@ def test_tracing_every_layer_is_kept_apart() -> None:
     assert estimate_cache.read_estimate(run(), exact=True) is None
 
 
-@pytest.mark.parametrize("what", ["_source", "version"])
+@pytest.mark.parametrize(
+    ("module", "function"), [(cache, "source_hash"), (estimate_cache, "version")]
+)
 def test_another_source_or_torch_is_another_estimate(
-    what: str, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     estimate_cache.write_estimate(run(), MADE)
-    monkeypatch.setattr(estimate_cache, what, lambda *name: "other")
+    monkeypatch.setattr(module, function, lambda *name: "other")
     assert estimate_cache.read_estimate(run()) is None
 
 
