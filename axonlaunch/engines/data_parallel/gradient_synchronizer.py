@@ -115,7 +115,7 @@ class GradientSynchronizer:
 
     @property
     def buckets(self) -> list[GradientBucket]:
-        """The buckets in the order in which they go; behind its gradients each has a number a piece."""
+        """The buckets in the order in which they go; each ends with a number for each gradient."""
         return [share.bucket for share in self._shares]
 
     def prepare(self, parameters: Iterable[nn.Parameter]) -> None:
