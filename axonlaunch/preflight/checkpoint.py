@@ -62,6 +62,8 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
         return
     key, path = named
     if config.checkpoint.resume not in ("auto", "never"):
+        if key != "model.weights":
+            return  # what describes the model names weights too, which that checkpoint replaces
         message = (
             f"checkpoint.resume={config.checkpoint.resume} brings weights of its own; use null"
         )

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, to_tree, with_values
-from axonlaunch.config.data import SyntheticTokensConfig
+from axonlaunch.config.data import DATASETS, SyntheticTokensConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.model import HuggingFaceConfig
 from axonlaunch.config.optimizer import AdamWConfig, ConstantConfig
 from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.models.build import on_meta
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.system import cache
@@ -149,11 +150,21 @@ def _with_small_model(config: RunConfig, before: Layout, degrees: dict[str, int]
             tokens = hf.vocabulary(model)
         except hf.NotReducibleError as error:
             raise _NotReducibleError(str(error)) from error
-        data = SyntheticTokensConfig(vocab_size=tokens, sequence_length=_LENGTH)
-        return with_values(config, {"model": model, "data": data})
+        data = SyntheticTokensConfig(
+            vocab_size=tokens,
+            sequence_length=_LENGTH,
+            document_length=_LENGTH // 3 if _is_packed(config) else None,
+        )
+        return with_values(config, {"model": model, "data": data, "tokenizer": TokenizerConfig()})
     if isinstance(getattr(config.data, "sequence_length", None), int):
         return with_values(config, {"data.sequence_length": _LENGTH})
     return config
+
+
+def _is_packed(config: RunConfig) -> bool:
+    """Whether rows hold several documents, which a mask keeps apart."""
+    facts = DATASETS.facts(config.data.name)
+    return facts is not None and facts.sample is not None and facts.sample(config.data).is_packed
 
 
 def _refuse_unlike(config: RunConfig, small: RunConfig) -> int:
@@ -187,6 +198,7 @@ def _file(small: RunConfig) -> Path | None:
 
     matters = {
         "model": hf.identity(small.model),
+        "data": to_tree(small.data),
         "strategy": to_tree(small.strategy),
         "train": to_tree(replace(small.train, prove="auto")),
         "ranks": num_ranks(small),

@@ -10,6 +10,7 @@ from configured import run_config
 from hf_families import without_folder
 
 from axonlaunch.config import ConfigError, RunConfig, with_values
+from axonlaunch.config.data import SyntheticTokensConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.engines.tensor import fused_region, layers
 from axonlaunch.models.hf import reduced
@@ -44,6 +45,20 @@ def test_a_layout_is_proved_once_for_all_models_that_differ_in_size_alone() -> N
     assert proof.prove(run("qwen3", *FSDP, "train.prove=always")).outcome == "proved"
     others = run("qwen3", "strategy=zero1", "launch.nproc=2"), run("qwen2", *FSDP)
     assert [proof.foresee(one).outcome for one in others] == ["to be proved"] * 2
+
+
+def test_rows_of_several_documents_are_proved_with_such_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n' * 40)
+    words = ["data=documents", f"data.files=[{tmp_path / 'rows.jsonl'}]", "data.sequence_length=16"]
+    config = run("qwen3", *FSDP, *words, "train.global_batch_size=2", vocab_size=256)
+    data = proof.reduced(config).data
+    assert isinstance(data, SyntheticTokensConfig)
+    assert data.document_length is not None
+    assert proof.prove(config).outcome == "proved"
+    alone = run(
+        "qwen3", *FSDP, *words, "data.packing=none", "train.global_batch_size=2", vocab_size=256
+    )
+    assert proof.foresee(alone).outcome == "to be proved"
 
 
 def test_a_proof_is_of_one_version_of_the_code(monkeypatch: Patch) -> None:
