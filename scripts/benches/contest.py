@@ -19,6 +19,7 @@ from pathlib import Path
 BIN = Path(sys.executable).parent
 RIVAL = Path(__file__).with_name("torchrun_train.py")
 MIB = 1024**2
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and ends contestants
 
 
 @dataclass(frozen=True)
