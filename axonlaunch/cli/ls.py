@@ -124,17 +124,21 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    shown = Table(box=None, padding=(0, 2, 0, 0))
-    shown.add_column("model_type", style="bold", no_wrap=True)
+    shown = Table(box=None, padding=(0, 1, 0, 0))
+    shown.add_column("model_type", style="bold", overflow="fold")
     for layout in table.layouts:
-        shown.add_column(layout)
+        shown.add_column(layout.replace(" ", "\n"), no_wrap=True)
     for kind, one in families.items():
         shown.add_row(kind, *("no" if layout in one.refused else "yes" for layout in table.layouts))
     console = Console(highlight=False)
     console.print(shown)
     if len(families) <= SHOWS_REASONS:
         for kind, one in families.items():
+            layouts: dict[str, list[str]] = {}
             for layout, reason in {**one.notes, **one.refused}.items():
-                console.print(escape(f"{kind}, {layout}: {reason}"))
+                layouts.setdefault(reason, []).append(layout)
+            for reason, alike in layouts.items():
+                where = "every layout" if len(alike) == len(table.layouts) else ", ".join(alike)
+                console.print(escape(f"{kind}, {where}: {reason}"))
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     console.print(f"\nproved with {versions}; axonlaunch help huggingface says how")
