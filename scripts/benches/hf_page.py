@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hf_tiny
+
 from axonlaunch.models.hf import proved
 
 PAGE = Path(proved.__file__).parents[2] / "docs" / "huggingface.md"
@@ -98,7 +100,14 @@ def _families(rows: Iterable[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
             kind,
             {
                 "class": str(types[kind]),
-                "also": [one for one in types if types[one] == types[kind] and one != kind],
+                # What holds a model of text beside another is refused as a whole.
+                "also": [
+                    other
+                    for other in types
+                    if types[other] == types[kind]
+                    and other != kind
+                    and not hf_tiny.is_composite(other)
+                ],
                 "refused": {
                     row.layout: _without_places(f"{row.outcome}: {row.reason}")
                     for row in of_kind

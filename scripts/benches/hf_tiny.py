@@ -92,13 +92,20 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def model_types() -> list[str]:
-    """Return the first ``model_type`` of each causal-LM class."""
+    """Return a ``model_type`` of each causal-LM class: of those of text alone, the first."""
     from axonlaunch.models.hf import library
 
-    first: dict[str, str] = {}
+    kinds: dict[str, list[str]] = {}
     for kind, cls in library.causal_types().items():
-        first.setdefault(str(cls), kind)
-    return sorted(first.values())
+        kinds.setdefault(str(cls), []).append(kind)
+    return sorted(min(alike, key=is_composite) for alike in kinds.values())
+
+
+def is_composite(kind: str) -> bool:
+    """Whether a ``model_type`` is of a model of images or sound too, which holds one of text."""
+    from axonlaunch.models.hf import library
+
+    return "text_config" in library.config_types()[kind].sub_configs
 
 
 def tiny(kind: str) -> dict[str, Any]:
