@@ -27,6 +27,11 @@ _OF_LOSSES = 8.0
 FACTOR_BASE = 0.01
 """In low precision: what a gradient as a whole may be too large or too small by. Rounding goes in
 all directions and so leaves a gradient's length nearly as it is, which a wrong factor does not."""
+_FACTOR_OF_FEW = 0.04
+"""The same of a gradient of few elements, once the first update has made weights differ: rounding
+does not cancel out in it.
+"""
+_FEW = 2**10
 # A gradient far smaller than the model's is judged beside this part of the model's usual size.
 GRADIENT_FLOOR = 0.1
 # Biases start near 0: beside weights of about this size, what is smaller is no difference.
@@ -91,7 +96,9 @@ class Tolerances:
             return True
         known = self._noise.get((difference.step, "gradient", difference.name))
         noise = 0.0 if known is None or known.ratio is None else abs(known.ratio - 1)
-        return abs(difference.ratio - 1) <= max(FACTOR_BASE, self._times * noise)
+        is_rough = difference.step > 1 and difference.count < _FEW
+        base = _FACTOR_OF_FEW if is_rough else FACTOR_BASE
+        return abs(difference.ratio - 1) <= max(base, self._times * noise)
 
 
 def floors(reference: Reference, number: int) -> float:
