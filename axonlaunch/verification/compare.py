@@ -36,6 +36,7 @@ from axonlaunch.verification.reference import (
     Reference,
     ReferenceStep,
     reference,
+    threads_for,
 )
 from axonlaunch.verification.result import ParityResult, failed
 
@@ -67,7 +68,7 @@ def on_mock(config: RunConfig, plan: Plan) -> ParityResult:
         return layout_run.compare(config, member, references[0], plan, folder=folder)
 
     try:
-        with temporary_folder() as folder, lowered_thresholds():
+        with temporary_folder() as folder, lowered_thresholds(), threads_for(config):
             results = world.run(run)
     except RankFailedError as error:
         return failed(config, plan.steps, str(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch
 from axonlaunch.data.loader import Loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
-from axonlaunch.models.build import build_model, initial_weights, spec_for
+from axonlaunch.models.build import build_model, initial_weights, on_meta, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelOutputs, ModelSpec, not_a_tensor
 from axonlaunch.verification import inputs
@@ -33,6 +34,8 @@ from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plai
 from axonlaunch.verification.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SMALL = 20_000_000
+"""Parameters of a model that computes on one thread."""
 PREDICTED = 2
 """Samples of a prediction."""
 
@@ -100,7 +103,7 @@ def reference(config: RunConfig, plan: Plan) -> tuple[Reference, Reference]:
         NoReferenceError: They fail, or the model is random by itself.
     """
     try:
-        with torch.random.fork_rng(devices=[]):
+        with threads_for(config), torch.random.fork_rng(devices=[]):
             first = _Run(config, plan)
             found = first.run()
             _refuse_random(found, _Run(config, plan))
@@ -111,6 +114,23 @@ def reference(config: RunConfig, plan: Plan) -> tuple[Reference, Reference]:
         raise NoReferenceError(
             f"one process fails, without the layout: {type(error).__name__}: {error}"
         ) from error
+
+
+@contextmanager
+def threads_for(config: RunConfig) -> Iterator[None]:
+    """Compute a small model on one thread inside: to share its work out costs more than the work.
+
+    Args:
+        config: The run's.
+    """
+    before = torch.get_num_threads()
+    parameters = sum(p.numel() for p in on_meta(config.model, seed=config.seed).parameters())
+    if parameters < _SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _refuse_random(found: Reference, again: _Run) -> None:
