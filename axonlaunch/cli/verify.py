@@ -98,6 +98,9 @@ def _show(verdict: ParityResult, console: Console) -> None:
         console.print(line, markup=False, soft_wrap=True)
     if len(verdict.differences) > MAX_SHOWN_PARAMETERS:
         console.print(f"and {len(verdict.differences) - MAX_SHOWN_PARAMETERS} more")
+    if verdict.first_difference:
+        text = f"the first module that differs is {verdict.first_difference}"
+        console.print(text, markup=False, soft_wrap=True)
     if verdict.verdict == "nothing proved":
         console.print(f"[red]nothing proved[/red]: {verdict.reason}", soft_wrap=True)
     else:

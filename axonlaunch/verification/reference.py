@@ -104,10 +104,10 @@ def reference(config: RunConfig, plan: Plan) -> tuple[Reference, Reference]:
     """
     try:
         with threads_for(config), torch.random.fork_rng(devices=[]):
-            first = _Run(config, plan)
+            first = PlainRun(config, plan)
             found = first.run()
-            _refuse_random(found, _Run(config, plan))
-            return found, _Run(config, plan, roughness=_roughness(config)).run()
+            _refuse_random(found, PlainRun(config, plan))
+            return found, PlainRun(config, plan, roughness=_roughness(config)).run()
     except NoReferenceError:
         raise
     except Exception as error:
@@ -133,7 +133,7 @@ def threads_for(config: RunConfig) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _refuse_random(found: Reference, again: _Run) -> None:
+def _refuse_random(found: Reference, again: PlainRun) -> None:
     """Run the first step another time.
 
     Raises:
@@ -158,7 +158,7 @@ def _roughness(config: RunConfig) -> float:
     return max(torch.finfo(DTYPES[name]).eps for name in lowest)
 
 
-class _Run:
+class PlainRun:
     """A model and its optimizers, as a script of one process has them."""
 
     def __init__(self, config: RunConfig, plan: Plan, *, roughness: float = 0.0) -> None:
