@@ -72,7 +72,7 @@ def on_mock(config: RunConfig, plan: Plan) -> ParityResult:
             results = world.run(run)
     except RankFailedError as error:
         return failed(config, plan.steps, str(error))
-    return judge(config, references, results)
+    return judge(config, plan, references, results)
 
 
 def save_reference(config: RunConfig, plan: Plan, folder: str) -> ParityResult | None:
@@ -119,7 +119,7 @@ def verify_on_rank(config: RunConfig, plan: Plan, folder: str, rank: int) -> Par
         )
         for report in gathered
     ]
-    return judge(config, (first, again), reports)
+    return judge(config, plan, (first, again), reports)
 
 
 @contextmanager
