@@ -121,13 +121,13 @@ def _nothing_proved(
             "rounding alone changes the first step by more than any layout would; "
             "use another precision, or initial weights that a run would have"
         )
+    if all(step.skipped for step in reference.steps):
+        return "fp16 skipped every step, for its gradients overflowed; use more --steps"
     if not any(bool(g.any()) for step in reference.steps for g in step.gradients.values()):
         return "every gradient of one process is zero: the model's loss depends on no parameter"
     if not proved.with_gradient:
         return "no parameter has a gradient on both sides"
     if not proved.moved:
-        if all(step.skipped for step in reference.steps):
-            return "no parameter moved: fp16 skipped every step; use more --steps"
         rate = "" if any(step.rate for step in reference.steps) else ": the learning rate is 0"
         return f"no parameter moved{rate}, so that no update was compared"
     if len(losses) > 1 and max(losses) - min(losses) <= _SAME * abs(losses[0]):

@@ -142,13 +142,18 @@ def _refuse_random(found: Reference, again: PlainRun) -> None:
     expected, seen = found.steps[0], again.step(0)
     if not math.isfinite(expected.loss):
         raise NoReferenceError(f"the first loss of one process is {expected.loss}")
-    same = all(torch.equal(expected.gradients[n], g) for n, g in seen.gradients.items())
+    same = all(_is_same(expected.gradients[n], g) for n, g in seen.gradients.items())
     if seen.loss != expected.loss or not same:
         raise NoReferenceError(
             f"the model is random by itself: of the same weights and samples one process has a "
             f"loss of {expected.loss:.7g}, then of {seen.loss:.7g}; let it draw nothing in "
             "training, also not by numpy or Python's random"
         )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors are equal, also where fp16 overflowed."""
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _roughness(config: RunConfig) -> float:
@@ -182,6 +187,9 @@ class PlainRun:
         self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._held)
         is_fp16 = config.train.precision == "fp16" and not plan.fp64
         self._scaler = torch.amp.GradScaler("cpu", enabled=is_fp16)
+        # Gradients that data ranks average are as many times larger before that as there are ranks,
+        # which decides what overflows.
+        self._ranks = self._layout.gradient_ranks if is_fp16 else 1
 
     def _built(self) -> nn.Module:
         config = self._config
@@ -236,8 +244,11 @@ class PlainRun:
         with naming_unknown_tokens(batch, self._loader, step=number):
             for piece in self._pieces(batch):
                 loss = self._loss_sum(piece) / max(1, counted)
-                self._scaler.scale(loss).backward()
+                self._scaler.scale(loss * self._ranks).backward()
                 total += float(loss.detach())
+        for parameter in self._trained.values() if self._ranks > 1 else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(self._ranks)
         if not number and not torch.equal(
             torch.Generator().manual_seed(config.seed).get_state(), torch.get_rng_state()
         ):
