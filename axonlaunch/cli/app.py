@@ -10,16 +10,20 @@ import typer
 
 from axonlaunch.cli import (
     checkpoint,
+    compare,
     config,
     doctor,
     estimate,
     inspect,
     ls,
     plan,
+    report,
+    runs,
     sample,
     schedule,
     train,
     verify,
+    watch,
 )
 from axonlaunch.cli import (
     help as help_pages,
@@ -49,6 +53,10 @@ for name, module in {
     "verify": verify,
     "inspect": inspect,
     "ls": ls,
+    "runs": runs,
+    "report": report,
+    "watch": watch,
+    "compare": compare,
     "doctor": doctor,
     "help": help_pages,
 }.items():
