@@ -21,7 +21,8 @@ def screen_of(run: dict[str, Any], size: ConsoleDimensions) -> RenderableType:
         Text.assemble((run["label"], "bold"), "  ", (run["status"], style)),
         _facts(run),
     ]
-    left = size.height - 12
+    # Below the figures: headings, the axis' text, and an empty line where the cursor stays.
+    left = size.height - len(_rows(run)) - 8
     if "loss" in run["series"]:
         steps, values = run["series"]["loss"]
         ranks = run["ranks"]
@@ -72,10 +73,13 @@ def _columns(
 
 def _facts(run: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
-    for name, value in run["facts"]:
-        if name in _SHOWN_FACTS:
-            table.add_row(Text(name, style="dim"), Text(value))
+    for name, value in _rows(run):
+        table.add_row(Text(name, style="dim"), Text(value))
     return table
+
+
+def _rows(run: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in run["facts"] if name in _SHOWN_FACTS]
 
 
 def _bars(ranks: dict[str, Any], shown: int, width: int) -> list[RenderableType]:
