@@ -25,8 +25,8 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Lay runs side by side."""
-    from axonlaunch.report.comparison import differences, results
-    from axonlaunch.report.page_data import labels
+    from axonlaunch.diagnostics.report.comparison import differences, results
+    from axonlaunch.diagnostics.report.page_data import labels
 
     if len(runs) < 2:
         raise typer.BadParameter("give two runs, or more")

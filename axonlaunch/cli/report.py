@@ -36,8 +36,8 @@ def command(
 
     It can be made of a run that is still going, or that crashed.
     """
-    from axonlaunch.report.page import page_of
-    from axonlaunch.report.page_data import labels, page_data
+    from axonlaunch.diagnostics.report.page import page_of
+    from axonlaunch.diagnostics.report.page_data import labels, page_data
     from axonlaunch.system.files import replace_text
 
     with spinner("reading"):

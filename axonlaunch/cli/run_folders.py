@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from axonlaunch.report.run_record import RunRecord
+    from axonlaunch.diagnostics.report.run_record import RunRecord
 
 
 def read_runs(given: Sequence[str]) -> list[RunRecord]:
@@ -18,7 +18,7 @@ def read_runs(given: Sequence[str]) -> list[RunRecord]:
     """
     from axonlaunch.config import ConfigError, ConfigIssue, meant_below_runs
     from axonlaunch.config.url import is_url
-    from axonlaunch.report.run_record import NotARunError, read_run
+    from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
 
     found, problems = [], []
     for text in given:
@@ -33,7 +33,7 @@ def read_runs(given: Sequence[str]) -> list[RunRecord]:
 
 def _read_remote(url: str) -> RunRecord:
     from axonlaunch.checkpoint.storage import reaching, storage_path
-    from axonlaunch.report.run_record import read_run
+    from axonlaunch.diagnostics.report.run_record import read_run
 
     path = storage_path(url)
     with reaching(path):

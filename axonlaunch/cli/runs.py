@@ -12,7 +12,7 @@ import typer
 from axonlaunch.cli.options import Json, print_json
 
 if TYPE_CHECKING:
-    from axonlaunch.report.run_record import RunRecord
+    from axonlaunch.diagnostics.report.run_record import RunRecord
 
 HELP = "List runs: status, layout, step, loss, speed, age."
 EXAMPLES = """Examples:
@@ -52,7 +52,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """List runs, the newest first."""
-    from axonlaunch.report.run_record import find_runs
+    from axonlaunch.diagnostics.report.run_record import find_runs
 
     conditions = [_condition(text) for text in where or []]
     if not folder.is_dir():

@@ -34,7 +34,7 @@ def command(
 ) -> None:
     """Serve the run's page until Ctrl-C; it survives the run's end and its restarts."""
     from axonlaunch.cli.run_folders import read_runs
-    from axonlaunch.report.newest import NewestData
+    from axonlaunch.diagnostics.report.newest import NewestData
 
     path = run or _newest(Path("runs"))
     [record] = read_runs([str(path)])
@@ -43,7 +43,7 @@ def command(
         _follow_in_terminal(data)
         return
     from axonlaunch.config import ConfigError, ConfigIssue
-    from axonlaunch.report.server import RunServer
+    from axonlaunch.diagnostics.report.server import RunServer
 
     try:
         server = RunServer(data, title=record.name, port=port)
@@ -60,7 +60,7 @@ def command(
 
 def _newest(folder: Path) -> Path:
     from axonlaunch.config import ConfigError, ConfigIssue
-    from axonlaunch.report.run_record import find_runs
+    from axonlaunch.diagnostics.report.run_record import find_runs
 
     runs = list(find_runs(folder))
     if not runs:

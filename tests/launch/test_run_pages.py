@@ -13,8 +13,8 @@ from rich.console import Console, ConsoleDimensions
 from run_folders import run_folder
 
 from axonlaunch.cli.run_screen import screen_of
-from axonlaunch.report.page_data import page_data
-from axonlaunch.report.run_record import read_run
+from axonlaunch.diagnostics.report.page_data import page_data
+from axonlaunch.diagnostics.report.run_record import read_run
 
 MOCK = ["launch.nproc=2", "launch.backend=mock"]
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from run_folders import run_folder, write_lines
 
-from axonlaunch.report.newest import NewestData
-from axonlaunch.report.page import page_of
-from axonlaunch.report.page_data import page_data
-from axonlaunch.report.run_record import read_run
-from axonlaunch.report.server import RunServer
+from axonlaunch.diagnostics.report.newest import NewestData
+from axonlaunch.diagnostics.report.page import page_of
+from axonlaunch.diagnostics.report.page_data import page_data
+from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.server import RunServer
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [

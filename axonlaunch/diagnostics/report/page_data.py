@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from axonlaunch.report.comparison import differences, results
-from axonlaunch.report.downsampling import kept
-from axonlaunch.report.life import goodput, spans, step_seconds
-from axonlaunch.report.run_record import RunRecord
+from axonlaunch.diagnostics.report.comparison import differences, results
+from axonlaunch.diagnostics.report.downsampling import kept
+from axonlaunch.diagnostics.report.life import goodput, spans, step_seconds
+from axonlaunch.diagnostics.report.run_record import RunRecord
 
 _BUCKETS = 800
 """Of a curve: four points each, more than a screen has pixels."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from axonlaunch.report.run_record import RunRecord
+from axonlaunch.diagnostics.report.run_record import RunRecord
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from axonlaunch.report.run_record import RunRecord
+from axonlaunch.diagnostics.report.run_record import RunRecord
 
 _OWN = ("name", "run_dir")
 """Of every run its own."""

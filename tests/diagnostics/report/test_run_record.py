@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from run_folders import run_folder, write_lines
 
-from axonlaunch.report.comparison import differences, results
-from axonlaunch.report.life import goodput, spans, step_seconds
-from axonlaunch.report.run_record import NotARunError, find_runs, is_running, read_run
+from axonlaunch.diagnostics.report.comparison import differences, results
+from axonlaunch.diagnostics.report.life import goodput, spans, step_seconds
+from axonlaunch.diagnostics.report.run_record import NotARunError, find_runs, is_running, read_run
 
 
 def test_a_finished_run_is_read_as_it_was_written(tmp_path: Path) -> None:

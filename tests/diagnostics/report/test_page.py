@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from run_folders import run_folder
 
-from axonlaunch.report.page import as_script_data, page_of
-from axonlaunch.report.page_data import facts, page_data
-from axonlaunch.report.run_record import read_run
+from axonlaunch.diagnostics.report.page import as_script_data, page_of
+from axonlaunch.diagnostics.report.page_data import facts, page_data
+from axonlaunch.diagnostics.report.run_record import read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--"
 

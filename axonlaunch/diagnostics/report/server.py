@@ -16,7 +16,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from axonlaunch.report.page import page_of
+from axonlaunch.diagnostics.report.page import page_of
 
 _LOOPBACK = "127.0.0.1"
 _INTERVAL_S = 1.0

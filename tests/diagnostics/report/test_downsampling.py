@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axonlaunch.report.downsampling import kept
+from axonlaunch.diagnostics.report.downsampling import kept
 
 values = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=300)
 

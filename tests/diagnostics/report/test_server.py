@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 from run_folders import run_folder
 
-from axonlaunch.report.newest import NewestData
-from axonlaunch.report.server import RunServer
+from axonlaunch.diagnostics.report.newest import NewestData
+from axonlaunch.diagnostics.report.server import RunServer
 
 
 @pytest.fixture

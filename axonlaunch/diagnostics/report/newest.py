@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from axonlaunch.report.page_data import page_data
-from axonlaunch.report.run_record import FILES, is_running, read_run
+from axonlaunch.diagnostics.report.page_data import page_data
+from axonlaunch.diagnostics.report.run_record import FILES, is_running, read_run
 
 
 class NewestData:
