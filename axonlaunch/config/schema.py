@@ -159,6 +159,11 @@ class TrainConfig:
     """largest norm of the whole model's gradient; null: no clipping"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """arithmetic of forward and backward; parameters and optimizer states stay fp32"""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """of fp32 matrix products, torch.set_float32_matmul_precision. highest: in fp32; high: on a GPU
+    with TF32, several times as fast and with 10 bits of mantissa in place of 23; medium: in bf16
+    where there is a kernel for it
+    """
     param_dtype: Literal["fp32", "bf16"] = "fp32"
     """type in which weights and their gradients are kept. fp32: as the model builds them; bf16:
     half the bytes, and updates smaller than 1/256 of a weight are lost; with precision=bf16

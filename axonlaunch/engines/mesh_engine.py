@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup, World
+from axonlaunch.comm.gradient_bucket import broadcast_tensors
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
@@ -154,7 +155,8 @@ class MeshEngine:
         """
         self._seed_draws()
         batch = self._own_part(batch)
-        tokens = (batch.targets != IGNORE_INDEX).sum() * int(self._reports_loss)
+        # Summed where the model is: the host of a GPU would have to wait for what other hosts send.
+        tokens = unwaited(_counted(batch) * int(self._reports_loss), self._world.device)
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
 
@@ -163,7 +165,7 @@ class MeshEngine:
             if factor is None:
                 _wait(counting)
                 # Gradients are averaged over the data ranks, but the losses must be summed.
-                factor = unwaited(self._layout.gradient_ranks / tokens.clamp(min=1), targets.device)
+                factor = self._layout.gradient_ranks / tokens.clamp(min=1)
             loss = self._losses.loss(outputs, targets) * factor
             return loss if self._scale is None else loss * self._scale.value
 
@@ -196,17 +198,17 @@ class MeshEngine:
     def evaluate(self, batch: Batch) -> Tensor:
         """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64.
 
-        Of ranks that compute the same samples one gives numbers, the others zeros.
+        Of ranks that compute the same samples one gives numbers, the others zeros. They are on the
+        device, and nothing waits for it.
         """
         self._agree_on_buffers()
         batch = self._own_part(batch)
         with evaluating(self.modules):
             losses = self._passes.losses(batch, loss=self._losses.loss)
         if not self._reports_loss:
-            return torch.zeros(2, dtype=torch.float64)
-        counted = (batch.targets != IGNORE_INDEX).sum()
-        total = torch.stack([loss.double() for loss in losses]).sum().cpu()
-        return torch.stack([total, counted.double()])
+            return torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        total = torch.stack([loss.double() for loss in losses]).sum()
+        return torch.stack([total, unwaited(_counted(batch).double(), total.device)])
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
@@ -319,10 +321,10 @@ class MeshEngine:
         if self._layout.gradient_ranks == 1:
             return
         axes = [axis for axis in ("dp_shard", "dp_replicate") if self._mesh.size(axis) > 1]
-        for buffer in self._buffers:
-            for axis in axes:
-                group = self._mesh.group(axis)
-                dist.broadcast(buffer, group.ranks[0], group=group.torch_group)
+        for axis in axes:
+            group = self._mesh.group(axis)
+            first, members = group.ranks[0], group.torch_group
+            broadcast_tensors(self._buffers, source=first, group=members)
 
     def _seed_draws(self) -> None:
         """Let a resumed run draw (dropout, say) what the uninterrupted one would have drawn.
@@ -383,9 +385,13 @@ def unwaited(value: Tensor, device: torch.device) -> Tensor:
     Pageable memory is copied once the device has done everything before it: the host would then
     launch the backward only after the whole forward.
     """
-    if device.type != "cuda" or value.device.type != "cpu":
-        return value.to(device)
+    if value.device == device:
+        return value
     return value.pin_memory().to(device, non_blocking=True)
+
+
+def _counted(batch: Batch) -> Tensor:
+    return (batch.targets != IGNORE_INDEX).sum()
 
 
 def _wait(work: dist.Work | None) -> None:

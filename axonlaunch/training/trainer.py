@@ -7,6 +7,7 @@ checkpoint's.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ from axonlaunch.events import (
 )
 from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
+from axonlaunch.training.stop_vote import StopVote
 
 
 @dataclass
@@ -73,6 +75,7 @@ def fit(
     is_over = engine.step >= config.steps
     interrupted = False
     leaves_out = config.precision == "fp16"  # updates by gradients that are not finite
+    vote = StopVote(world)
     with closing(data.iterate(engine.step)) as batches, closing(Stragglers(world)) as stragglers:
 
         def doing(phase: str) -> None:
@@ -80,7 +83,7 @@ def fit(
             stragglers.note(phase)
 
         while engine.step < config.steps and not interrupted:
-            vote = _Vote(world, monitor.stop())
+            vote.cast(stop=monitor.stop())
             rate = engine.learning_rate()
             doing("reading")
             batch = next(batches)
@@ -103,8 +106,7 @@ def fit(
                 monitor.report(StepDone(step))
             interrupted = vote.anyone()
             if _due(step, config.eval_every, last=last) and config.eval_batches:
-                doing("evaluating")
-                monitor.report(_evaluate(engine, data, config, progress, world))
+                monitor.report(_evaluate(engine, data, config, progress, world, doing))
             if saver is not None:
                 started = time.perf_counter()
                 doing("saving")
@@ -116,8 +118,7 @@ def fit(
                 _forget_time(progress, started)
             del step_loss, tokens, result  # the next step's peak is its own
         if is_over and config.eval_batches:  # it was stopped after its last save
-            doing("evaluating")
-            monitor.report(_evaluate(engine, data, config, progress, world))
+            monitor.report(_evaluate(engine, data, config, progress, world, doing))
     speed = progress.tokens / progress.seconds if progress.seconds else None
     done = Finished(
         step=engine.step,
@@ -164,18 +165,25 @@ def _measured(
 
 
 def _evaluate(
-    engine: Engine, data: Loader, config: TrainConfig, progress: _Progress, world: World
+    engine: Engine,
+    data: Loader,
+    config: TrainConfig,
+    progress: _Progress,
+    world: World,
+    doing: Callable[[str], None],
 ) -> Evaluated:
     started = time.perf_counter()
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     for batch in data.eval_batches(config.eval_batches):
+        doing("evaluating")
         sums += engine.evaluate(batch)
     if world.world_size > 1:
         dist.all_reduce(sums)
-    progress.eval_loss = float(sums[0] / sums[1].clamp(min=1))
+    losses, counted = sums.tolist()
+    progress.eval_loss = losses / max(1, counted)
     _forget_time(progress, started)
     entropy = getattr(data.dataset, "unigram_entropy", None)
-    return Evaluated(engine.step, progress.eval_loss, int(sums[1]), entropy)
+    return Evaluated(engine.step, progress.eval_loss, int(counted), entropy)
 
 
 def _save(
@@ -203,17 +211,3 @@ def _forget_time(progress: _Progress, started: float) -> None:
 
 def _due(step: int, every: int, *, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
-
-
-class _Vote:
-    """Whether any rank was asked to stop, summed while the step runs."""
-
-    def __init__(self, world: World, stop: bool) -> None:
-        self._asked = torch.tensor(int(stop))
-        self._work = dist.all_reduce(self._asked, async_op=True) if world.world_size > 1 else None
-
-    def anyone(self) -> bool:
-        """Return the same answer on every rank."""
-        if self._work is not None:
-            self._work.wait()
-        return bool(self._asked)

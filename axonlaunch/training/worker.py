@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import torch
-
 from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Checkpoint, Retention, storage
 from axonlaunch.checkpoint.fallback import Resumed, load_newest
@@ -29,6 +27,7 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerated, Started
 from axonlaunch.models.generation import generate
+from axonlaunch.training.arithmetic import configure_arithmetic
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.trainer import fit
@@ -50,7 +49,7 @@ def run(
         cpu_peak: Makes what finds the peak of a CPU's memory; None: it is not found.
     """
     monitor.beat("building", step=None)
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    configure_arithmetic(config.train)
     layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(
@@ -109,6 +108,7 @@ def run(
             every=config.checkpoint.every,
             layout=str(layout),
             background=config.checkpoint.async_save,
+            wrote=lambda: monitor.beat("saving", step=engine.step),
         )
     with loggers:
         finished = fit(
