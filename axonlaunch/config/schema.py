@@ -142,6 +142,20 @@ class StrategyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which steps are profiled, on which ranks."""
+
+    steps: list[int] = field(default_factory=list)
+    """first and last step that torch.profiler records, [10,13]; empty: none"""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """ranks that record; each writes profile/rank_N.json.gz to the run folder"""
+    memory: bool = False
+    """also record every allocation on a GPU, and write a snapshot with the trace, or when a step
+    runs out of memory: profile/rank_N.memory.pickle
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much a step, and in which arithmetic."""
 
@@ -178,6 +192,7 @@ class TrainConfig:
     """
     compile: bool = False
     """torch.compile each block"""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     prove: Literal["auto", "always", "never"] = "auto"
     """compare the layout with one process before the first step, on a small model of the same
     architecture. auto: models of transformers in layouts of several ranks, once; always: every

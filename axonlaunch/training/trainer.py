@@ -32,6 +32,7 @@ from axonlaunch.events import (
 )
 from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
+from axonlaunch.training.profiling import StepProfiler
 from axonlaunch.training.stop_vote import StopVote
 
 
@@ -56,6 +57,7 @@ def fit(
     world: World,
     monitor: Monitor,
     watch: PeakWatch,
+    profiler: StepProfiler,
     saver: Saver | None = None,
     loss: float | None = None,
 ) -> Finished:
@@ -68,6 +70,7 @@ def fit(
         world: Who takes part.
         monitor: Follows this rank. Where it asks one to stop, all stop after the same step.
         watch: Finds the peak of this rank's memory.
+        profiler: Records the steps that it was asked for.
         saver: Writes checkpoints, as often as it says; None: there are none.
         loss: Of the last step that the engine has done; None: it has done none, or it is not known.
     """
@@ -83,28 +86,33 @@ def fit(
             stragglers.note(phase)
 
         while engine.step < config.steps and not interrupted:
-            vote.cast(stop=monitor.stop())
-            rate = engine.learning_rate()
-            doing("reading")
-            batch = next(batches)
-            doing("stepping")
             step = engine.step + 1
             last = step == config.steps
             is_logged = _due(step, config.log_every, last=last) or not progress.started
             is_saved = saver is not None and _due(step, saver.every, last=last)
-            with watch.step(engine):
-                with naming_unknown_tokens(batch, data, step=engine.step):
-                    step_loss, tokens = engine.backward(batch)
-                if (is_logged or is_saved) and not leaves_out:
-                    raise_if_nonfinite(engine, step_loss, world=world)
-                result = StepResult(step_loss, tokens, *engine.update())
-            progress.steps_since += 1
-            if is_logged:
-                slowest = stragglers.slowest()
-                monitor.report(_measured(progress, result, step, rate, world, slowest))
-            else:
-                monitor.report(StepDone(step))
-            interrupted = vote.anyone()
+            began = time.perf_counter()
+            with profiler.step(step):
+                _forget_time(progress, began)
+                vote.cast(stop=monitor.stop())
+                rate = engine.learning_rate()
+                doing("reading")
+                batch = next(batches)
+                doing("stepping")
+                with watch.step(engine):
+                    with naming_unknown_tokens(batch, data, step=engine.step):
+                        step_loss, tokens = engine.backward(batch)
+                    if (is_logged or is_saved) and not leaves_out:
+                        raise_if_nonfinite(engine, step_loss, world=world)
+                    result = StepResult(step_loss, tokens, *engine.update())
+                progress.steps_since += 1
+                if is_logged:
+                    slowest = stragglers.slowest()
+                    monitor.report(_measured(progress, result, step, rate, world, slowest))
+                else:
+                    monitor.report(StepDone(step))
+                interrupted = vote.anyone()
+                ended = time.perf_counter()
+            _forget_time(progress, ended)
             if _due(step, config.eval_every, last=last) and config.eval_batches:
                 monitor.report(_evaluate(engine, data, config, progress, world, doing))
             if saver is not None:
@@ -117,6 +125,7 @@ def fit(
                 _report(saver.close() if interrupted or last else saver.finished(), monitor)
                 _forget_time(progress, started)
             del step_loss, tokens, result  # the next step's peak is its own
+        profiler.finish()
         if is_over and config.eval_batches:  # it was stopped after its last save
             monitor.report(_evaluate(engine, data, config, progress, world, doing))
     speed = progress.tokens / progress.seconds if progress.seconds else None

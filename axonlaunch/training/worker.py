@@ -30,6 +30,7 @@ from axonlaunch.models.generation import generate
 from axonlaunch.training.arithmetic import configure_arithmetic
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
+from axonlaunch.training.profiling import StepProfiler
 from axonlaunch.training.trainer import fit
 
 
@@ -110,6 +111,7 @@ def run(
             background=config.checkpoint.async_save,
             wrote=lambda: monitor.beat("saving", step=engine.step),
         )
+    profiler = StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir))
     with loggers:
         finished = fit(
             engine,
@@ -118,6 +120,7 @@ def run(
             world=world,
             monitor=monitor,
             watch=watch,
+            profiler=profiler,
             saver=saver,
             loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
         )
@@ -217,6 +220,11 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
         notes.append(
             f"strategy.fsdp.cpu_offload={offload}: the device is the CPU, "
             "so what is offloaded is in host memory already"
+        )
+    if config.train.profile.memory and world.device.type == "cpu":
+        notes.append(
+            "train.profile.memory=true: the device is the CPU, which has no allocator whose "
+            "history could be recorded"
         )
     if config.train.precision != "fp32" and world.device.type == "cpu":
         notes.append(
