@@ -200,6 +200,10 @@ class TrainConfig:
     """
     deterministic: bool = False
     """refuse operations that are not deterministic"""
+    gc_every: int = field(default=50, metadata={"min": 0})
+    """steps between looks for cycles of Python's objects, on all ranks at once; 0: each rank looks
+    whenever Python does, and the others wait for it
+    """
     log_every: int = field(default=10, metadata={"min": 1})
     """steps between lines of metrics.jsonl"""
     eval_every: int = field(default=0, metadata={"min": 0})

@@ -5,8 +5,7 @@ It composes what the other files offer; how a layout computes or synchronises is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
+from axonlaunch.engines.module_state import evaluating, model_state, persistent_buffers
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision import LossScale
@@ -79,6 +79,7 @@ class MeshEngine:
         context: ContextAxis | None,
         input_multiple: int,
         num_parameters: int,
+        num_looked_up: int,
         world: World,
         mesh: Mesh,
         layout: Layout,
@@ -99,6 +100,7 @@ class MeshEngine:
             context: Divides sequences; None: every rank sees whole ones.
             input_multiple: What the length of a sequence must be a multiple of.
             num_parameters: Of the whole model.
+            num_looked_up: Of these, as ``models.flops`` counts them.
             world: Who takes part.
             mesh: Where this rank stands.
             layout: Shares of the batch.
@@ -107,6 +109,7 @@ class MeshEngine:
         """
         self.step = 0
         self.num_parameters = num_parameters
+        self.num_looked_up = num_looked_up
         self.modules = passes.modules
         self._passes = passes
         self._update = update
@@ -347,36 +350,6 @@ class MeshEngine:
             return None
         work: dist.Work = dist.all_reduce(tensor, async_op=True)
         return work
-
-
-@contextmanager
-def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Put modules into evaluation mode, and after that each part into the mode that it had.
-
-    ``train()`` would not do: it also wakes a BatchNorm whose statistics the model froze.
-    """
-    parts = [part for module in modules for part in module.modules()]
-    modes = [part.training for part in parts]
-    for part in parts:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part, mode in zip(parts, modes, strict=True):
-            part.training = mode
-
-
-def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
-    """Return the buffers that belong to a model's state."""
-    state = model.state_dict()
-    return [buffer for name, buffer in model.named_buffers() if name in state]
-
-
-def model_state(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, a tied parameter once."""
-    state = model.state_dict()
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named if name in state}
 
 
 def unwaited(value: Tensor, device: torch.device) -> Tensor:

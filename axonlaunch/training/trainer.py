@@ -30,6 +30,8 @@ from axonlaunch.events import (
     StepLogged,
     Straggler,
 )
+from axonlaunch.training.device_use import DeviceUse
+from axonlaunch.training.garbage import GarbageCollection
 from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
 from axonlaunch.training.profiling import StepProfiler
@@ -46,6 +48,7 @@ class _Progress:
     seconds: float = 0.0
     since: float = field(default_factory=time.perf_counter)
     steps_since: int = 0
+    waited: float = 0.0
     started: bool = False
 
 
@@ -58,6 +61,7 @@ def fit(
     monitor: Monitor,
     watch: PeakWatch,
     profiler: StepProfiler,
+    use: DeviceUse,
     saver: Saver | None = None,
     loss: float | None = None,
 ) -> Finished:
@@ -71,6 +75,7 @@ def fit(
         monitor: Follows this rank. Where it asks one to stop, all stop after the same step.
         watch: Finds the peak of this rank's memory.
         profiler: Records the steps that it was asked for.
+        use: Reads what the device reports, at logged steps.
         saver: Writes checkpoints, as often as it says; None: there are none.
         loss: Of the last step that the engine has done; None: it has done none, or it is not known.
     """
@@ -79,7 +84,11 @@ def fit(
     interrupted = False
     leaves_out = config.precision == "fp16"  # updates by gradients that are not finite
     vote = StopVote(world)
-    with closing(data.iterate(engine.step)) as batches, closing(Stragglers(world)) as stragglers:
+    with (
+        closing(data.iterate(engine.step)) as batches,
+        closing(Stragglers(world)) as stragglers,
+        GarbageCollection(config.gc_every) as collection,
+    ):
 
         def doing(phase: str) -> None:
             monitor.beat(phase, step=engine.step)
@@ -96,7 +105,9 @@ def fit(
                 vote.cast(stop=monitor.stop())
                 rate = engine.learning_rate()
                 doing("reading")
+                reading = time.perf_counter()
                 batch = next(batches)
+                progress.waited += time.perf_counter() - reading
                 doing("stepping")
                 with watch.step(engine):
                     with naming_unknown_tokens(batch, data, step=engine.step):
@@ -107,7 +118,7 @@ def fit(
                 progress.steps_since += 1
                 if is_logged:
                     slowest = stragglers.slowest()
-                    monitor.report(_measured(progress, result, step, rate, world, slowest))
+                    monitor.report(_measured(progress, result, step, rate, slowest, use, world))
                 else:
                     monitor.report(StepDone(step))
                 interrupted = vote.anyone()
@@ -125,6 +136,7 @@ def fit(
                 _report(saver.close() if interrupted or last else saver.finished(), monitor)
                 _forget_time(progress, started)
             del step_loss, tokens, result  # the next step's peak is its own
+            collection.step_done(step)
         profiler.finish()
         if is_over and config.eval_batches:  # it was stopped after its last save
             monitor.report(_evaluate(engine, data, config, progress, world, doing))
@@ -147,8 +159,9 @@ def _measured(
     result: StepResult,
     step: int,
     rate: float,
-    world: World,
     slowest: Straggler | None,
+    use: DeviceUse,
+    world: World,
 ) -> StepLogged:
     """Read the step's numbers; this waits for the device, which unlogged steps never do."""
     loss, tokens = float(result.loss), int(result.tokens)
@@ -159,7 +172,8 @@ def _measured(
         progress.tokens += tokens * progress.steps_since
         progress.seconds += seconds * progress.steps_since
     progress.started = True
-    progress.loss, progress.since, progress.steps_since = loss, now, 0
+    waited = progress.waited / progress.steps_since
+    progress.loss, progress.since, progress.steps_since, progress.waited = loss, now, 0, 0.0
     return StepLogged(
         step=step,
         loss=loss,
@@ -169,7 +183,9 @@ def _measured(
         tokens_per_s=tokens / seconds,
         step_s=seconds,
         peak_memory_bytes=peak_memory_bytes(world.device),
+        data_wait_s=waited,
         slowest=slowest,
+        **use.read(tokens_per_s=tokens / seconds),
     )
 
 

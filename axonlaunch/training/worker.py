@@ -26,8 +26,10 @@ from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerated, Started
+from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.models.generation import generate
 from axonlaunch.training.arithmetic import configure_arithmetic
+from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.profiling import StepProfiler
@@ -73,6 +75,12 @@ def run(
         for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
             dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
+    use = DeviceUse(
+        world.device,
+        flops_per_token=_flops_per_token(config, engine, dataset),
+        peak=peak_flops(config.hardware or hardware_of(world.device), config.train),
+        devices=world.world_size,
+    )
     monitor.report(
         Started(
             run_dir=config.run_dir,
@@ -90,10 +98,12 @@ def run(
                 *notes,
                 *_swept(root, world),
                 *_notes(config, world),
+                *use.notes,
             ),
         )
     )
 
+    profiler = StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir))
     saver = None
     if config.checkpoint.every:
         if world.is_main:
@@ -111,7 +121,6 @@ def run(
             background=config.checkpoint.async_save,
             wrote=lambda: monitor.beat("saving", step=engine.step),
         )
-    profiler = StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir))
     with loggers:
         finished = fit(
             engine,
@@ -121,12 +130,26 @@ def run(
             monitor=monitor,
             watch=watch,
             profiler=profiler,
+            use=use,
             saver=saver,
             loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
         )
         if not finished.interrupted:
             _sample(config, engine, dataset, monitor.report)
     return finished
+
+
+def _flops_per_token(config: RunConfig, engine: Engine, dataset: Dataset) -> float | None:
+    """Return what MFU counts; None where a sample is no sequence of tokens."""
+    if dataset.kind != "tokens":
+        return None
+    return training_flops_per_token(
+        parameters=engine.num_parameters,
+        looked_up=engine.num_looked_up,
+        layers=getattr(config.model, "num_hidden_layers", 0),
+        hidden_size=getattr(config.model, "hidden_size", 0),
+        positions=dataset.sample_shape[0],
+    )
 
 
 def _watch(
