@@ -62,7 +62,29 @@ class Straggler:
 
 @dataclass(frozen=True)
 class StepLogged:
-    """A step that was logged; the fields are those of a line of ``metrics.jsonl``."""
+    """A step that was logged; the fields are those of a line of ``metrics.jsonl``.
+
+    Attributes:
+        step: Optimizer steps done.
+        loss: Mean over the counted targets of the world.
+        lr: Of the step.
+        grad_norm: Before clipping; None: nobody asked.
+        tokens: Counted targets of the step.
+        tokens_per_s: Of the world.
+        step_s: Seconds of a step, on average since the last logged one.
+        peak_memory_bytes: Of this rank, so far.
+        data_wait_s: Of ``step_s``, for how long the main rank waited for data.
+        slowest: The rank that others wait for; None: none was seen.
+        mfu: Share of the devices' dense peak that the model needs: 6 FLOPs for each parameter that
+            is not looked up and token, 12 L H Q T for attention, nothing for recomputation. None on
+            a CPU, or where the peak is not known.
+        reserved_bytes: The most that this rank's allocator has reserved of its device.
+        active_bytes: The most that was in blocks which are in use, or whose streams are not done.
+        alloc_retries: How often the allocator has emptied its cache to find room.
+        power_w: Watts that the device draws.
+        utilization: Share of time in which a kernel ran on the device.
+        temperature_c: Of the device, degrees Celsius.
+    """
 
     step: int
     loss: float
@@ -72,7 +94,15 @@ class StepLogged:
     tokens_per_s: float
     step_s: float
     peak_memory_bytes: int
+    data_wait_s: float = 0.0
     slowest: Straggler | None = None
+    mfu: float | None = None
+    reserved_bytes: int | None = None
+    active_bytes: int | None = None
+    alloc_retries: int | None = None
+    power_w: float | None = None
+    utilization: float | None = None
+    temperature_c: float | None = None
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,17 @@ def test_evaluation_counts_every_held_out_target_once(tmp_path: Path) -> None:
     assert [e.eval_loss for e in many] == pytest.approx([e.eval_loss for e in one], rel=1e-5)
 
 
+def test_each_batch_of_an_evaluation_and_each_tensor_of_a_save_is_progress(tmp_path: Path) -> None:
+    chosen = configured(
+        tmp_path, "train.steps=1", "train.eval_batches=3", "checkpoint.every=1", ranks=1
+    )
+    beats: list[str] = []
+    monitor = Monitor(beat=lambda phase, *, step: beats.append(phase))
+    World.mock(1).run(lambda world: worker.run(chosen, world, monitor=monitor))
+    assert beats.count("evaluating") == 3
+    assert beats.count("saving") > 10  # weights and two states of each
+
+
 def test_no_evaluation_where_none_is_asked_for(tmp_path: Path) -> None:
     assert not of(Evaluated, train(tmp_path, "train.steps=2", "train.eval_batches=0"))
 

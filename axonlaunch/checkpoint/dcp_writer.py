@@ -39,6 +39,7 @@ class Writer(FileSystemWriter):
         about: Checkpoint,
         *,
         done: Callable[[], object] = lambda: None,
+        wrote: Callable[[], object] = lambda: None,
         background: bool = False,
     ) -> None:
         """Remember what is to be written.
@@ -46,13 +47,14 @@ class Writer(FileSystemWriter):
         Args:
             about: The checkpoint that is to be.
             done: Called on the main rank once it is complete.
+            wrote: Called after each tensor that is written.
             background: A thread writes that has nothing else to do, while others train.
         """
         folder = partial_of(about.path)
         where = str(folder)
         super().__init__(where, sync_files=False)  # ours are on disk once closed
         self._summing = _SummingRemote() if is_remote(folder) else _SummingLocal()
-        self._summing.sums = {}
+        self._summing.sums, self._summing.wrote = {}, wrote
         self.fs = cast("FileSystem", self._summing)
         self.path = self.fs.init_path(where)
         self._about = about
@@ -153,6 +155,7 @@ class _Sums:
     """Comes before files' own class: each is summed while it is written."""
 
     sums: dict[str, Sum]
+    wrote: Callable[[], object]
 
     @contextmanager
     def create_stream(
@@ -163,7 +166,7 @@ class _Sums:
             if mode != "wb":
                 yield stream
                 return
-            summed = _SummedStream(stream)
+            summed = _SummedStream(stream, wrote=self.wrote)
             yield summed
         self.sums[os.fspath(path).rpartition("/")[2]] = summed.sum
 
@@ -179,9 +182,10 @@ class _SummingRemote(_Sums, Remote):
 class _SummedStream(io.RawIOBase):
     """A stream that counts and sums what goes through it."""
 
-    def __init__(self, stream: io.IOBase) -> None:
+    def __init__(self, stream: io.IOBase, *, wrote: Callable[[], object]) -> None:
         self.sum = Sum(0, 0)
         self._stream: Any = stream
+        self._wrote = wrote
 
     def writable(self) -> bool:
         return True
@@ -190,6 +194,7 @@ class _SummedStream(io.RawIOBase):
         view = memoryview(data).cast("B")
         self.sum = _added(self.sum, view)
         self._stream.write(view)
+        self._wrote()
         return len(view)
 
     def tell(self) -> int:

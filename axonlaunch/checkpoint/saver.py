@@ -6,6 +6,7 @@ One save is in flight at most; one that fails ends the run, whenever it was begu
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ class Saver:
         every: int = 1,
         layout: str = "",
         background: bool = False,
+        wrote: Callable[[], object] = lambda: None,
     ) -> None:
         """Prepare to save; every rank calls this.
 
@@ -79,6 +81,7 @@ class Saver:
             every: Steps between checkpoints.
             layout: The run's, in words.
             background: Write while training continues, from a copy in host memory.
+            wrote: Called after each tensor that is written while training waits.
         """
         self._run_dir = run_dir
         self._world = world
@@ -86,6 +89,7 @@ class Saver:
         self.every = every
         self._layout = layout
         self._background = background
+        self._wrote = (lambda: None) if background else wrote
         # Its messages must not meet those of training, which come from another thread.
         several = background and world.world_size > 1
         self._group = dist.new_group(backend="gloo") if several else None
@@ -122,7 +126,7 @@ class Saver:
             layout=self._layout,
             saved_at=time.time(),
         )
-        writer = Writer(about, done=self._prune, background=self._background)
+        writer = Writer(about, done=self._prune, wrote=self._wrote, background=self._background)
         done: Future[Any]
         if self._background:
             begun = dcp.async_save(

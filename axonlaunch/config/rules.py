@@ -30,7 +30,7 @@ from axonlaunch.config.layout import (
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.plain import with_values
-from axonlaunch.config.schema import GROUPS, RunConfig
+from axonlaunch.config.schema import GROUPS, ProfileConfig, RunConfig
 from axonlaunch.config.url import is_url
 
 _LONGEST_NAME, _LONGEST_PATH = 240, 2048
@@ -58,6 +58,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_tokenizer(config),
         *_saving(config),
         *_node_count(config),
+        *_profile(config),
     ]
     if config.launch.nproc != "auto":
         problems += broken_sizes(config)
@@ -88,6 +89,7 @@ def broken_world_rules(config: RunConfig, *, world_size: int) -> list[ConfigIssu
         *_single(config, world_size),
         *_replicas(config, world_size),
         *_batch(config, world_size),
+        *_profiled_ranks(config, world_size),
     ]
 
 
@@ -252,6 +254,35 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.checkpoint.keep_best and not config.train.eval_batches:
         message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
         yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+
+
+def _profile(config: RunConfig) -> Iterator[ConfigIssue]:
+    profile, last = config.train.profile, config.train.steps
+    steps = profile.steps
+    if not steps and profile != ProfileConfig():
+        message = "no step is profiled; write the first and the last, as [10,13]"
+        yield ConfigIssue("train.profile.steps", message, steps)
+    elif steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= last):
+        message = (
+            f"expected the first and the last of steps 1 to {last}, as [{min(2, last)},{last}]"
+        )
+        yield ConfigIssue("train.profile.steps", message, steps)
+    if not profile.ranks or len(set(profile.ranks)) < len(profile.ranks):
+        message = "expected ranks, each once, as [0]"
+        yield ConfigIssue("train.profile.ranks", message, profile.ranks)
+    elif steps and config.launch.backend == "mock" and len(profile.ranks) > 1:
+        message = (
+            "launch.backend=mock runs ranks as threads of one process, of which one can be "
+            "profiled; use [0] or launch.backend=gloo"
+        )
+        yield ConfigIssue("train.profile.ranks", message, profile.ranks)
+
+
+def _profiled_ranks(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
+    ranks = config.train.profile.ranks
+    if not all(0 <= rank < world_size for rank in ranks):
+        message = f"the world has ranks 0 to {world_size - 1}; use those"
+        yield ConfigIssue("train.profile.ranks", message, ranks)
 
 
 def _node_count(config: RunConfig) -> Iterator[ConfigIssue]:

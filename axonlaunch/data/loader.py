@@ -77,8 +77,7 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         """Return this shard's rows of a step's global batch: a contiguous slice of it."""
-        batch = self.dataset.samples(self.indices(step), split="train")
-        return batch.pin_memory() if self._pin_memory else batch
+        return self._placed(self.dataset.samples(self.indices(step), split="train"))
 
     def iterate(self, start_step: int = 0) -> Generator[Batch]:
         """Yield the batches of this step and all after it, without end, loaded in a thread.
@@ -121,7 +120,10 @@ class Loader:
             positions[surplus] = 0
             indices = permute(positions, size=samples, key=_EVAL_KEY)
             batch = self.dataset.samples(indices, split="eval")
-            yield _uncounted(batch, first_surplus=rows - int(surplus.sum()))
+            yield self._placed(_uncounted(batch, first_surplus=rows - int(surplus.sum())))
+
+    def _placed(self, batch: Batch) -> Batch:
+        return batch.pin_memory() if self._pin_memory else batch
 
 
 def rank_loader(

@@ -121,11 +121,11 @@ class _Samples:
         if self.phase != "stepping":
             return ""
         asleep = state(os.getpid(), self._native) == "S"
-        files = _files(sys._current_frames().get(self._thread))
+        files = files_of(sys._current_frames().get(self._thread))
         return "wait" if waits(files, is_asleep=asleep) else "compute"
 
 
-def _files(frame: FrameType | None) -> list[str]:
+def files_of(frame: FrameType | None) -> list[str]:
     """Return the files of a frame and of its two callers."""
     files: list[str] = []
     while frame is not None and len(files) < 3:

@@ -90,7 +90,7 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
     tokenizer = load_kept(folder) or _of_its_model(saved)
     if tokenizer is None or (length := getattr(saved.data, "sequence_length", None)) is None:
         length = _length(saved.data, where=f"{folder}: the run")
-    from axonlaunch.engines.mesh_engine import model_state
+    from axonlaunch.engines.module_state import model_state
     from axonlaunch.models.build import build_model
 
     model = build_model(saved.model, seed=saved.seed).eval()

@@ -7,6 +7,7 @@ checkpoint's.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -29,8 +30,12 @@ from axonlaunch.events import (
     StepLogged,
     Straggler,
 )
+from axonlaunch.training.device_use import DeviceUse
+from axonlaunch.training.garbage import GarbageCollection
 from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
+from axonlaunch.training.profiling import StepProfiler
+from axonlaunch.training.stop_vote import StopVote
 
 
 @dataclass
@@ -43,6 +48,7 @@ class _Progress:
     seconds: float = 0.0
     since: float = field(default_factory=time.perf_counter)
     steps_since: int = 0
+    waited: float = 0.0
     started: bool = False
 
 
@@ -54,6 +60,8 @@ def fit(
     world: World,
     monitor: Monitor,
     watch: PeakWatch,
+    profiler: StepProfiler,
+    use: DeviceUse,
     saver: Saver | None = None,
     loss: float | None = None,
 ) -> Finished:
@@ -66,6 +74,8 @@ def fit(
         world: Who takes part.
         monitor: Follows this rank. Where it asks one to stop, all stop after the same step.
         watch: Finds the peak of this rank's memory.
+        profiler: Records the steps that it was asked for.
+        use: Reads what the device reports, at logged steps.
         saver: Writes checkpoints, as often as it says; None: there are none.
         loss: Of the last step that the engine has done; None: it has done none, or it is not known.
     """
@@ -73,40 +83,51 @@ def fit(
     is_over = engine.step >= config.steps
     interrupted = False
     leaves_out = config.precision == "fp16"  # updates by gradients that are not finite
-    with closing(data.iterate(engine.step)) as batches, closing(Stragglers(world)) as stragglers:
+    vote = StopVote(world)
+    with (
+        closing(data.iterate(engine.step)) as batches,
+        closing(Stragglers(world)) as stragglers,
+        GarbageCollection(config.gc_every) as collection,
+    ):
 
         def doing(phase: str) -> None:
             monitor.beat(phase, step=engine.step)
             stragglers.note(phase)
 
         while engine.step < config.steps and not interrupted:
-            vote = _Vote(world, monitor.stop())
-            rate = engine.learning_rate()
-            doing("reading")
-            batch = next(batches)
-            doing("stepping")
             step = engine.step + 1
             last = step == config.steps
             is_logged = _due(step, config.log_every, last=last) or not progress.started
             is_saved = saver is not None and _due(step, saver.every, last=last)
-            with watch.step(engine):
-                with naming_unknown_tokens(batch, data, step=engine.step):
-                    step_loss, tokens = engine.backward(batch)
-                if (is_logged or is_saved) and not leaves_out:
-                    raise_if_nonfinite(engine, step_loss, world=world)
-                result = StepResult(step_loss, tokens, *engine.update())
-            progress.steps_since += 1
-            if is_logged:
-                times, slowest = stragglers.measured(step=step) or (None, None)
-                monitor.report(_measured(progress, result, step, rate, world, slowest))
-                if times is not None:
-                    monitor.report(times)
-            else:
-                monitor.report(StepDone(step))
-            interrupted = vote.anyone()
+            began = time.perf_counter()
+            with profiler.step(step):
+                _forget_time(progress, began)
+                vote.cast(stop=monitor.stop())
+                rate = engine.learning_rate()
+                doing("reading")
+                reading = time.perf_counter()
+                batch = next(batches)
+                progress.waited += time.perf_counter() - reading
+                doing("stepping")
+                with watch.step(engine):
+                    with naming_unknown_tokens(batch, data, step=engine.step):
+                        step_loss, tokens = engine.backward(batch)
+                    if (is_logged or is_saved) and not leaves_out:
+                        raise_if_nonfinite(engine, step_loss, world=world)
+                    result = StepResult(step_loss, tokens, *engine.update())
+                progress.steps_since += 1
+                if is_logged:
+                    times, slowest = stragglers.measured(step=step) or (None, None)
+                    monitor.report(_measured(progress, result, step, rate, slowest, use, world))
+                    if times is not None:
+                        monitor.report(times)
+                else:
+                    monitor.report(StepDone(step))
+                interrupted = vote.anyone()
+                ended = time.perf_counter()
+            _forget_time(progress, ended)
             if _due(step, config.eval_every, last=last) and config.eval_batches:
-                doing("evaluating")
-                monitor.report(_evaluate(engine, data, config, progress, world))
+                monitor.report(_evaluate(engine, data, config, progress, world, doing))
             if saver is not None:
                 started = time.perf_counter()
                 doing("saving")
@@ -117,9 +138,10 @@ def fit(
                 _report(saver.close() if interrupted or last else saver.finished(), monitor)
                 _forget_time(progress, started)
             del step_loss, tokens, result  # the next step's peak is its own
+            collection.step_done(step)
+        profiler.finish()
         if is_over and config.eval_batches:  # it was stopped after its last save
-            doing("evaluating")
-            monitor.report(_evaluate(engine, data, config, progress, world))
+            monitor.report(_evaluate(engine, data, config, progress, world, doing))
     speed = progress.tokens / progress.seconds if progress.seconds else None
     done = Finished(
         step=engine.step,
@@ -139,8 +161,9 @@ def _measured(
     result: StepResult,
     step: int,
     rate: float,
-    world: World,
     slowest: Straggler | None,
+    use: DeviceUse,
+    world: World,
 ) -> StepLogged:
     """Read the step's numbers; this waits for the device, which unlogged steps never do."""
     loss, tokens = float(result.loss), int(result.tokens)
@@ -151,7 +174,8 @@ def _measured(
         progress.tokens += tokens * progress.steps_since
         progress.seconds += seconds * progress.steps_since
     progress.started = True
-    progress.loss, progress.since, progress.steps_since = loss, now, 0
+    waited = progress.waited / progress.steps_since
+    progress.loss, progress.since, progress.steps_since, progress.waited = loss, now, 0, 0.0
     return StepLogged(
         step=step,
         loss=loss,
@@ -161,23 +185,32 @@ def _measured(
         tokens_per_s=tokens / seconds,
         step_s=seconds,
         peak_memory_bytes=peak_memory_bytes(world.device),
+        data_wait_s=waited,
         slowest=slowest,
+        **use.read(tokens_per_s=tokens / seconds),
     )
 
 
 def _evaluate(
-    engine: Engine, data: Loader, config: TrainConfig, progress: _Progress, world: World
+    engine: Engine,
+    data: Loader,
+    config: TrainConfig,
+    progress: _Progress,
+    world: World,
+    doing: Callable[[str], None],
 ) -> Evaluated:
     started = time.perf_counter()
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     for batch in data.eval_batches(config.eval_batches):
+        doing("evaluating")
         sums += engine.evaluate(batch)
     if world.world_size > 1:
         dist.all_reduce(sums)
-    progress.eval_loss = float(sums[0] / sums[1].clamp(min=1))
+    losses, counted = sums.tolist()
+    progress.eval_loss = losses / max(1, counted)
     _forget_time(progress, started)
     entropy = getattr(data.dataset, "unigram_entropy", None)
-    return Evaluated(engine.step, progress.eval_loss, int(sums[1]), entropy)
+    return Evaluated(engine.step, progress.eval_loss, int(counted), entropy)
 
 
 def _save(
@@ -205,17 +238,3 @@ def _forget_time(progress: _Progress, started: float) -> None:
 
 def _due(step: int, every: int, *, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
-
-
-class _Vote:
-    """Whether any rank was asked to stop, summed while the step runs."""
-
-    def __init__(self, world: World, stop: bool) -> None:
-        self._asked = torch.tensor(int(stop))
-        self._work = dist.all_reduce(self._asked, async_op=True) if world.world_size > 1 else None
-
-    def anyone(self) -> bool:
-        """Return the same answer on every rank."""
-        if self._work is not None:
-            self._work.wait()
-        return bool(self._asked)

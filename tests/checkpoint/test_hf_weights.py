@@ -21,7 +21,7 @@ from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.engines.mesh_engine import model_state
+from axonlaunch.engines.module_state import model_state
 from axonlaunch.models.build import build_model
 from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.models.hf import exported

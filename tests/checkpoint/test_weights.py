@@ -21,7 +21,7 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build_engine
-from axonlaunch.engines.mesh_engine import model_state
+from axonlaunch.engines.module_state import model_state
 from axonlaunch.models import hugging_face
 from axonlaunch.models.build import build_model
 

@@ -56,7 +56,13 @@ class ContextAxis:
     def split(self, batch: Batch) -> Batch:
         """Return this rank's positions of every sequence of a batch [B, T]."""
         mine = self.positions(batch.inputs.shape[1])
-        return batch.map(lambda tensor: tensor[:, mine])
+
+        def part_of(tensor: Tensor) -> Tensor:
+            part = tensor[:, mine]
+            # For a device, which would be waited for if it read other memory.
+            return part.pin_memory() if tensor.is_pinned() else part
+
+        return batch.map(part_of)
 
     def join(self, outputs: Tensor) -> Tensor:
         """Return the whole sequences' outputs [B, T, ...] from every rank's part."""

@@ -176,6 +176,12 @@ class RunConsole:
     def _step(self, event: StepLogged) -> None:
         speed = f"{quantity(event.tokens_per_s)} {self._counted}/s"
         memory = f"{size(event.peak_memory_bytes)}{self._of_process}"
+        if event.mfu is not None:
+            speed += f"  {event.mfu:.1%} MFU"
+        if event.reserved_bytes is not None:
+            memory += f" of {size(event.reserved_bytes)} reserved"
+        if event.alloc_retries:
+            memory += f", {event.alloc_retries} retries"
         if self._progress is not None and self._task is not None:
             numbers = f"loss {event.loss:.3f}  {speed}  {memory}"
             self._progress.update(self._task, completed=event.step, numbers=numbers)

@@ -79,7 +79,8 @@ class _Scaled:
                 (1.0, {}),
             )
         )
-        return StepWork(first, last, layers, self._reference.parameters, self._length)
+        known = self._reference
+        return StepWork(first, last, layers, known.parameters, self._length, known.looked_up)
 
     def _micro(self, share: Share, more: Work, *, part: float = 1.0) -> Share:
         work: Work = {}

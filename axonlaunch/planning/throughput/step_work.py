@@ -89,7 +89,8 @@ class StepWork:
         last: Of the stage that computes the loss.
         layers: Layers of each stage, in order.
         parameters: Of the whole model.
-        samples_length: Positions of a sample; 1 where it is no sequence.
+        sample_length: Positions of a sample; 1 where it is no sequence.
+        looked_up: Of the parameters, as ``models.flops`` counts them.
     """
 
     first: StageWork
@@ -97,14 +98,16 @@ class StepWork:
     layers: tuple[int, ...]
     parameters: int
     sample_length: int
+    looked_up: int = 0
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """One trace: operations of a step, bytes of gradients, parameters, a sample's length."""
+    """One trace: operations of a step, bytes of gradients, parameters, those looked up, length."""
 
     share: Share
     parameters: int
+    looked_up: int
     sample_length: int
 
 
@@ -156,8 +159,8 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     if depth is not None:
         of_a_layer = (at_depths[1] - at_depths[0]) // (stages * len(ranks))
         parameters += of_a_layer * (depth - _LAYERS[0] * stages * len(ranks))
-    length = traced[ranks[0], depths[0], counts[0]].sample_length
-    return StepWork(first, last, layers, parameters, length)
+    known = traced[ranks[0], depths[0], counts[0]]
+    return StepWork(first, last, layers, parameters, known.sample_length, known.looked_up)
 
 
 def reduced_config(
@@ -270,7 +273,9 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
     )
     sample = reduced.sample
     length = sample.shape[0] if sample.ndim == 1 else 1
-    return _Traced(Share(trace.work, gradient_bytes), dry.engine.num_parameters, length)
+    engine = dry.engine
+    share = Share(trace.work, gradient_bytes)
+    return _Traced(share, engine.num_parameters, engine.num_looked_up, length)
 
 
 def _split(config: RunConfig) -> list[int]:

@@ -62,9 +62,8 @@ class JSONLLogger:
     def __call__(self, event: Event) -> None:
         """Append an event that has numbers."""
         if isinstance(event, StepLogged):
-            line = asdict(event)
-            if event.slowest is None:
-                del line["slowest"]  # only where ranks were seen to wait for each other
+            # What this device does not report, or nobody saw, has no key.
+            line = {k: v for k, v in asdict(event).items() if v is not None or k == "grad_norm"}
         elif isinstance(event, Evaluated):
             line = {"step": event.step, "eval_loss": event.eval_loss}
         else:
