@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.documents import DocumentsConfig
+from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data import packing, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Kind, Split
+from axonlaunch.data.encoders import make_encoder
 from axonlaunch.data.encoding import Encoder, OnProgress
 from axonlaunch.data.rows import UnreadableFileError
 from axonlaunch.data.shuffle import permute
@@ -46,12 +47,14 @@ class Untokenised:
     kind: Kind = "tokens"
 
 
-def untokenised(config: DocumentsConfig, tokenizer: Tokenizer) -> Untokenised:
+def untokenised(config: TextRowsConfig, tokenizer: Tokenizer) -> Untokenised:
     """Look at all that is cheap to look at.
 
     Raises:
-        ConfigError: A pattern matches no file, or a file is of no known format.
+        ConfigError: A pattern matches no file, a file is of no known format, or the tokenizer has
+            no chat template for chats.
     """
+    make_encoder(config, tokenizer)
     find_sources(config.files)
     if isinstance(config.held_out, list):
         find_sources(config.held_out, key="data.held_out")
@@ -71,14 +74,13 @@ class TextRows:
     kind: Kind = "tokens"
     is_text = True
 
-    def __init__(
-        self, config: DocumentsConfig, tokenizer: Tokenizer, encoder: Encoder, *, report: OnProgress
-    ) -> None:
+    def __init__(self, config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> None:
         """Tokenise what is not tokenised yet, and fill rows.
 
         Raises:
             ConfigError: A file can't be read, a row is none, or nothing is left to train on.
         """
+        encoder = make_encoder(config, tokenizer)
         self.tokenizer = tokenizer
         self.num_classes = tokenizer.vocab_size
         self.sample_shape = (config.sequence_length,)
@@ -104,7 +106,7 @@ class TextRows:
         else:
             held = np.zeros(len(lengths), dtype=bool)
             held[_chosen(config, len(lengths))] = True
-        self._too_long = 0
+        self._too_long = self._uncounted = 0
         self._tables = {
             "train": self._table(documents[~held]),
             "eval": self._table(documents[held]),
@@ -162,6 +164,10 @@ class TextRows:
             return tokens, np.ones(count, dtype=bool)
         return tokens, counted[first : first + count] != 0
 
+    def _counts(self, start: int, places: int) -> bool:
+        """Say whether a token of a document that was truncated still counts."""
+        return bool(self._tokens(start, places + 1)[1][1:].any())
+
     def _table(self, documents: npt.NDArray[np.int64]) -> packing.RowTable:
         """Fill rows with documents.
 
@@ -177,7 +183,14 @@ class TextRows:
                 raise ConfigError([self._length_issue(documents[is_long])])
             if self._config.too_long == "drop":
                 starts, places = starts[~is_long], places[~is_long]
-            places = np.minimum(places, length)
+            elif is_long.any():
+                places = np.minimum(places, length)
+                counts = ~is_long
+                counts[is_long] = [
+                    self._counts(*one) for one in zip(starts[is_long], places[is_long], strict=True)
+                ]
+                self._uncounted += int((~counts).sum())
+                starts, places = starts[counts], places[counts]
         return packing.PACKERS[self._config.packing](starts, places, length=length)
 
     def _length_issue(self, documents: npt.NDArray[np.int64]) -> ConfigIssue:
@@ -212,6 +225,9 @@ class TextRows:
         if self._too_long:
             done = {"truncate": "were truncated", "drop": "were dropped"}[config.too_long]
             notes.append(f"data.too_long={config.too_long}: {self._too_long:,} documents {done}")
+        if self._uncounted:
+            left = f"data: {self._uncounted:,} of them were left out"
+            notes.append(f"{left}, as no token of what is left of them counts")
         if empty := sum(shard.progress.empty for shard in self._shards):
             notes.append(f"data: {empty:,} rows have no token to predict and were left out")
         if bad := sum(shard.progress.bad for shard in self._shards):
@@ -222,7 +238,7 @@ class TextRows:
 
 def _shards(
     sources: Sequence[SourceFile],
-    config: DocumentsConfig,
+    config: TextRowsConfig,
     encoder: Encoder,
     folder: Path,
     report: OnProgress,
@@ -246,13 +262,13 @@ def _shards(
         raise ConfigError([ConfigIssue("data.cache_dir", message, config.cache_dir)]) from None
 
 
-def _folder(config: DocumentsConfig) -> Path:
+def _folder(config: TextRowsConfig) -> Path:
     if config.cache_dir is not None:
         return Path(config.cache_dir).expanduser()
     return cache_folder() / "tokens"
 
 
-def _chosen(config: DocumentsConfig, documents: int) -> npt.NDArray[np.int64]:
+def _chosen(config: TextRowsConfig, documents: int) -> npt.NDArray[np.int64]:
     """Return which documents are held out, the same for every seed.
 
     Raises:

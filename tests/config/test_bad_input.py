@@ -87,7 +87,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "data.files=[x]",
         [
-            "data.files=[x]: there is no such key here, only in data=text or documents",
+            "data.files=[x]: there is no such key here, only in data=text, documents or chat",
         ],
     ),
     (
@@ -483,7 +483,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "data=texts",
         [
-            "data=texts: there is no such option; did you mean text? known: auto, custom, digits, documents, python_source, synthetic_images, synthetic_tokens, text, tokens; plugins=[module] registers your own",
+            "data=texts: there is no such option; did you mean text? known: auto, chat, custom, digits, documents, python_source, synthetic_images, synthetic_tokens, text, tokens; plugins=[module] registers your own",
         ],
     ),
     (
@@ -591,7 +591,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "data.name=texts",
         [
-            "data.name=texts: there is no data 'texts'; did you mean text? known: custom, digits, documents, python_source, synthetic_images, synthetic_tokens, text, tokens",
+            "data.name=texts: there is no data 'texts'; did you mean text? known: chat, custom, digits, documents, python_source, synthetic_images, synthetic_tokens, text, tokens",
         ],
     ),
     (
