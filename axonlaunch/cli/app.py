@@ -11,6 +11,7 @@ import typer
 from axonlaunch.cli import (
     checkpoint,
     config,
+    data,
     doctor,
     estimate,
     inspect,
@@ -54,6 +55,7 @@ for name, module in {
 }.items():
     app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
 app.add_typer(checkpoint.checkpoint_app, name="checkpoint")
+app.add_typer(data.data_app, name="data")
 
 
 def _version(wanted: bool) -> None:

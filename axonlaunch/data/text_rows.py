@@ -6,10 +6,9 @@ out, and which fill which row, follows from the files and the configuration alon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +46,52 @@ class Untokenised:
     kind: Kind = "tokens"
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A document, or a part of one, in a row.
+
+    Attributes:
+        start: Where its first token stands among all.
+        tokens: Its tokens, of which each but the last is an input and each but the first a target.
+        counted: Whether each counts as a target.
+    """
+
+    start: int
+    tokens: npt.NDArray[np.int64]
+    counted: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TextSummary:
+    """How much there is of a dataset of text.
+
+    Attributes:
+        documents: Documents or chats, held-out ones included.
+        tokens: Of them.
+        counted_tokens: Of these, those that count as targets.
+        longest_document: Its tokens.
+        rows: To train on.
+        held_out_rows: To evaluate on.
+        row_tokens: Places of a row.
+        filled: Share of the places of rows to train on that a document takes.
+        too_long: Documents that were longer than a row.
+        skipped_rows: Rows of files that could not be read.
+        empty_rows: Rows of files that have no token to predict.
+    """
+
+    documents: int
+    tokens: int
+    counted_tokens: int
+    longest_document: int
+    rows: int
+    held_out_rows: int
+    row_tokens: int
+    filled: float
+    too_long: int
+    skipped_rows: int
+    empty_rows: int
+
+
 def untokenised(config: TextRowsConfig, tokenizer: Tokenizer) -> Untokenised:
     """Look at all that is cheap to look at.
 
@@ -68,6 +113,7 @@ class TextRows:
     Attributes:
         tokenizer: What made the tokens.
         is_packed: Whether rows hold several documents.
+        folder: Where the tokens are kept.
         notes: What a run says of the data when it starts.
     """
 
@@ -90,7 +136,7 @@ class TextRows:
         sources = find_sources(config.files)
         eval_sources = find_sources(held_out, key="data.held_out")
         self._refuse_overlap(sources, eval_sources)
-        folder = _folder(config)
+        self.folder = folder = _folder(config)
         self._shards = _shards(sources, config, encoder, folder, report)
         train_shards = len(self._shards)
         self._shards += _shards(eval_sources, config, encoder, folder, report)
@@ -133,18 +179,48 @@ class TextRows:
         targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         # What is left over of a row is a document of its own, of which nothing counts.
         positions = np.zeros(shape, dtype=np.int64)
-        table = self._tables[split]
         for row, index in enumerate(indices):
             at = 0
-            for start, places in zip(*table.pieces(int(index)), strict=True):
-                end = at + int(places)
-                tokens, counted = self._tokens(int(start), int(places) + 1)
+            for piece in self.pieces(int(index), split=split):
+                tokens, places = piece.tokens, len(piece.tokens) - 1
+                end = at + places
                 inputs[row, at:end] = tokens[:-1]
-                targets[row, at:end] = np.where(counted[1:], tokens[1:], IGNORE_INDEX)
+                targets[row, at:end] = np.where(piece.counted[1:], tokens[1:], IGNORE_INDEX)
                 positions[row, at:end] = np.arange(places)
                 at = end
             positions[row, at:] = np.arange(shape[1] - at)
         return Batch.from_numpy(inputs, targets, positions if self.is_packed else None)
+
+    def pieces(self, row: int, *, split: Split) -> Iterator[Piece]:
+        """Yield the documents, or parts of them, that fill a row."""
+        for start, places in zip(*self._tables[split].pieces(row), strict=True):
+            yield Piece(int(start), *self._tokens(int(start), int(places) + 1))
+
+    def source(self, piece: Piece) -> str:
+        """Return the file and the row that a piece is of."""
+        return self._source(int(np.searchsorted(self._starts, piece.start, side="right")) - 1)
+
+    def summary(self) -> TextSummary:
+        """Count what there is, by reading through which tokens count."""
+        masks = [shard.counted() for shard in self._shards]
+        tokens = [shard.progress.tokens for shard in self._shards]
+        counted = [
+            int(size - len(shard.lengths)) if mask is None else int(np.count_nonzero(mask))
+            for shard, size, mask in zip(self._shards, tokens, masks, strict=True)
+        ]
+        return TextSummary(
+            documents=len(self._places),
+            tokens=sum(tokens),
+            counted_tokens=sum(counted),
+            longest_document=int(self._places.max(initial=0)) + 1,
+            rows=self.num_samples,
+            held_out_rows=self.num_eval_samples,
+            row_tokens=self.sample_shape[0],
+            filled=self._tables["train"].filled,
+            too_long=self._too_long,
+            skipped_rows=sum(shard.progress.bad for shard in self._shards),
+            empty_rows=sum(shard.progress.empty for shard in self._shards),
+        )
 
     def encode(self, text: str) -> list[int]:
         """Turn text that is to be continued into tokens."""
@@ -154,7 +230,9 @@ class TextRows:
         """Turn tokens into text."""
         return self.tokenizer.decode(tokens)
 
-    def _tokens(self, start: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    def _tokens(
+        self, start: int, count: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return tokens of one document, and which of them count."""
         number = int(np.searchsorted(self._first_token, start, side="right")) - 1
         shard, first = self._shards[number], start - int(self._first_token[number])
@@ -195,15 +273,17 @@ class TextRows:
 
     def _length_issue(self, documents: npt.NDArray[np.int64]) -> ConfigIssue:
         first = int(documents[0])
-        number = int(np.searchsorted(self._first_document, first, side="right")) - 1
-        place = self._shards[number].place(first - int(self._first_document[number]))
         longest = int(self._places[documents].max()) + 1
         more = f" (and {len(documents) - 1} more)" if len(documents) > 1 else ""
         message = (
-            f"{place}: {int(self._places[first]) + 1} tokens{more}; a row takes "
+            f"{self._source(first)}: {int(self._places[first]) + 1} tokens{more}; a row takes "
             f"{self.sample_shape[0] + 1}; use data.sequence_length={longest - 1}, truncate or drop"
         )
         return ConfigIssue("data.too_long", message, "error")
+
+    def _source(self, document: int) -> str:
+        number = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        return self._shards[number].place(document - int(self._first_document[number]))
 
     def _refuse_overlap(
         self, sources: Sequence[SourceFile], eval_sources: Sequence[SourceFile]

@@ -27,6 +27,7 @@ from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.text_rows import Untokenised
+from axonlaunch.data.tokenizer import tokenizer_of
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.models.spec import ModelSpec
@@ -185,8 +186,8 @@ def _wherever_it_is_read(config: RunConfig) -> RunConfig:
     """Return a configuration whose model and tokenizer are found from any working folder."""
     model = config.model.path if isinstance(config.model, HuggingFaceConfig) else None
     tokenizer = config.tokenizer.path
-    if DATASETS.facts(config.data.name).takes_tokenizer and config.tokenizer.name == "auto":
-        tokenizer = tokenizer or model
+    if DATASETS.facts(config.data.name).takes_tokenizer:
+        tokenizer = tokenizer_of(config).path
     found = {"model.path": model, "tokenizer.path": tokenizer}
     return with_values(
         config, {key: _absolute(path) for key, path in found.items() if path is not None}
