@@ -56,7 +56,14 @@ class Straggler:
 
 @dataclass(frozen=True)
 class StepLogged:
-    """A step that was logged; the fields are those of a line of ``metrics.jsonl``."""
+    """A step that was logged; the fields are those of a line of ``metrics.jsonl``.
+
+    Attributes:
+        tokens: Targets of the step that counted, of all ranks.
+        epoch: How often the training samples were seen by the end of the step.
+        tokens_seen: Targets that counted in all steps up to this one; None where the run resumed
+            from a checkpoint that does not say how many there were.
+    """
 
     step: int
     loss: float
@@ -66,6 +73,8 @@ class StepLogged:
     tokens_per_s: float
     step_s: float
     peak_memory_bytes: int
+    epoch: float
+    tokens_seen: int | None
     slowest: Straggler | None = None
 
 
@@ -78,12 +87,17 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Mean loss over the held-out samples, in nats a target."""
+    """Mean loss over the held-out samples, in nats a target.
+
+    Attributes:
+        perplexity: Of tokens; None of classes.
+    """
 
     step: int
     eval_loss: float
     eval_tokens: int
     unigram_entropy: float | None
+    perplexity: float | None = None
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,19 @@ def compose(
     composer = composer_of(config_dirs) if config_dirs else _of_ours()
     composed = composer.compose(overrides, config_name=config_name)
     problems = _import_plugins(composed.tree) + composed.problems
-    return _with_registered(dataclasses.replace(composed, problems=problems))
+    return _with_epochs(_with_registered(dataclasses.replace(composed, problems=problems)))
+
+
+def _with_epochs(composed: Composed) -> Composed:
+    """Let ``train.epochs`` take the place of the number of steps that is packaged."""
+    train = composed.tree.get("train")
+    if not isinstance(train, dict) or train.get("epochs") is None:
+        return composed
+    if composed.origins().get("train.steps") != CONFIG:
+        return composed
+    return dataclasses.replace(
+        composed, tree={**composed.tree, "train": {**train, "steps": "auto"}}
+    )
 
 
 def composer_of(config_dirs: Sequence[str | Path] = ()) -> Composer:

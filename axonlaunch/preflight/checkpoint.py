@@ -151,7 +151,7 @@ def _resumable(
 ) -> Iterator[ConfigIssue]:
     """Compare a checkpoint with the run that is to resume from it."""
     resume = config.checkpoint.resume
-    if checkpoint.step > config.train.steps:
+    if config.train.steps != "auto" and checkpoint.step > config.train.steps:
         message = f"{checkpoint.path} has done {checkpoint.step} already; use more to train on"
         yield ConfigIssue("train.steps", message, config.train.steps)
     if checkpoint.samples != checkpoint.step * config.train.global_batch_size:

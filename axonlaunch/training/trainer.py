@@ -6,6 +6,7 @@ checkpoint's.
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from axonlaunch.checkpoint import Checkpoint
 from axonlaunch.checkpoint.saver import Completed, Saver
 from axonlaunch.comm import World
 from axonlaunch.config.schema import TrainConfig
@@ -24,13 +26,18 @@ from axonlaunch.events import (
     Evaluated,
     Finished,
     Monitor,
+    Noted,
     Saved,
     StepDone,
     StepLogged,
     Straggler,
 )
+from axonlaunch.training.early_stop import EvaluationHistory
 from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
+
+_LARGEST_LOG = 700.0
+"""Of a number that a float holds."""
 
 
 @dataclass
@@ -39,6 +46,8 @@ class _Progress:
 
     loss: float | None = None
     eval_loss: float | None = None
+    evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
+    seen: torch.Tensor | int | None = 0
     tokens: int = 0
     seconds: float = 0.0
     since: float = field(default_factory=time.perf_counter)
@@ -55,9 +64,11 @@ def fit(
     monitor: Monitor,
     watch: PeakWatch,
     saver: Saver | None = None,
-    loss: float | None = None,
+    resumed: Checkpoint | None = None,
 ) -> Finished:
-    """Train until ``config.steps`` or until a rank asks to stop; every rank calls this.
+    """Train until the last step, or a rank asks to stop, or evaluations get no better.
+
+    Every rank calls this.
 
     Args:
         engine: Does a step; it may have done some already.
@@ -67,10 +78,12 @@ def fit(
         monitor: Follows this rank. Where it asks one to stop, all stop after the same step.
         watch: Finds the peak of this rank's memory.
         saver: Writes checkpoints, as often as it says; None: there are none.
-        loss: Of the last step that the engine has done; None: it has done none, or it is not known.
+        resumed: What the engine's state was loaded from; None: it has done no step.
     """
-    progress = _Progress(loss=loss)
-    is_over = engine.step >= config.steps
+    progress = _progress(resumed)
+    num_steps = config.num_steps
+    stopped = progress.evaluations.is_exhausted(config.early_stop)
+    is_over = stopped or engine.step >= num_steps
     interrupted = False
     leaves_out = config.precision == "fp16"  # updates by gradients that are not finite
     with closing(data.iterate(engine.step)) as batches, closing(Stragglers(world)) as stragglers:
@@ -79,14 +92,17 @@ def fit(
             monitor.beat(phase, step=engine.step)
             stragglers.note(phase)
 
-        while engine.step < config.steps and not interrupted:
+        if config.eval_at_start and config.eval_batches and not engine.step:
+            doing("evaluating")
+            monitor.report(_evaluate(engine, data, config, progress, world))
+        while engine.step < num_steps and not interrupted and not stopped:
             vote = _Vote(world, monitor.stop())
             rate = engine.learning_rate()
             doing("reading")
             batch = next(batches)
             doing("stepping")
             step = engine.step + 1
-            last = step == config.steps
+            last = step == num_steps
             is_logged = _due(step, config.log_every, last=last) or not progress.started
             is_saved = saver is not None and _due(step, saver.every, last=last)
             with watch.step(engine):
@@ -96,23 +112,30 @@ def fit(
                     raise_if_nonfinite(engine, step_loss, world=world)
                 result = StepResult(step_loss, tokens, *engine.update())
             progress.steps_since += 1
+            if progress.seen is not None:
+                progress.seen = progress.seen + tokens
             if is_logged:
                 slowest = stragglers.slowest()
-                monitor.report(_measured(progress, result, step, rate, world, slowest))
+                epoch = step * config.global_batch_size / data.dataset.num_samples
+                monitor.report(_measured(progress, result, step, rate, world, slowest, epoch))
             else:
                 monitor.report(StepDone(step))
             interrupted = vote.anyone()
             if _due(step, config.eval_every, last=last) and config.eval_batches:
                 doing("evaluating")
                 monitor.report(_evaluate(engine, data, config, progress, world))
+                if progress.evaluations.is_exhausted(config.early_stop) and not last:
+                    stopped = True
+                    monitor.report(_stopped(progress.evaluations, config))
             if saver is not None:
                 started = time.perf_counter()
                 doing("saving")
-                if interrupted and not leaves_out:
+                if (interrupted or stopped) and not leaves_out:
                     raise_if_nonfinite(engine, step_loss, world=world)
-                if interrupted or is_saved:
+                ends = interrupted or stopped or last
+                if ends or is_saved:
                     _save(saver, engine, config, progress, monitor)
-                _report(saver.close() if interrupted or last else saver.finished(), monitor)
+                _report(saver.close() if ends else saver.finished(), monitor)
                 _forget_time(progress, started)
             del step_loss, tokens, result  # the next step's peak is its own
         if is_over and config.eval_batches:  # it was stopped after its last save
@@ -121,7 +144,7 @@ def fit(
     speed = progress.tokens / progress.seconds if progress.seconds else None
     done = Finished(
         step=engine.step,
-        interrupted=interrupted and engine.step < config.steps,
+        interrupted=interrupted and not stopped and engine.step < num_steps,
         loss=progress.loss,
         eval_loss=progress.eval_loss,
         tokens_per_s=speed,
@@ -132,6 +155,21 @@ def fit(
     return done
 
 
+def _progress(resumed: Checkpoint | None) -> _Progress:
+    """Return the numbers of a run that begins, or that a checkpoint holds."""
+    if resumed is None:
+        return _Progress()
+    history = EvaluationHistory(resumed.best_eval_loss, resumed.evaluations_since)
+    return _Progress(loss=resumed.loss, evaluations=history, seen=resumed.tokens)
+
+
+def _stopped(evaluations: EvaluationHistory, config: TrainConfig) -> Noted:
+    return Noted(
+        f"train.early_stop={config.early_stop}: training ends, as {evaluations.since} evaluations "
+        f"found no lower loss than {evaluations.best:.4f}"
+    )
+
+
 def _measured(
     progress: _Progress,
     result: StepResult,
@@ -139,6 +177,7 @@ def _measured(
     rate: float,
     world: World,
     slowest: Straggler | None,
+    epoch: float,
 ) -> StepLogged:
     """Read the step's numbers; this waits for the device, which unlogged steps never do."""
     loss, tokens = float(result.loss), int(result.tokens)
@@ -159,6 +198,8 @@ def _measured(
         tokens_per_s=tokens / seconds,
         step_s=seconds,
         peak_memory_bytes=peak_memory_bytes(world.device),
+        epoch=epoch,
+        tokens_seen=None if progress.seen is None else int(progress.seen),
         slowest=slowest,
     )
 
@@ -172,10 +213,12 @@ def _evaluate(
         sums += engine.evaluate(batch)
     if world.world_size > 1:
         dist.all_reduce(sums)
-    progress.eval_loss = float(sums[0] / sums[1].clamp(min=1))
+    progress.eval_loss = loss = float(sums[0] / sums[1].clamp(min=1))
+    progress.evaluations.add(loss)
     _forget_time(progress, started)
     entropy = getattr(data.dataset, "unigram_entropy", None)
-    return Evaluated(engine.step, progress.eval_loss, int(sums[1]), entropy)
+    perplexity = math.exp(min(loss, _LARGEST_LOG)) if data.dataset.kind == "tokens" else None
+    return Evaluated(engine.step, loss, int(sums[1]), entropy, perplexity)
 
 
 def _save(
@@ -187,6 +230,9 @@ def _save(
         samples=engine.step * config.global_batch_size,
         loss=progress.loss,
         eval_loss=progress.eval_loss,
+        tokens=None if progress.seen is None else int(progress.seen),
+        best_eval_loss=progress.evaluations.best,
+        evaluations_since=progress.evaluations.since,
     )
     _report(saved, monitor)
 

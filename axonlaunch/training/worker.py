@@ -82,7 +82,7 @@ def run(
             samples=dataset.num_samples,
             counted=dataset.kind,
             step=engine.step,
-            steps=config.train.steps,
+            steps=config.train.num_steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
             corrupt=resumed.aside,
             notes=(
@@ -119,7 +119,7 @@ def run(
             monitor=monitor,
             watch=watch,
             saver=saver,
-            loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
+            resumed=resumed.checkpoint,
         )
         if not finished.interrupted:
             _sample(config, engine, dataset, monitor.report)

@@ -67,6 +67,8 @@ class JSONLLogger:
                 del line["slowest"]  # only where ranks were seen to wait for each other
         elif isinstance(event, Evaluated):
             line = {"step": event.step, "eval_loss": event.eval_loss}
+            if event.perplexity is not None:
+                line["perplexity"] = event.perplexity
         else:
             return
         text = json.dumps(finite(line), allow_nan=False) + "\n"
