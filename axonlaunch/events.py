@@ -6,9 +6,12 @@ It holds the records; nothing here shows or writes them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+_LARGEST_EXPONENT = 709.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Evaluated:
 
     Attributes:
         perplexity: Of tokens; None of classes.
+        sources: The loss on each source of a mix, by its name.
     """
 
     step: int
@@ -98,6 +102,12 @@ class Evaluated:
     eval_tokens: int
     unigram_entropy: float | None
     perplexity: float | None = None
+    sources: dict[str, float] = field(default_factory=dict)
+
+
+def perplexity_of(loss: float) -> float:
+    """Return the perplexity of a loss in nats a token; what no float holds is the largest one."""
+    return math.exp(min(loss, _LARGEST_EXPONENT))
 
 
 @dataclass(frozen=True)

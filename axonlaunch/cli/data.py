@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from axonlaunch.config import RunConfig
+    from axonlaunch.data.mix import TextMix
+    from axonlaunch.data.pieces import TextSummary
     from axonlaunch.data.text_rows import TextRows
 
 HELP = "Tokenise data=documents or chat ahead of a run, and show the rows that it would train on."
@@ -51,7 +53,7 @@ def show(
     dataset, _ = _tokenised(config)
     rows = _first_rows(dataset, samples, seed=config.seed)
     if as_json:
-        print_json({**asdict(dataset.summary()), "samples": rows})
+        print_json({**_as_objects(dataset.summaries()), "samples": rows})
         return
     from rich.console import Console
 
@@ -76,16 +78,16 @@ def prepare(
     """Tokenise files into the cache; one that was stopped continues."""
     started = time.perf_counter()
     dataset, made = _tokenised(_load(overrides or [], config_dir, config_name))
-    seconds, summary = time.perf_counter() - started, dataset.summary()
+    seconds, summaries = time.perf_counter() - started, dataset.summaries()
     if as_json:
-        content = {**asdict(summary), "tokenised": made, "seconds": seconds}
+        content = {**_as_objects(summaries), "tokenised": made, "seconds": seconds}
         print_json({**content, "folder": str(dataset.folder)})
         return
     _print_notes(dataset)
-    share = summary.counted_tokens / max(1, summary.tokens)
-    _print(
-        f"{share:.1%} of the tokens count; the longest document has {summary.longest_document:,}"
-    )
+    for name, summary in summaries.items():
+        share = summary.counted_tokens / max(1, summary.tokens)
+        longest = f"the longest document has {summary.longest_document:,}"
+        _print(f"{name}{': ' if name else ''}{share:.1%} of the tokens count; {longest}")
     done = f"tokenised in {seconds:.1f} s" if made else "it was tokenised before"
     _print(f"{done}; the tokens are in {dataset.folder}")
 
@@ -111,7 +113,7 @@ def _load(overrides: Sequence[str], config_dirs: list[Any] | None, config_name: 
     return config
 
 
-def _tokenised(config: RunConfig) -> tuple[TextRows, bool]:
+def _tokenised(config: RunConfig) -> tuple[TextRows | TextMix, bool]:
     """Return the dataset, and whether anything was not tokenised yet.
 
     Raises:
@@ -133,7 +135,13 @@ def _tokenised(config: RunConfig) -> tuple[TextRows, bool]:
     return dataset, made
 
 
-def _first_rows(dataset: TextRows, count: int, *, seed: int) -> list[dict[str, Any]]:
+def _as_objects(summaries: dict[str, TextSummary]) -> dict[str, Any]:
+    """Return what there is, of several sources of a mix by their names."""
+    objects = {name: asdict(summary) for name, summary in summaries.items()}
+    return objects.get("", {"sources": objects})
+
+
+def _first_rows(dataset: TextRows | TextMix, count: int, *, seed: int) -> list[dict[str, Any]]:
     """Return the rows that a run of this seed begins with."""
     import numpy as np
 
@@ -148,12 +156,12 @@ def _first_rows(dataset: TextRows, count: int, *, seed: int) -> list[dict[str, A
             "row": int(row),
             "pieces": [
                 {
-                    "source": dataset.source(piece),
+                    "source": source,
                     "tokens": piece.tokens.tolist(),
                     "counted": [False, *piece.counted[1:].tolist()],
                     "texts": token_texts(dataset.tokenizer, piece.tokens.tolist()),
                 }
-                for piece in dataset.pieces(int(row), split="train")
+                for source, piece in dataset.sources(int(row))
             ],
         }
         for row in rows
@@ -181,7 +189,7 @@ def _visible(token: str) -> str:
     return shown.replace("\n", "↵\n")
 
 
-def _print_notes(dataset: TextRows) -> None:
+def _print_notes(dataset: TextRows | TextMix) -> None:
     for note in dataset.notes:
         _print(note)
 

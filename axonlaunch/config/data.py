@@ -224,13 +224,13 @@ DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
             DatasetFacts(sample=_bytes, files=("files",), is_text=True),
         ),
         "documents": Entry(
-            "axonlaunch.data.text_rows:TextRows",
+            "axonlaunch.data.mix:build_text",
             "text of rows in files, tokenised: jsonl, csv, parquet, data.files",
             DocumentsConfig,
             DatasetFacts(sample=_text_rows, files=("files",), is_text=True, takes_tokenizer=True),
         ),
         "chat": Entry(
-            "axonlaunch.data.text_rows:TextRows",
+            "axonlaunch.data.mix:build_text",
             "messages of rows in files, by the chat template of a tokenizer, data.files",
             ChatConfig,
             DatasetFacts(sample=_text_rows, files=("files",), is_text=True, takes_tokenizer=True),

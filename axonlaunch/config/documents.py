@@ -5,8 +5,24 @@ It holds values; ``axonlaunch.data`` reads what they name.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Self
+
+_OF_THE_MIX = {"of_all_groups": True}
+"""Of a key that is one for all sources of a mix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceShare:
+    """How much of a mix is of a source."""
+
+    weight: float | None = field(default=None, metadata={"above": 0})
+    """share of the rows, beside the weights of the other sources; the mix is as long as it takes to
+    see each row once
+    """
+    epochs: float | None = field(default=None, metadata={"above": 0})
+    """how often each row is seen while the mix is seen once, where there are no weights; null: 1"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,13 +31,20 @@ class TextRowsConfig:
 
     name: str
     """name in the registry of datasets"""
-    files: list[str]
+    files: list[str] = field(default_factory=list)
     """paths, globs or fsspec URLs of .jsonl, .json, .csv, .tsv, .parquet, .arrow and .txt, of which
     texts may be compressed as .gz, .bz2, .xz or .zst; folders that save_to_disk of datasets wrote
     """
-    sequence_length: int = field(default=1024, metadata={"min": 1})
+    mix: dict[str, dict[str, Any]] = field(
+        default_factory=dict,
+        metadata={"groups": SourceShare, "words": "{NAME: {files: [...], weight: ..., ...}}"},
+    )
+    """sources in place of files, by a name: each has its files, its weight or epochs, and what keys
+    of data it wants to be other than the mix's
+    """
+    sequence_length: int = field(default=1024, metadata={"min": 1, **_OF_THE_MIX})
     """tokens of a row"""
-    packing: Literal["concat", "best_fit", "none"] = "concat"
+    packing: Literal["concat", "best_fit", "none"] = field(default="concat", metadata=_OF_THE_MIX)
     """how rows are filled. concat: documents one after another, cut where a row ends; best_fit:
     whole documents, each in the fullest row that has room; none: one document a row. A document
     never attends to another
@@ -34,18 +57,49 @@ class TextRowsConfig:
     """what is held out for evaluation: a share of the documents below 1, a number of them, or files
     of their own
     """
-    cache_dir: str | None = None
+    cache_dir: str | None = field(default=None, metadata=_OF_THE_MIX)
     """folder that tokens are kept in; null: axonlaunch/tokens in the user's cache"""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
         found = []
-        if not self.files:
+        if not self.files and not self.mix:
             found.append(("files", "names no file; write data.files=['corpus/*.jsonl']"))
+        if self.files and self.mix:
+            found.append(("files", "data.mix names the files of each source; use one of them"))
+        shares = self.shares()
+        weighted = [name for name, share in shares.items() if share.weight is not None]
+        if weighted and len(weighted) < len(shares):
+            other = next(name for name in shares if name not in weighted)
+            found.append((f"mix.{other}", f"has no weight, and {weighted[0]} has; give it one"))
+        if weighted and any(share.epochs is not None for share in shares.values()):
+            message = "has weights and epochs, which follow from each other; use one of them"
+            found.append(("mix", message))
+        for name, source in self.sources().items():
+            found += [(f"mix.{name}.{key}", message) for key, message in source.problems()]
         if isinstance(self.held_out, float) and self.held_out >= 1:
             message = "a share must be below 1; write a whole number for so many documents"
             found.append(("held_out", message))
         return found
+
+    def sources(self) -> dict[str, Self]:
+        """Return the configuration of each source of a mix, as that of a dataset of its own."""
+        shares = {share.name for share in dataclasses.fields(SourceShare)}
+        return {
+            name: dataclasses.replace(
+                self,
+                **{"files": [], **{k: v for k, v in options.items() if k not in shares}},
+                mix={},
+            )
+            for name, options in self.mix.items()
+        }
+
+    def shares(self) -> dict[str, SourceShare]:
+        """Return how much of a mix each source is."""
+        return {
+            name: SourceShare(weight=options.get("weight"), epochs=options.get("epochs"))
+            for name, options in self.mix.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +126,7 @@ class ChatConfig(TextRowsConfig):
     """which tokens the loss counts. assistant: what the assistant says, by the generation marks of
     the template or else by what each of its turns adds; all: every token but the first
     """
-    packing: Literal["concat", "best_fit", "none"] = "best_fit"
+    packing: Literal["concat", "best_fit", "none"] = field(default="best_fit", metadata=_OF_THE_MIX)
     """how rows are filled. concat: chats one after another, cut where a row ends; best_fit: whole
     chats, each in the fullest row that has room; none: one chat a row. A chat never attends to
     another

@@ -34,7 +34,7 @@ class GroupedOptimizer:
     optimizer's own: any option, and lr_scale; where patterns overlap, the later one's value counts
     """
     state_dtype: Literal["parameter", "fp32"] = field(
-        default="parameter", metadata={"of_all_parameters": True}
+        default="parameter", metadata={"of_all_groups": True}
     )
     """type of the states that have an element for each of a parameter's, and of the update.
     parameter: the weights' own (train.param_dtype); fp32: fp32, also of weights in bf16

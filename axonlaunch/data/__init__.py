@@ -42,7 +42,7 @@ def build_dataset(
     if problems:
         raise ConfigError(
             [
-                ConfigIssue(f"data.{name}", message, getattr(config, name))
+                ConfigIssue(f"data.{name}", message, getattr(config, name, ...))
                 for name, message in problems
             ]
         )

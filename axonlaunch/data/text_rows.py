@@ -19,6 +19,7 @@ from axonlaunch.data import packing, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Kind, Split
 from axonlaunch.data.encoders import make_encoder
 from axonlaunch.data.encoding import Encoder, OnProgress
+from axonlaunch.data.pieces import Piece, TextSummary
 from axonlaunch.data.rows import UnreadableFileError
 from axonlaunch.data.shuffle import permute
 from axonlaunch.data.sources import SourceFile, find_sources
@@ -46,52 +47,6 @@ class Untokenised:
     kind: Kind = "tokens"
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A document, or a part of one, in a row.
-
-    Attributes:
-        start: Where its first token stands among all.
-        tokens: Its tokens, of which each but the last is an input and each but the first a target.
-        counted: Whether each counts as a target.
-    """
-
-    start: int
-    tokens: npt.NDArray[np.int64]
-    counted: npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class TextSummary:
-    """How much there is of a dataset of text.
-
-    Attributes:
-        documents: Documents or chats, held-out ones included.
-        tokens: Of them.
-        counted_tokens: Of these, those that count as targets.
-        longest_document: Its tokens.
-        rows: To train on.
-        held_out_rows: To evaluate on.
-        row_tokens: Places of a row.
-        filled: Share of the places of rows to train on that a document takes.
-        too_long: Documents that were longer than a row.
-        skipped_rows: Rows of files that could not be read.
-        empty_rows: Rows of files that have no token to predict.
-    """
-
-    documents: int
-    tokens: int
-    counted_tokens: int
-    longest_document: int
-    rows: int
-    held_out_rows: int
-    row_tokens: int
-    filled: float
-    too_long: int
-    skipped_rows: int
-    empty_rows: int
-
-
 def untokenised(config: TextRowsConfig, tokenizer: Tokenizer) -> Untokenised:
     """Look at all that is cheap to look at.
 
@@ -100,9 +55,11 @@ def untokenised(config: TextRowsConfig, tokenizer: Tokenizer) -> Untokenised:
             no chat template for chats.
     """
     make_encoder(config, tokenizer)
-    find_sources(config.files)
-    if isinstance(config.held_out, list):
-        find_sources(config.held_out, key="data.held_out")
+    for name, source in (config.sources() or {"": config}).items():
+        key = f"data.mix.{name}" if name else "data"
+        find_sources(source.files, key=f"{key}.files")
+        if isinstance(source.held_out, list):
+            find_sources(source.held_out, key=f"{key}.held_out")
     length, is_packed = (config.sequence_length,), config.packing != "none"
     return Untokenised(tokenizer.vocab_size, length, is_packed)
 
@@ -196,11 +153,13 @@ class TextRows:
         for start, places in zip(*self._tables[split].pieces(row), strict=True):
             yield Piece(int(start), *self._tokens(int(start), int(places) + 1))
 
-    def source(self, piece: Piece) -> str:
-        """Return the file and the row that a piece is of."""
-        return self._source(int(np.searchsorted(self._starts, piece.start, side="right")) - 1)
+    def sources(self, row: int) -> Iterator[tuple[str, Piece]]:
+        """Yield the file and the row that each piece of a row to train on is of, and the piece."""
+        for piece in self.pieces(row, split="train"):
+            document = int(np.searchsorted(self._starts, piece.start, side="right")) - 1
+            yield self._source(document), piece
 
-    def summary(self) -> TextSummary:
+    def summaries(self) -> dict[str, TextSummary]:
         """Count what there is, by reading through which tokens count."""
         masks = [shard.counted() for shard in self._shards]
         tokens = [shard.progress.tokens for shard in self._shards]
@@ -208,7 +167,7 @@ class TextRows:
             int(size - len(shard.lengths)) if mask is None else int(np.count_nonzero(mask))
             for shard, size, mask in zip(self._shards, tokens, masks, strict=True)
         ]
-        return TextSummary(
+        summary = TextSummary(
             documents=len(self._places),
             tokens=sum(tokens),
             counted_tokens=sum(counted),
@@ -221,6 +180,7 @@ class TextRows:
             skipped_rows=sum(shard.progress.bad for shard in self._shards),
             empty_rows=sum(shard.progress.empty for shard in self._shards),
         )
+        return {"": summary}
 
     def encode(self, text: str) -> list[int]:
         """Turn text that is to be continued into tokens."""

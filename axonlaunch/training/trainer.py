@@ -6,7 +6,6 @@ checkpoint's.
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -31,13 +30,11 @@ from axonlaunch.events import (
     StepDone,
     StepLogged,
     Straggler,
+    perplexity_of,
 )
 from axonlaunch.training.early_stop import EvaluationHistory
 from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
-
-_LARGEST_LOG = 700.0
-"""Of a number that a float holds."""
 
 
 @dataclass
@@ -208,17 +205,22 @@ def _evaluate(
     engine: Engine, data: Loader, config: TrainConfig, progress: _Progress, world: World
 ) -> Evaluated:
     started = time.perf_counter()
-    sums = torch.zeros(2, dtype=torch.float64)
-    for batch in data.eval_batches(config.eval_batches):
-        sums += engine.evaluate(batch)
+    parts = getattr(data.dataset, "eval_parts", {})
+    sums = torch.zeros(max(1, len(parts)), 2, dtype=torch.float64)
+    for number, part in enumerate([*parts.values()] or [None]):
+        for batch in data.eval_batches(config.eval_batches, part=part):
+            sums[number] += engine.evaluate(batch)
     if world.world_size > 1:
         dist.all_reduce(sums)
-    progress.eval_loss = loss = float(sums[0] / sums[1].clamp(min=1))
+    means = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
+    total, count = sums.sum(0)
+    progress.eval_loss = loss = float(total / count.clamp(min=1))
     progress.evaluations.add(loss)
     _forget_time(progress, started)
     entropy = getattr(data.dataset, "unigram_entropy", None)
-    perplexity = math.exp(min(loss, _LARGEST_LOG)) if data.dataset.kind == "tokens" else None
-    return Evaluated(engine.step, loss, int(sums[1]), entropy, perplexity)
+    perplexity = perplexity_of(loss) if data.dataset.kind == "tokens" else None
+    sources = dict(zip(parts, means, strict=False))
+    return Evaluated(engine.step, loss, int(count), entropy, perplexity, sources)
 
 
 def _save(

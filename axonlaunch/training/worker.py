@@ -23,6 +23,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.mix import TextMix
 from axonlaunch.data.text_rows import TextRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
@@ -69,7 +70,7 @@ def run(
         load_initial_weights(engine, config.model, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
-    if world.is_main and isinstance(dataset, TextRows):
+    if world.is_main and isinstance(dataset, TextRows | TextMix):
         for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
             dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
