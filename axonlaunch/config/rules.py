@@ -253,10 +253,13 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
     """A tokenizer that nothing is tokenised by would silently do nothing."""
     name, path = config.data.name, config.tokenizer.path
     facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
-    if path is not None and not (facts and facts.takes_tokenizer):
+    is_asked = path is not None or config.tokenizer.name == "train"
+    if is_asked and not (facts and facts.takes_tokenizer):
         takers = [one for one, facts in DATASETS.known_facts().items() if facts.takes_tokenizer]
-        message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or null"
-        yield ConfigIssue("tokenizer.path", message, path)
+        instead = "null" if path is not None else "auto"
+        message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or {instead}"
+        key = "path" if path is not None else "name"
+        yield ConfigIssue(f"tokenizer.{key}", message, getattr(config.tokenizer, key))
 
 
 def _saving(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data import packing, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Kind, Split
 from axonlaunch.data.encoders import make_encoder
@@ -24,8 +25,7 @@ from axonlaunch.data.rows import UnreadableFileError
 from axonlaunch.data.shuffle import permute
 from axonlaunch.data.sources import SourceFile, find_sources
 from axonlaunch.data.token_cache import BadRowsError, Shard
-from axonlaunch.data.tokenizer import Tokenizer
-from axonlaunch.system.cache import cache_folder
+from axonlaunch.data.tokenizer import Tokenizer, load_tokenizer
 
 _HELD_OUT_KEY = (1,)
 """Which documents are held out must not depend on a run's seed."""
@@ -47,21 +47,26 @@ class Untokenised:
     kind: Kind = "tokens"
 
 
-def untokenised(config: TextRowsConfig, tokenizer: Tokenizer) -> Untokenised:
+def untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Untokenised:
     """Look at all that is cheap to look at.
 
     Raises:
         ConfigError: A pattern matches no file, a file is of no known format, or the tokenizer has
-            no chat template for chats.
+            can't be read, or has no chat template for chats.
     """
-    make_encoder(config, tokenizer)
+    if tokenizer.name == "train":
+        vocab_size = tokenizer.vocab_size
+    else:
+        loaded = load_tokenizer(tokenizer)
+        make_encoder(config, loaded)
+        vocab_size = loaded.vocab_size
     for name, source in (config.sources() or {"": config}).items():
         key = f"data.mix.{name}" if name else "data"
         find_sources(source.files, key=f"{key}.files")
         if isinstance(source.held_out, list):
             find_sources(source.held_out, key=f"{key}.held_out")
     length, is_packed = (config.sequence_length,), config.packing != "none"
-    return Untokenised(tokenizer.vocab_size, length, is_packed)
+    return Untokenised(vocab_size, length, is_packed)
 
 
 class TextRows:
@@ -93,7 +98,7 @@ class TextRows:
         sources = find_sources(config.files)
         eval_sources = find_sources(held_out, key="data.held_out")
         self._refuse_overlap(sources, eval_sources)
-        self.folder = folder = _folder(config)
+        self.folder = folder = token_cache.folder_of(config.cache_dir)
         self._shards = _shards(sources, config, encoder, folder, report)
         train_shards = len(self._shards)
         self._shards += _shards(eval_sources, config, encoder, folder, report)
@@ -300,12 +305,6 @@ def _shards(
     except OSError as error:
         message = f"{folder} can't be used: {error.strerror or error}; choose another folder"
         raise ConfigError([ConfigIssue("data.cache_dir", message, config.cache_dir)]) from None
-
-
-def _folder(config: TextRowsConfig) -> Path:
-    if config.cache_dir is not None:
-        return Path(config.cache_dir).expanduser()
-    return cache_folder() / "tokens"
 
 
 def _chosen(config: TextRowsConfig, documents: int) -> npt.NDArray[np.int64]:

@@ -15,7 +15,6 @@ from axonlaunch.config.data import DATASETS
 from axonlaunch.data.dataset import Dataset, holds_documents
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.text_rows import untokenised
-from axonlaunch.data.tokenizer import load_tokenizer
 from axonlaunch.models.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
@@ -27,7 +26,7 @@ def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return make_dataset(config, lambda state: None)
     try:
-        return untokenised(config.data, load_tokenizer(config.tokenizer)), []  # type: ignore[arg-type]
+        return untokenised(config.data, config.tokenizer), []  # type: ignore[arg-type]
     except ConfigError as error:
         return None, error.problems
 

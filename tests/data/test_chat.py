@@ -255,11 +255,10 @@ def test_a_tokenizer_without_a_chat_template_is_refused_before_a_file_is_read(
     tokenizer: str | None, message: str, folders: Callable[[str | None], str]
 ) -> None:
     from axonlaunch.data.text_rows import untokenised
-    from axonlaunch.data.tokenizer import load_tokenizer
 
     path = None if tokenizer is None else folders(None)
     with pytest.raises(ConfigError) as raised:
-        untokenised(ChatConfig(files=["none.jsonl"]), load_tokenizer(TokenizerConfig(path=path)))
+        untokenised(ChatConfig(files=["none.jsonl"]), TokenizerConfig(path=path))
     assert str(raised.value).startswith(f"tokenizer.path: {message}")
 
 
