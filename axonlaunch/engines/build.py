@@ -200,7 +200,7 @@ def build_engine(
         rule=StepRule(
             seed=config.seed,
             grad_clip=train.grad_clip,
-            rate=partial(learning_rate, config.scheduler, steps=train.steps),
+            rate=partial(learning_rate, config.scheduler, steps=train.num_steps),
             peak_rate=config.optimizer.lr,
         ),
     )

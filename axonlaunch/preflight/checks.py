@@ -27,6 +27,7 @@ from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.text_rows import Untokenised
+from axonlaunch.data.tokenizer import tokenizer_of
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.models.spec import ModelSpec
@@ -36,6 +37,7 @@ from axonlaunch.preflight.dataset import (
     make_dataset,
     packing_problems,
     sample_problems,
+    with_steps,
 )
 from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
@@ -110,7 +112,10 @@ def _resolved(
     if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
     config = _wherever_it_is_read(config)
-    problems = find_issues(config, devices=devices if here else None, report=report)
+    problems, dataset = _examine(config, devices=devices if here else None, report=report)
+    if here and dataset is not None and not problems:
+        config = with_steps(config, dataset)
+        problems = find_rule_violations(config)  # some are about the number of steps
     if problems:
         raise ConfigError(problems)
     return config
@@ -127,6 +132,13 @@ def find_issues(
             its devices, memory, disk, data and checkpoints then have to suffice. None: it need not.
         report: Is called now and then while text is tokenised, which is done if all else is well.
     """
+    return _examine(config, devices=devices, report=report)[0]
+
+
+def _examine(
+    config: RunConfig, *, devices: int | None, report: OnProgress
+) -> tuple[list[ConfigIssue], Dataset | None]:
+    """Return what is wrong with a configuration, and its dataset where that was made."""
     here = devices is not None
     ranks = num_ranks(config)
     layout = Layout.of(config, world_size=ranks)
@@ -163,9 +175,9 @@ def find_issues(
         problems += _disk(config, model)
         problems += checkpoint_problems(config, model)
     if here and isinstance(dataset, Untokenised) and not problems:
-        tokenised, problems = make_dataset(config, report)
-        problems += [] if tokenised is None else sample_problems(config, tokenised)
-    return problems
+        dataset, problems = make_dataset(config, report)
+        problems += [] if dataset is None else sample_problems(config, dataset)
+    return problems, None if isinstance(dataset, Untokenised) else dataset
 
 
 def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
@@ -185,8 +197,8 @@ def _wherever_it_is_read(config: RunConfig) -> RunConfig:
     """Return a configuration whose model and tokenizer are found from any working folder."""
     model = config.model.path if isinstance(config.model, HuggingFaceConfig) else None
     tokenizer = config.tokenizer.path
-    if DATASETS.facts(config.data.name).takes_tokenizer and config.tokenizer.name == "auto":
-        tokenizer = tokenizer or model
+    if DATASETS.facts(config.data.name).takes_tokenizer:
+        tokenizer = tokenizer_of(config).path
     found = {"model.path": model, "tokenizer.path": tokenizer}
     return with_values(
         config, {key: _absolute(path) for key, path in found.items() if path is not None}

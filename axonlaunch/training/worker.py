@@ -21,6 +21,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.mix import TextMix
 from axonlaunch.data.text_rows import TextRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
@@ -71,7 +72,7 @@ def run(
         load_initial_weights(engine, config.model, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
-    if world.is_main and isinstance(dataset, TextRows):
+    if world.is_main and isinstance(dataset, TextRows | TextMix):
         for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
             dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
@@ -90,7 +91,7 @@ def run(
             samples=dataset.num_samples,
             counted=dataset.kind,
             step=engine.step,
-            steps=config.train.steps,
+            steps=config.train.num_steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
             corrupt=resumed.aside,
             notes=(
@@ -132,7 +133,7 @@ def run(
             profiler=profiler,
             use=use,
             saver=saver,
-            loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
+            resumed=resumed.checkpoint,
         )
         if not finished.interrupted:
             _sample(config, engine, dataset, monitor.report)

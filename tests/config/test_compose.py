@@ -12,6 +12,7 @@ from axonlaunch.config.schema import GROUPS
 NEEDS = {
     "text": ["data.files=[x.txt]"],
     "documents": ["data.files=[x.jsonl]"],
+    "chat": ["data.files=[x.jsonl]"],
     "tokens": ["data.path=x.bin"],
     "llama3_8b": ["data.path=x.bin"],
 }
