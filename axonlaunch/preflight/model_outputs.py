@@ -62,7 +62,7 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
     """
     if spec.untraceable:
         return
-    forward = _forward(model, sample_inputs(dataset))
+    forward = _forward(spec.representative(model), sample_inputs(dataset))
     if isinstance(forward, Exception):
         if spec.runs_without_values and not isinstance(forward, _NEEDS_VALUES):
             reason = " ".join(str(forward).split())[:400]
@@ -102,7 +102,9 @@ def head_problems(
     elif spec.untraceable:
         why = spec.untraceable
     else:
-        forward = _forward(model, sample_inputs(dataset), head=spec.head)
+        forward = _forward(
+            spec.representative(model), sample_inputs(dataset), head=spec.head
+        )
         if isinstance(forward, Exception):
             why = f"the model can't be run without values: {' '.join(str(forward).split())[:200]}"
         elif not forward.returns_head:
