@@ -28,7 +28,7 @@ def are_alike(module: nn.Module, layers: str, *, index_names: tuple[str, ...] = 
     if not isinstance(blocks, nn.ModuleList):
         return False
     here = [block for block in blocks if not getattr(block, "is_stand_in", False)]
-    return len({_looks(block, index_names) for block in here}) == 1
+    return len({looks(block, index_names) for block in here}) == 1
 
 
 def with_first_blocks(module: nn.Module, layers: str, count: int) -> nn.Module:
@@ -47,7 +47,8 @@ def representative(
     return with_first_blocks(module, layers, FEW) if alike else module
 
 
-def _looks(block: nn.Module, index_names: tuple[str, ...]) -> tuple[Any, ...]:
+def looks(block: nn.Module, index_names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return what tells a block from others without running it: modules, shapes, settings."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     settings = [
         (name, key, value)

@@ -102,9 +102,7 @@ def head_problems(
     elif spec.untraceable:
         why = spec.untraceable
     else:
-        forward = _forward(
-            spec.representative(model), sample_inputs(dataset), head=spec.head
-        )
+        forward = _forward(spec.representative(model), sample_inputs(dataset), head=spec.head)
         if isinstance(forward, Exception):
             why = f"the model can't be run without values: {' '.join(str(forward).split())[:200]}"
         elif not forward.returns_head:
