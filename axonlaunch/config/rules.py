@@ -7,6 +7,7 @@ by ``preflight``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -277,15 +278,16 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _profile(config: RunConfig) -> Iterator[ConfigIssue]:
-    profile, last = config.train.profile, config.train.steps
-    steps = profile.steps
+    profile, steps = config.train.profile, config.train.profile.steps
+    # How many there are is not known before the data is, where epochs are asked for.
+    last = math.inf if config.train.steps == "auto" else config.train.steps
     if not steps and profile != ProfileConfig():
         message = "no step is profiled; write the first and the last, as [10,13]"
         yield ConfigIssue("train.profile.steps", message, steps)
     elif steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= last):
-        message = (
-            f"expected the first and the last of steps 1 to {last}, as [{min(2, last)},{last}]"
-        )
+        until = "the last step" if last == math.inf else last
+        example = f"[{min(2, last)},{min(5, last)}]"
+        message = f"expected the first and the last of steps 1 to {until}, as {example}"
         yield ConfigIssue("train.profile.steps", message, steps)
     if not profile.ranks or len(set(profile.ranks)) < len(profile.ranks):
         message = "expected ranks, each once, as [0]"
