@@ -1,14 +1,20 @@
 """What a run reports while it trains: plain records, sent by the main rank to whoever shows them.
 
-It holds the records; nothing here shows or writes them.
+It holds the records and the form of a line of ``events.jsonl``; nothing here shows or writes them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+EVENTS = "events.jsonl"
+"""What happened to a run beside its steps, in its folder, in the order of time."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,27 @@ class StepLogged:
 
 
 @dataclass(frozen=True)
+class RankTimes:
+    """What each rank did with its time in the steps since the last report, in shares of it.
+
+    Attributes:
+        step: Optimizer steps done.
+        machines: Host name of each rank.
+        data: Share of each rank's time in which it waited for data.
+        compute: In which it computed.
+        wait: In which it waited for others.
+        starved: In which its node gave it no core.
+    """
+
+    step: int
+    machines: tuple[str, ...]
+    data: tuple[float, ...]
+    compute: tuple[float, ...]
+    wait: tuple[float, ...]
+    starved: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class StepDone:
     """A step that was not logged."""
 
@@ -162,6 +189,18 @@ def merge_finished(finished: Sequence[Finished]) -> Finished:
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
 
 
+def event_line(kind: str, fields: Mapping[str, Any]) -> str:
+    """Return a line of ``events.jsonl``: the time in seconds since 1970, the kind, its fields.
+
+    Numbers that are infinite or not a number, which JSON has not, are null.
+    """
+    known = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in fields.items()
+    }
+    return json.dumps({"time": round(time.time(), 3), "event": kind, **known}) + "\n"
+
+
 class Beat(Protocol):
     """Takes what a rank begins to do, and how many optimizer steps it has done by then."""
 
@@ -174,7 +213,17 @@ def ignore_heartbeat(phase: str, *, step: int | None) -> None:
     del phase, step
 
 
-Event = Started | StepLogged | StepDone | Evaluated | Saved | SampleGenerated | Noted | Finished
+Event = (
+    Started
+    | StepLogged
+    | StepDone
+    | RankTimes
+    | Evaluated
+    | Saved
+    | SampleGenerated
+    | Noted
+    | Finished
+)
 Listener = Callable[[Event], None]
 """Takes events as they happen."""
 

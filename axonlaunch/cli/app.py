@@ -10,6 +10,7 @@ import typer
 
 from axonlaunch.cli import (
     checkpoint,
+    compare,
     config,
     doctor,
     estimate,
@@ -17,10 +18,13 @@ from axonlaunch.cli import (
     ls,
     plan,
     profile,
+    report,
+    runs,
     sample,
     schedule,
     train,
     verify,
+    watch,
 )
 from axonlaunch.cli import (
     help as help_pages,
@@ -51,6 +55,10 @@ for name, module in {
     "verify": verify,
     "inspect": inspect,
     "ls": ls,
+    "runs": runs,
+    "report": report,
+    "watch": watch,
+    "compare": compare,
     "doctor": doctor,
     "help": help_pages,
 }.items():

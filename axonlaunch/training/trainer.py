@@ -117,8 +117,10 @@ def fit(
                     result = StepResult(step_loss, tokens, *engine.update())
                 progress.steps_since += 1
                 if is_logged:
-                    slowest = stragglers.slowest()
+                    times, slowest = stragglers.measured(step=step) or (None, None)
                     monitor.report(_measured(progress, result, step, rate, slowest, use, world))
+                    if times is not None:
+                        monitor.report(times)
                 else:
                     monitor.report(StepDone(step))
                 interrupted = vote.anyone()

@@ -199,7 +199,7 @@ def _on_main(
     if not world.is_main:
         return lambda event: None, (), nullcontext()
     resumed_at = None if resumed is None else resumed.step
-    loggers = RunLoggers(config, resumed_at=resumed_at, report=report)
+    loggers = RunLoggers(config, world_size=world.world_size, resumed_at=resumed_at, report=report)
     return loggers, loggers.notes, loggers
 
 
