@@ -25,6 +25,7 @@ from axonlaunch.checkpoint import index
 from axonlaunch.checkpoint.dcp_reader import FileSystem as Remote
 from axonlaunch.checkpoint.direct_io import DirectFile
 from axonlaunch.checkpoint.manifest import INDEX, Checkpoint, Sum
+from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.checkpoint.step_folders import complete, partial_of, prepare
 from axonlaunch.checkpoint.storage import is_remote
 
@@ -41,6 +42,7 @@ class Writer(FileSystemWriter):
         done: Callable[[], object] = lambda: None,
         wrote: Callable[[], object] = lambda: None,
         background: bool = False,
+        copies: HostCopies | None = None,
     ) -> None:
         """Remember what is to be written.
 
@@ -49,6 +51,7 @@ class Writer(FileSystemWriter):
             done: Called on the main rank once it is complete.
             wrote: Called after each tensor that is written.
             background: A thread writes that has nothing else to do, while others train.
+            copies: Of the state, from which it writes; None: of its own.
         """
         folder = partial_of(about.path)
         where = str(folder)
@@ -60,6 +63,7 @@ class Writer(FileSystemWriter):
         self._about = about
         self._done = done
         self._background = background
+        self._copies = copies or HostCopies()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state to host memory, once; torch's own copies what is there already three times.
@@ -67,10 +71,7 @@ class Writer(FileSystemWriter):
         Args:
             state_dict: Nested, of tensors.
         """
-        return {
-            name: self.stage(value) if isinstance(value, dict) else _on_host(value)
-            for name, value in state_dict.items()
-        }
+        return self._copies.copy(state_dict)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave the disk alone: the main rank may still be clearing what an old save has left."""
@@ -113,10 +114,6 @@ class Writer(FileSystemWriter):
             sums.update(cast("_Written", of_rank).sums)
         complete(partial_of(self._about.path), self._about, sums)
         self._done()
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _step_back() -> None:

@@ -20,6 +20,7 @@ from axonlaunch.checkpoint import step_folders
 from axonlaunch.checkpoint.dcp_writer import Writer
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.planners import WritesBoxes
+from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.checkpoint.step_folders import Retention
 from axonlaunch.comm import World
 
@@ -89,6 +90,7 @@ class Saver:
         self.every = every
         self._layout = layout
         self._background = background
+        self._copies = HostCopies()
         self._wrote = (lambda: None) if background else wrote
         # Its messages must not meet those of training, which come from another thread.
         several = background and world.world_size > 1
@@ -132,7 +134,13 @@ class Saver:
             best_eval_loss=best_eval_loss,
             evaluations_since=evaluations_since,
         )
-        writer = Writer(about, done=self._prune, wrote=self._wrote, background=self._background)
+        writer = Writer(
+            about,
+            done=self._prune,
+            wrote=self._wrote,
+            background=self._background,
+            copies=self._copies,
+        )
         done: Future[Any]
         if self._background:
             begun = dcp.async_save(

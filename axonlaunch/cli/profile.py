@@ -61,7 +61,7 @@ def command(
                 "ranks": [asdict(one) for one in found],
                 "predicted": predicted,
                 "not_predicted": reason or None,
-                "merged": str(folder / step_breakdown.FOLDER / step_breakdown.MERGED),
+                "merged": str(folder / step_breakdown.PROFILE_FOLDER / step_breakdown.MERGED),
             }
         )
         return
@@ -114,7 +114,7 @@ def _show(
         console.print(f"\n{len(found) - _SHOWN} more ranks; --json has all")
     if reason:
         console.print(f"\nnot predicted: {reason}", markup=False)
-    merged = folder / step_breakdown.FOLDER / step_breakdown.MERGED
+    merged = folder / step_breakdown.PROFILE_FOLDER / step_breakdown.MERGED
     console.print(f"\ntrace {merged}: open it at https://ui.perfetto.dev", soft_wrap=True)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = "profile"
+PROFILE_FOLDER = "profile"
 MERGED = "merged.json.gz"
 STEP = "axonlaunch step"
 WAIT = "axonlaunch wait"
@@ -61,7 +61,8 @@ class Breakdown:
 def traces(folder: Path) -> dict[int, Path]:
     """Return the traces of a run's folder by rank."""
     found = (
-        (_RANK.fullmatch(path.name), path) for path in (folder / FOLDER).glob("rank_*.json.gz")
+        (_RANK.fullmatch(path.name), path)
+        for path in (folder / PROFILE_FOLDER).glob("rank_*.json.gz")
     )
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
@@ -226,7 +227,7 @@ def merge(folder: Path, *, offsets_ns: Mapping[int, int]) -> Path:
             if event.get("name") == "process_sort_index":
                 moved["args"] = {"sort_index": number}
             events.append(moved)
-    path = folder / FOLDER / MERGED
+    path = folder / PROFILE_FOLDER / MERGED
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as stream:
         json.dump({"traceEvents": events, "baseTimeNanoseconds": zero}, stream)
     return path

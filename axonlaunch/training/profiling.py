@@ -48,7 +48,7 @@ class StepProfiler:
         self._config = config
         self._world = world
         self._run_dir = run_dir
-        self._folder = run_dir / step_breakdown.FOLDER
+        self._folder = run_dir / step_breakdown.PROFILE_FOLDER
         self._takes_part = bool(config.steps) and world.rank in config.ranks
         self._clocks: list[tuple[str, int]] = []
         self._profile: Any = None

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from axonlaunch.models.dtensor_regions import dtensor_of
+
 STREAMED: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose step streams."""
 
@@ -96,11 +98,10 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     local = tensor.to_local()
     if local.device == device:
         return tensor
-    return DTensor.from_local(
+    return dtensor_of(
         _copied(local, device),
         tensor.device_mesh,
         tensor.placements,
-        run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
     )
