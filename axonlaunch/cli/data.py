@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from axonlaunch.config import RunConfig
+    from axonlaunch.data.document_parts import TextSummary
     from axonlaunch.data.mix import TextMix
-    from axonlaunch.data.pieces import TextSummary
     from axonlaunch.data.text_rows import TextRows
 
 HELP = "Tokenise data=documents or chat ahead of a run, and show the rows that it would train on."
@@ -41,7 +41,7 @@ def _root(context: typer.Context) -> None:
 
 
 @data_app.command("show", help="Show tokens, and which count, of the first rows of a run.")
-def show(
+def show_rows(
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 3,
     config_dir: ConfigDir = None,
@@ -69,7 +69,7 @@ def show(
 
 
 @data_app.command("prepare", help="Tokenise files into the cache; one that was stopped continues.")
-def prepare(
+def prepare_data(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",

@@ -72,10 +72,25 @@ class ChatTemplate:
         return [text if isinstance(text, BadRow) else next(written) for text in texts]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens by which the assistant is asked to answer messages."""
+        """Return the tokens by which the assistant is asked to answer messages.
+
+        Raises:
+            ValueError: The template refuses them.
+        """
         text = self._render(messages, None, asks=True)
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
+
+    def end_of_turn(self) -> str:
+        """Return what the template writes behind what the assistant says.
+
+        Raises:
+            ValueError: The template refuses a question and an answer.
+        """
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "OK"}
+        asked = self._render([question], None, asks=True)
+        whole = self._render([question, answer], None)
+        return whole[_common(asked, whole) :].partition("OK")[2].strip()
 
     def _text(self, chat: Chat) -> str | BadRow:
         """Return what the template makes of a chat, all of it."""

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from axonlaunch.config.documents import SourceShare, TextRowsConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.data.dataset import Batch, Kind, Split
+from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoding import OnProgress
-from axonlaunch.data.pieces import Piece, TextSummary
 from axonlaunch.data.shuffle import Indices, dataset_indices
 from axonlaunch.data.sources import find_sources
 from axonlaunch.data.text_rows import TextRows
@@ -106,7 +106,7 @@ class TextMix:
             torch.cat(positions)[back] if positions else None,
         )
 
-    def sources(self, row: int) -> Iterator[tuple[str, Piece]]:
+    def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
         """Yield the source, the file and the row that each piece of a row to train on is of."""
         [number], [own] = self._places(np.array([row]), "train")
         for where, piece in self._sources[number].sources(int(own)):

@@ -18,9 +18,9 @@ from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data import packing, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Kind, Split
+from axonlaunch.data.document_parts import DocumentPart, TextSummary
 from axonlaunch.data.encoders import make_encoder
 from axonlaunch.data.encoding import Encoder, OnProgress
-from axonlaunch.data.pieces import Piece, TextSummary
 from axonlaunch.data.rows import UnreadableFileError
 from axonlaunch.data.shuffle import permute
 from axonlaunch.data.sources import SourceFile, find_sources
@@ -153,12 +153,12 @@ class TextRows:
             positions[row, at:] = np.arange(shape[1] - at)
         return Batch.from_numpy(inputs, targets, positions if self.is_packed else None)
 
-    def pieces(self, row: int, *, split: Split) -> Iterator[Piece]:
+    def pieces(self, row: int, *, split: Split) -> Iterator[DocumentPart]:
         """Yield the documents, or parts of them, that fill a row."""
         for start, places in zip(*self._tables[split].pieces(row), strict=True):
-            yield Piece(int(start), *self._tokens(int(start), int(places) + 1))
+            yield DocumentPart(int(start), *self._tokens(int(start), int(places) + 1))
 
-    def sources(self, row: int) -> Iterator[tuple[str, Piece]]:
+    def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
         """Yield the file and the row that each piece of a row to train on is of, and the piece."""
         for piece in self.pieces(row, split="train"):
             document = int(np.searchsorted(self._starts, piece.start, side="right")) - 1

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from axonlaunch.comm import nccl
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.data import DATASETS
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, num_ranks, resolved, with_backend
 from axonlaunch.config.loggers import CustomLoggerConfig
@@ -27,7 +26,6 @@ from axonlaunch.config.url import is_url
 from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.text_rows import Untokenised
-from axonlaunch.data.tokenizer import tokenizer_of
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.models.spec import ModelSpec
@@ -48,6 +46,7 @@ from axonlaunch.preflight.parallelism import (
     sharding_problems,
     tensor_problems,
 )
+from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
@@ -111,7 +110,7 @@ def _resolved(
         config = with_backend(config, accelerators=devices)
     if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
-    config = _wherever_it_is_read(config)
+    config = with_absolute_paths(config)
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
     if here and dataset is not None and not problems:
         config = with_steps(config, dataset)
@@ -191,24 +190,6 @@ def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
     except ConfigError as error:
         return error.problems
     return []
-
-
-def _wherever_it_is_read(config: RunConfig) -> RunConfig:
-    """Return a configuration whose model and tokenizer are found from any working folder."""
-    model = config.model.path if isinstance(config.model, HuggingFaceConfig) else None
-    tokenizer = config.tokenizer.path
-    if DATASETS.facts(config.data.name).takes_tokenizer:
-        tokenizer = tokenizer_of(config).path
-    found = {"model.path": model, "tokenizer.path": tokenizer}
-    return with_values(
-        config, {key: _absolute(path) for key, path in found.items() if path is not None}
-    )
-
-
-def _absolute(path: str) -> str:
-    """Return the whole path of what is there; a model id stays what it is."""
-    here = Path(path).expanduser()
-    return str(here.absolute()) if here.exists() else path
 
 
 def accelerators() -> int:

@@ -18,6 +18,7 @@ from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
 from axonlaunch.comm.nccl import device_count
 from axonlaunch.config import RunConfig
+from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
@@ -30,10 +31,12 @@ from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerat
 from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.models.generation import generate
 from axonlaunch.training.arithmetic import configure_arithmetic
+from axonlaunch.training.conversation import Conversation
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.profiling import StepProfiler
+from axonlaunch.training.sampling import TrainedText
 from axonlaunch.training.trainer import fit
 
 
@@ -209,6 +212,12 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
     if not config.sample.max_new_tokens or dataset.kind != "tokens" or not dataset.is_text:
         return
     prompt = config.sample.prompt
+    if isinstance(config.data, ChatConfig) and isinstance(dataset, TextRows | TextMix):
+        trained = TrainedText(engine.predict, dataset.sample_shape[0], dataset.tokenizer)
+        most = config.sample.max_new_tokens
+        conversation = Conversation(trained, tokens=most, seed=config.seed)
+        report(SampleGenerated(prompt, f"\n{conversation.answer(prompt)}"))
+        return
     tokens = generate(
         engine.predict,
         dataset.encode(prompt),

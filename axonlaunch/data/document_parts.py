@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPart:
     """A document, or a part of one, in a row.
 
     Attributes:
