@@ -47,6 +47,7 @@ class Difference:
         expected: That number in one process.
         ratio: Of a tensor, by how much it is longer in the direction of what is expected.
         is_factor: Whether that is all that differs.
+        count: Elements that were compared.
         rank: Whose.
     """
 
@@ -58,6 +59,7 @@ class Difference:
     expected: float | None = None
     ratio: float | None = None
     is_factor: bool = False
+    count: int = 1
     rank: int = 0
 
     def __str__(self) -> str:
@@ -127,7 +129,16 @@ def of_tensor(
     ratio = product / own if has_size and math.isfinite(product) else None
     beside = 0.0 if ratio is None else square - (ratio - 1) ** 2 * own
     is_factor = ratio is not None and abs(beside) < _BESIDE * square
-    return Difference(step + 1, kind, name, relative, ratio=ratio, is_factor=is_factor, rank=rank)
+    return Difference(
+        step + 1,
+        kind,
+        name,
+        relative,
+        ratio=ratio,
+        is_factor=is_factor,
+        count=count,
+        rank=rank,
+    )
 
 
 def _pairs(seen: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -18,11 +18,20 @@ from axonlaunch.verification.differences import Difference, of_number, of_tensor
 from axonlaunch.verification.reference import Reference
 from axonlaunch.verification.result import norm_tolerance, tolerance_of
 
-TIMES = 8.0
-"""By how much more than a reference a layout may round: it sums in parts, in both directions."""
+TIMES = {False: 8.0, True: 4.0}
+"""By how much more than a reference a layout may round, in fp32 and in lower precision: it sums in
+parts, in another order.
+"""
+_OF_LOSSES = 8.0
+"""In lower precision: by how much less losses are off than gradients, as means of many numbers."""
 FACTOR_BASE = 0.01
 """In low precision: what a gradient as a whole may be too large or too small by. Rounding goes in
 all directions and so leaves a gradient's length nearly as it is, which a wrong factor does not."""
+_FACTOR_OF_FEW = 0.04
+"""The same of a gradient of few elements, once the first update has made weights differ: rounding
+does not cancel out in it.
+"""
+_FEW = 2**10
 # A gradient far smaller than the model's is judged beside this part of the model's usual size.
 GRADIENT_FLOOR = 0.1
 # Biases start near 0: beside weights of about this size, what is smaller is no difference.
@@ -44,6 +53,7 @@ class Tolerances:
         """
         self.base = tolerance_of(config)
         self._is_low = self.base > 1e-4
+        self._times = TIMES[self._is_low]
         self._noise: dict[tuple[int, str, str], Difference] = {}
         self._usual: dict[tuple[int, str], float] = {}
         for noise in _noise(reference, again):
@@ -56,7 +66,7 @@ class Tolerances:
         chaotic = [
             step
             for (step, kind), usual in self._usual.items()
-            if kind in ("loss", "gradient", "parameter") and usual * TIMES > most
+            if kind in ("loss", "gradient", "parameter") and usual * self._times > most
         ]
         self.last_step = min(chaotic, default=len(reference.steps) + 1) - 1
         """The last step whose numbers say anything; after it rounding has taken over."""
@@ -67,6 +77,8 @@ class Tolerances:
         if kind in ("rate", "skip"):
             return 1e-9
         base = norm_tolerance(self.base) if kind == "norm" else self.base
+        if self._is_low and kind in ("loss", "evaluation"):
+            base /= _OF_LOSSES
         name = difference.name
         if kind == "checkpoint":  # what is read back is what was saved
             section, _, name = name.partition(".")
@@ -74,7 +86,7 @@ class Tolerances:
         known = self._noise.get((difference.step, kind, name))
         own = known.relative if known is not None else 0.0
         usual = self._usual.get((difference.step, kind), 0.0)
-        return max(base, TIMES * max(own, usual))
+        return max(base, self._times * max(own, usual))
 
     def allows(self, difference: Difference) -> bool:
         """Say whether rounding explains a difference."""
@@ -84,7 +96,9 @@ class Tolerances:
             return True
         known = self._noise.get((difference.step, "gradient", difference.name))
         noise = 0.0 if known is None or known.ratio is None else abs(known.ratio - 1)
-        return abs(difference.ratio - 1) <= max(FACTOR_BASE, TIMES / 2 * noise)
+        is_rough = difference.step > 1 and difference.count < _FEW
+        base = _FACTOR_OF_FEW if is_rough else FACTOR_BASE
+        return abs(difference.ratio - 1) <= max(base, self._times * noise)
 
 
 def floors(reference: Reference, number: int) -> float:
