@@ -1,7 +1,7 @@
 """Commands and scripts, forked, as a run's ranks are, from a server that was there before.
 
-Importing torch is most of a short program's time. Tests of what a program does share one server a
-worker; tests of how it starts, prints and ends run it as a user does.
+Importing torch is most of a short program's time. Tests of what a program does share one server,
+pytest's workers too; tests of how it starts, prints and ends run it as a user does.
 """
 
 from __future__ import annotations
