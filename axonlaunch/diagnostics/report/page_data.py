@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from axonlaunch.diagnostics.report.comparison import differences, results
+from axonlaunch.diagnostics.report.comparison import changed_settings, results
 from axonlaunch.diagnostics.report.downsampling import kept
 from axonlaunch.diagnostics.report.life import goodput, spans, step_seconds
 from axonlaunch.diagnostics.report.run_record import RunRecord
@@ -41,7 +41,7 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     return {
         "curves": CURVES,
         "runs": [_of_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
-        "configurations": differences(runs) if len(runs) > 1 else [],
+        "configurations": changed_settings(runs) if len(runs) > 1 else [],
         "results": results(runs) if len(runs) > 1 else [],
     }
 
