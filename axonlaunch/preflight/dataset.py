@@ -81,7 +81,8 @@ def packing_problems(
         message = f"a row holds several documents, and model={config.model.name} can't keep them "
         message += f"apart: {reason}; use {instead}"
         yield ConfigIssue(f"data.{field}", message, value)
-    if (degree := config.strategy.context.degree) > 1:
-        message = "a row holds several documents, which divided attention does not keep apart; "
+    if (degree := config.strategy.context.degree) > 1 and not spec.divides_documents:
+        message = f"a row holds several documents, which model={config.model.name} does not keep "
+        message += "apart where attention is divided; "
         message += f"use {instead}, or strategy.context.degree=1 in place of {degree}"
         yield ConfigIssue(f"data.{field}", message, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.loader import Loader
 from axonlaunch.data.mix import TextMix
-from axonlaunch.events import Evaluated, Monitor
+from axonlaunch.events import Evaluated, Monitor, StepLogged
 from axonlaunch.training import worker
 
 ROWS = {"a": 40, "b": 10}
@@ -124,6 +125,39 @@ def test_each_source_is_evaluated_by_itself(folder: Path) -> None:
         assert len(part) == held_out
     line = (folder / "run" / "metrics.jsonl").read_text().splitlines()[-1]
     assert '"sources": {"a": {"eval_loss": ' in line
+
+
+TINY = ["model=gpt", "model.hidden_size=16", "model.num_hidden_layers=1", "launch.nproc=2"]
+TINY += ["model.num_attention_heads=2", "train.global_batch_size=4", "sample.max_new_tokens=0"]
+TINY += ["train.log_every=1", "train.eval_batches=0", "scheduler=constant"]
+
+
+def losses(folder: Path, *more: str, stop_at: int | None = None) -> list[float]:
+    """The losses that a run on the mix has logged when it ends, or stops after a step."""
+    chosen = run_config([*words(folder, b=", epochs: 3"), *TINY, "train.epochs=1", *more])
+    run = Path(chosen.run_dir)
+    run.mkdir(exist_ok=True)
+    steps: list[int] = []
+
+    def report(event: Any) -> None:
+        if isinstance(event, StepLogged):
+            steps.append(event.step)
+
+    monitor = Monitor(report=report, stop=lambda: stop_at is not None and steps[-1:] == [stop_at])
+    World.mock(2).run(lambda world: worker.run(chosen, world, monitor=monitor))
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_stops_in_the_middle_of_a_mix_resumes_at_the_next_sample(folder: Path) -> None:
+    """To the bit in the layout that it stopped in, to rounding in another one."""
+    whole = losses(folder, "strategy=ddp", f"run_dir={folder}/whole", "checkpoint.every=100")
+    assert len(whole) == (40 + 3 * 10) // 4 + 1
+    for layout, exact in (("ddp", True), ("fsdp", False)):
+        run = [f"run_dir={folder}/{layout}", "checkpoint.every=100"]
+        before = losses(folder, "strategy=ddp", *run, stop_at=7)
+        assert len(before) < len(whole)
+        resumed = losses(folder, f"strategy={layout}", *run)
+        assert resumed == (whole if exact else pytest.approx(whole, rel=1e-5))
 
 
 def evaluations(chosen: RunConfig) -> list[Evaluated]:

@@ -67,7 +67,7 @@ def plain_losses(model: Path, packing: str) -> list[float]:
     for batch in hf_loops.batches(chosen):
         optimizer.zero_grad()
         total, count = torch.zeros(()), 0
-        for tokens, targets in documents(batch):
+        for tokens, targets in documents(batch, texts(model)):
             logits = net(input_ids=tokens[None]).logits[0]
             total = total + F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
             count += int((targets != IGNORE_INDEX).sum())
@@ -77,19 +77,41 @@ def plain_losses(model: Path, packing: str) -> list[float]:
     return losses
 
 
-def documents(batch: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and targets of each document of a batch, without what rows are padded with."""
+@cache
+def texts(model: Path) -> list[list[int]]:
+    """The tokens of each text and of its end, by transformers alone."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [row["text"] for row in corpus.functions()[:200]]
+    return [[*tokens, tokenizer.eos_token_id] for tokens in tokenizer(rows)["input_ids"]]
+
+
+def documents(batch: Any, known: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The texts, or parts of them, that a batch holds, each with the token after every one.
+
+    What the batch itself says of targets plays no part, but where a part ends that is cut.
+    """
     found = []
-    for row, (tokens, targets) in enumerate(zip(batch.inputs, batch.targets, strict=True)):
+    for row, inputs in enumerate(batch.inputs.tolist()):
         starts = [0]
         if batch.positions is not None:
             starts = torch.nonzero(batch.positions[row] == 0).flatten().tolist()
-        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
-            counted = torch.nonzero(targets[start:end] != IGNORE_INDEX).flatten()
-            if len(counted):
-                last = start + int(counted[-1]) + 1
-                found.append((tokens[start:last], targets[start:last]))
+        for start, end in zip(starts, [*starts[1:], len(inputs)], strict=True):
+            part = inputs[start:end]
+            while part and part[-1] == 0:  # what rows are padded with
+                part.pop()
+            if part:
+                target = int(batch.targets[row, start + len(part) - 1])
+                assert any(target in following(text, part) for text in known)
+                found.append((torch.tensor(part), torch.tensor([*part[1:], target])))
     return found
+
+
+def following(text: list[int], part: list[int]) -> set[int]:
+    """The tokens that follow a part of a text in it; none where it is no part of it."""
+    ends = range(len(part), len(text))
+    return {text[end] for end in ends if text[end - len(part) : end] == part}
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
