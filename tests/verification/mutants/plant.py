@@ -140,7 +140,10 @@ def main() -> int:
                 named += is_found and mutant.module in seen.first
             verdict = "found" if is_found else f"NOT FOUND ({seen.verdict})"
             seconds = time.monotonic() - began
-            print(f"{number:3} {verdict}: {mutant.claim}: {seen.first[:150]} [{seconds:.0f} s]", flush=True)
+            print(
+                f"{number:3} {verdict}: {mutant.claim}: {seen.first[:150]} [{seconds:.0f} s]",
+                flush=True,
+            )
     count = len(every) - chosen.first
     print(f"{found} of {count} found; {named} of {wanted} named the module")
     return 0 if found >= SHARE * count else 1
