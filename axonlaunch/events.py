@@ -10,11 +10,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 EVENTS = "events.jsonl"
 """What happened to a run beside its steps, in its folder, in the order of time."""
+
+_LARGEST_EXPONENT = 709.0
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,13 @@ class StepLogged:
         loss: Mean over the counted targets of the world.
         lr: Of the step.
         grad_norm: Before clipping; None: nobody asked.
-        tokens: Counted targets of the step.
+        tokens: Targets of the step that counted, of all ranks.
         tokens_per_s: Of the world.
         step_s: Seconds of a step, on average since the last logged one.
         peak_memory_bytes: Of this rank, so far.
+        epoch: How often the training samples were seen by the end of the step.
+        tokens_seen: Targets that counted in all steps up to this one; None where the run resumed
+            from a checkpoint that does not say how many there were.
         data_wait_s: Of ``step_s``, for how long the main rank waited for data.
         slowest: The rank that others wait for; None: none was seen.
         mfu: Share of the devices' dense peak that the model needs: 6 FLOPs for each parameter that
@@ -94,6 +99,8 @@ class StepLogged:
     tokens_per_s: float
     step_s: float
     peak_memory_bytes: int
+    epoch: float
+    tokens_seen: int | None
     data_wait_s: float = 0.0
     slowest: Straggler | None = None
     mfu: float | None = None
@@ -135,12 +142,24 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Mean loss over the held-out samples, in nats a target."""
+    """Mean loss over the held-out samples, in nats a target.
+
+    Attributes:
+        perplexity: Of tokens; None of classes.
+        sources: The loss on each source of a mix, by its name.
+    """
 
     step: int
     eval_loss: float
     eval_tokens: int
     unigram_entropy: float | None
+    perplexity: float | None = None
+    sources: dict[str, float] = field(default_factory=dict)
+
+
+def perplexity_of(loss: float) -> float:
+    """Return the perplexity of a loss in nats a token; what no float holds is the largest one."""
+    return math.exp(min(loss, _LARGEST_EXPONENT))
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,9 @@ class Saver:
         samples: int,
         loss: float | None = None,
         eval_loss: float | None = None,
+        tokens: int | None = None,
+        best_eval_loss: float | None = None,
+        evaluations_since: int = 0,
     ) -> list[Completed]:
         """Save a state, as ``Engine.state_dict`` gives it.
 
@@ -127,6 +130,9 @@ class Saver:
             eval_loss=eval_loss,
             layout=self._layout,
             saved_at=time.time(),
+            tokens=tokens,
+            best_eval_loss=best_eval_loss,
+            evaluations_since=evaluations_since,
         )
         writer = Writer(
             about,

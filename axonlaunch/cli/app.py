@@ -12,6 +12,7 @@ from axonlaunch.cli import (
     checkpoint,
     compare,
     config,
+    data,
     doctor,
     estimate,
     inspect,
@@ -64,6 +65,7 @@ for name, module in {
 }.items():
     app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
 app.add_typer(checkpoint.checkpoint_app, name="checkpoint")
+app.add_typer(data.data_app, name="data")
 
 
 def _version(wanted: bool) -> None:

@@ -25,13 +25,13 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Lay runs side by side."""
-    from axonlaunch.diagnostics.report.comparison import differences, results
+    from axonlaunch.diagnostics.report.comparison import changed_settings, results
     from axonlaunch.diagnostics.report.page_data import labels
 
     if len(runs) < 2:
         raise typer.BadParameter("give two runs, or more")
     records = read_runs(runs)
-    given, found, names = differences(records), results(records), labels(records)
+    given, found, names = changed_settings(records), results(records), labels(records)
     if as_json:
         print_json({"runs": names, "configuration": dict(given), "results": dict(found)})
         return

@@ -39,13 +39,15 @@ def screen_of(run: dict[str, Any], size: ConsoleDimensions) -> RenderableType:
 def curve(
     steps: Sequence[float], values: Sequence[float | None], width: int, height: int
 ) -> RenderableType:
-    """Return a curve of block characters; each column is the mean of its steps' values."""
+    """Return a curve of block characters; a column for each part of the steps."""
     columns = _columns(steps, values, max(10, width))
     known = [value for value in columns if value is not None]
     if not known or height < 2:
         return Text("no values yet", style="dim")
     low, high = min(known), max(known)
-    span = (high - low) or 1.0
+    if low == high:
+        low -= 1.0  # a line at the top
+    span = high - low
     eighths = [
         None if value is None else 1 + round((value - low) / span * (8 * height - 1))
         for value in columns
@@ -62,13 +64,17 @@ def curve(
 def _columns(
     steps: Sequence[float], values: Sequence[float | None], width: int
 ) -> list[float | None]:
-    width = min(width, len(steps))
+    """Return the mean of the values that fall into each column; where none does, the one before."""
     held: list[list[float]] = [[] for _ in range(width)]
     range_of = (steps[-1] - steps[0]) or 1
     for step, value in zip(steps, values, strict=True):
         if value is not None:
             held[min(width - 1, int((step - steps[0]) / range_of * width))].append(value)
-    return [sum(column) / len(column) if column else None for column in held]
+    columns: list[float | None] = []
+    for column in held:
+        before = columns[-1] if columns else None
+        columns.append(sum(column) / len(column) if column else before)
+    return columns
 
 
 def _facts(run: dict[str, Any]) -> Table:

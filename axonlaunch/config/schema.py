@@ -159,8 +159,12 @@ class ProfileConfig:
 class TrainConfig:
     """How long, how much a step, and in which arithmetic."""
 
-    steps: int = field(default=1000, metadata={"min": 1})
-    """optimizer steps"""
+    steps: int | Literal["auto"] = field(default=1000, metadata={"min": 1})
+    """optimizer steps; auto: as many as epochs takes"""
+    epochs: float | None = field(default=None, metadata={"above": 0})
+    """how often the training rows are seen, in place of steps, rounded up to whole global batches;
+    null: as steps says
+    """
     global_batch_size: int = field(default=32, metadata={"min": 1})
     """samples per optimizer step over the whole world, so that a layout never changes what is
     learned
@@ -210,6 +214,16 @@ class TrainConfig:
     """steps between evaluations; 0: at the end alone"""
     eval_batches: int = field(default=16, metadata={"min": 0})
     """global batches per evaluation, at most what is held out; 0: no evaluation"""
+    eval_at_start: bool = False
+    """evaluate before the first step too"""
+    early_stop: int | None = field(default=None, metadata={"min": 1})
+    """evaluations in a row without a lower loss after which training ends; null: it does not"""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps, which are known once what depends on the data is resolved."""
+        assert self.steps != "auto"
+        return self.steps
 
     @property
     def parameter_bytes(self) -> int:

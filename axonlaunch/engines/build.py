@@ -200,7 +200,7 @@ def build_engine(
         rule=StepRule(
             seed=config.seed,
             grad_clip=train.grad_clip,
-            rate=partial(learning_rate, config.scheduler, steps=train.steps),
+            rate=partial(learning_rate, config.scheduler, steps=train.num_steps),
             peak_rate=config.optimizer.lr,
         ),
     )
@@ -285,7 +285,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
     def divide(model: nn.Module) -> None:
         _parallelize(plan, model)
         if plan.chunked is not None and (head := plan.spec.head_of(model)) is not None:
-            ChunkedLoss(plan.spec.loss, chunk=1).defer(head)
+            ChunkedLoss(plan.spec.loss, chunk=1).defer(head, model)
         if plan.layout.facts.shards_parameters:
             model.to(DTYPES[plan.config.train.precision])  # as it is gathered
         else:
@@ -297,7 +297,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
 def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
     """Recompute, compile, then shard; and fill the model, or a stage, with its weights."""
     if plan.chunked is not None and (head := plan.spec.head_of(stage)) is not None:
-        plan.chunked.defer(head)
+        plan.chunked.defer(head, stage)
     _wrap_blocks(plan, stage)
     if plan.layout.facts.shards_parameters:
         _shard(plan, stage)

@@ -18,9 +18,11 @@ from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
 from axonlaunch.comm.nccl import device_count
 from axonlaunch.config import RunConfig
+from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.mix import TextMix
 from axonlaunch.data.text_rows import TextRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
@@ -29,10 +31,12 @@ from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerat
 from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.models.generation import generate
 from axonlaunch.training.arithmetic import configure_arithmetic
+from axonlaunch.training.conversation import Conversation
 from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.profiling import StepProfiler
+from axonlaunch.training.sampling import TrainedText
 from axonlaunch.training.trainer import fit
 
 
@@ -71,7 +75,7 @@ def run(
         load_initial_weights(engine, config.model, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
-    if world.is_main and isinstance(dataset, TextRows):
+    if world.is_main and isinstance(dataset, TextRows | TextMix):
         for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
             dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
@@ -90,7 +94,7 @@ def run(
             samples=dataset.num_samples,
             counted=dataset.kind,
             step=engine.step,
-            steps=config.train.steps,
+            steps=config.train.num_steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
             corrupt=resumed.aside,
             notes=(
@@ -132,7 +136,7 @@ def run(
             profiler=profiler,
             use=use,
             saver=saver,
-            loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
+            resumed=resumed.checkpoint,
         )
         if not finished.interrupted:
             _sample(config, engine, dataset, monitor.report)
@@ -208,6 +212,12 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
     if not config.sample.max_new_tokens or dataset.kind != "tokens" or not dataset.is_text:
         return
     prompt = config.sample.prompt
+    if isinstance(config.data, ChatConfig) and isinstance(dataset, TextRows | TextMix):
+        trained = TrainedText(engine.predict, dataset.sample_shape[0], dataset.tokenizer)
+        most = config.sample.max_new_tokens
+        conversation = Conversation(trained, tokens=most, seed=config.seed)
+        report(SampleGenerated(prompt, f"\n{conversation.answer(prompt)}"))
+        return
     tokens = generate(
         engine.predict,
         dataset.encode(prompt),

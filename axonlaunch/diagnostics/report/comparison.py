@@ -12,7 +12,7 @@ _OWN = ("name", "run_dir")
 _ABSENT = "(absent)"
 
 
-def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+def changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return the keys whose values differ, each with the value of every run.
 
     Args:

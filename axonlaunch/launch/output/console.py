@@ -37,6 +37,7 @@ from axonlaunch.events import (
     StepDone,
     StepLogged,
     Straggler,
+    perplexity_of,
 )
 from axonlaunch.launch.failures.report import Crash, Report, plain_ranks
 from axonlaunch.system.formatting import quantity, size
@@ -213,6 +214,10 @@ class RunConsole:
         versus = ""
         if event.unigram_entropy is not None:
             versus = f" [dim](byte-unigram entropy {event.unigram_entropy:.3f})[/dim]"
+        elif event.perplexity is not None:
+            of_each = [f"{name} {perplexity_of(loss):.4g}" for name, loss in event.sources.items()]
+            shown = ", ".join([f"perplexity {event.perplexity:.4g}", *of_each])
+            versus = f" [dim]({escape(shown)})[/dim]"
         self.line(f"step {event.step}  evaluation loss [bold]{event.eval_loss:.3f}[/bold]{versus}")
 
 

@@ -6,7 +6,6 @@ It refuses what can't be traced and hardware without the figures it takes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import HardwareConfig
@@ -60,16 +59,16 @@ def timed(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throug
     mfu = None
     if work.sample_length > 1:
         peak = figure(hardware, f"{config.train.precision}_tflops") * 1e12
-        mfu = rate * flops_per_token(config.model, work) / peak
+        mfu = rate * flops_per_token(work) / peak
     return Throughput(seconds, rate, mfu, dict(times))
 
 
-def flops_per_token(model: Any, work: StepWork) -> float:
-    """Return what ``training_flops_per_token`` does of a model's configuration."""
+def flops_per_token(work: StepWork) -> float:
+    """Return what ``training_flops_per_token`` does of a step's work."""
     return training_flops_per_token(
         parameters=work.parameters,
         looked_up=work.looked_up,
         layers=sum(work.layers),
-        hidden_size=getattr(model, "hidden_size", 0),
+        hidden_size=work.hidden_size,
         positions=work.sample_length,
     )

@@ -14,7 +14,15 @@ from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.loggers import LOGGERS
-from axonlaunch.events import EVENTS, Evaluated, Event, Listener, Noted, StepLogged
+from axonlaunch.events import (
+    EVENTS,
+    Evaluated,
+    Event,
+    Listener,
+    Noted,
+    StepLogged,
+    perplexity_of,
+)
 from axonlaunch.system.files import read_text, replace_text
 from axonlaunch.system.frame_origin import frame_owner
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
@@ -122,7 +130,10 @@ class RunLoggers:
 def _numbers(event: StepLogged | Evaluated) -> dict[str, Number]:
     """Return what of an event is a number, under the names of ``metrics.jsonl``."""
     fields = asdict(event).items()
-    return {k: v for k, v in fields if k != "step" and isinstance(v, int | float)}
+    numbers = {k: v for k, v in fields if k != "step" and isinstance(v, int | float)}
+    for name, loss in event.sources.items() if isinstance(event, Evaluated) else ():
+        numbers |= {f"eval_loss/{name}": loss, f"perplexity/{name}": perplexity_of(loss)}
+    return numbers
 
 
 def _place(error: Exception) -> str:

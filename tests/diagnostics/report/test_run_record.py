@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_folders import run_folder, write_lines
 
-from axonlaunch.diagnostics.report.comparison import differences, results
+from axonlaunch.diagnostics.report.comparison import changed_settings, results
 from axonlaunch.diagnostics.report.life import goodput, spans, step_seconds
 from axonlaunch.diagnostics.report.run_record import NotARunError, find_runs, is_running, read_run
 
@@ -126,5 +126,5 @@ def test_what_differs_between_runs_is_listed_and_their_names_are_not(tmp_path: P
         read_run(run_folder(tmp_path / "a", steps=10)),
         read_run(run_folder(tmp_path / "b", steps=20, extra_config="seed: 3\n")),
     ]
-    assert differences(runs) == [("train.steps", ["10", "20"]), ("seed", ["(absent)", "3"])]
+    assert changed_settings(runs) == [("train.steps", ["10", "20"]), ("seed", ["(absent)", "3"])]
     assert ("steps", [10, 20]) in results(runs)
