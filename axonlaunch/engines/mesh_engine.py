@@ -24,11 +24,11 @@ from axonlaunch.engines.data_parallel.fsdp import FSDP
 from axonlaunch.engines.data_parallel.fsdp_memory import FSDPMemoryStats
 from axonlaunch.engines.data_parallel.replicas import Replicas
 from axonlaunch.engines.forward_backward import ForwardBackward, Outputs
-from axonlaunch.engines.module_state import evaluating, model_state, persistent_buffers
 from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision import LossScale
 from axonlaunch.engines.tensor.losses import Losses
+from axonlaunch.models.module_state import evaluating, model_state, persistent_buffers
 from axonlaunch.models.spec import IGNORE_INDEX
 
 

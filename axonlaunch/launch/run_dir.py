@@ -61,7 +61,11 @@ _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
 
 @contextmanager
 def open_run_dir(
-    config: RunConfig, *, announce: Callable[[str], object], sharing: int | None = None
+    config: RunConfig,
+    *,
+    announce: Callable[[str], object],
+    sharing: int | None = None,
+    is_submitted: bool = False,
 ) -> Iterator[RunConfig]:
     """Make the folder, freeze the configuration in it, and hold it while the run lasts.
 
@@ -72,6 +76,7 @@ def open_run_dir(
         config: Checked.
         announce: Takes a line for the user.
         sharing: How many ranks share the cores that this process may use; None: all of the node's.
+        is_submitted: The run waits in a queue: it is launched later, from this folder.
 
     Raises:
         ConfigError: The folder can't be made, or holds a run that must not be continued.
@@ -92,8 +97,9 @@ def open_run_dir(
         try:
             replace_text(folder / CONFIG, to_yaml(config))
             (folder / CRASH).unlink(missing_ok=True)  # of a run before
-            about = {"machine": socket.gethostname(), "commit": commit_of(Path.cwd())}
-            append_text(folder / EVENTS, event_line("launched", about))
+            if not is_submitted:
+                about = {"machine": socket.gethostname(), "commit": commit_of(Path.cwd())}
+                append_text(folder / EVENTS, event_line("launched", about))
         except OSError as error:
             raise _cannot_create(error) from None
         yield config

@@ -119,8 +119,8 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
     tokenizer = load_kept(folder) or _of_its_model(saved)
     if tokenizer is None or (length := getattr(saved.data, "sequence_length", None)) is None:
         length = _length(saved.data, where=f"{folder}: the run")
-    from axonlaunch.engines.module_state import model_state
     from axonlaunch.models.build import build_model
+    from axonlaunch.models.module_state import model_state
 
     model = build_model(saved.model, seed=saved.seed).eval()
     checkpoint.load_model(newest, model_state(model))

@@ -27,7 +27,9 @@ from axonlaunch.system import host
 from axonlaunch.system.temporary_folders import temporary_folder
 from axonlaunch.verification import layout_run
 from axonlaunch.verification.differences import Difference
+from axonlaunch.verification.draws import Draw
 from axonlaunch.verification.judge import judge
+from axonlaunch.verification.layout_run import RankReport
 from axonlaunch.verification.plan import Plan
 from axonlaunch.verification.reference import (
     NoReferenceError,
@@ -43,7 +45,7 @@ from axonlaunch.verification.result import ParityResult, failed
 _LEAST_EPS = 1e-4
 _SAVED = "reference.pt"
 _SMALL_BYTES = 2**10
-_TOGETHER_BYTES = 2**14
+_TOGETHER_BYTES = 2**11
 
 
 def on_mock(config: RunConfig, plan: Plan) -> ParityResult:
@@ -61,7 +63,7 @@ def on_mock(config: RunConfig, plan: Plan) -> ParityResult:
         return failed(config, plan.steps, str(error))
     world = World.mock(num_ranks(config), timeout_s=config.launch.timeout_s)
 
-    def run(member: World) -> list[Difference]:
+    def run(member: World) -> RankReport:
         return layout_run.compare(config, member, references[0], plan, folder=folder)
 
     try:
@@ -69,7 +71,7 @@ def on_mock(config: RunConfig, plan: Plan) -> ParityResult:
             results = world.run(run)
     except RankFailedError as error:
         return failed(config, plan.steps, str(error))
-    return judge(config, references, [one for differences in results for one in differences])
+    return judge(config, references, results)
 
 
 def save_reference(config: RunConfig, plan: Plan, folder: str) -> ParityResult | None:
@@ -106,11 +108,17 @@ def verify_on_rank(config: RunConfig, plan: Plan, folder: str, rank: int) -> Par
         first, again = map(_read, torch.load(Path(folder) / _SAVED))
         with lowered_thresholds():
             own = layout_run.compare(config, world, first, plan, folder=Path(folder))
-        gathered = all_gather_json([asdict(difference) for difference in own])
+        gathered = all_gather_json(asdict(own))
     if rank:
         return None
-    of_all_ranks = [Difference(**one) for differences in gathered for one in differences]
-    return judge(config, (first, again), of_all_ranks)
+    reports = [
+        RankReport(
+            [Difference(**one) for one in report["differences"]],
+            [Draw(**one) for one in report["draws"]],
+        )
+        for report in gathered
+    ]
+    return judge(config, (first, again), reports)
 
 
 @contextmanager

@@ -25,8 +25,8 @@ _STEPS_LEFT = 4
 """Steps that the run would have after those that are compared, so that the rate still falls."""
 _BUCKETS = 6
 _DECAY = 0.1
-_CLIPPED = 0.5
-"""The limit beside the first gradient's norm, where the run's own would not be reached."""
+_TRIED = 3
+"""Steps whose norms say where a limit lies that some gradients reach, and others don't."""
 
 
 def demanding(config: RunConfig, plan: Plan) -> RunConfig:
@@ -92,14 +92,15 @@ def _update(config: RunConfig, plan: Plan) -> dict[str, Any]:
 
 
 def _with_clipping(config: RunConfig) -> RunConfig:
-    """Lower the limit of the gradient's norm where the first gradient is below it."""
-    limit = config.train.grad_clip
-    if limit is None:
+    """Put the limit of the gradient's norm where some steps reach it, and others do not."""
+    if config.train.grad_clip is None:
         return config
     try:
-        norm = reference(config, Plan(steps=1))[0].steps[0].norm
+        steps = reference(config, Plan(steps=_TRIED))[0].steps
     except NoReferenceError:  # the comparison itself says why
         return config
-    if not math.isfinite(norm) or not 0 < _CLIPPED * norm < limit:
+    norms = sorted(step.norm for step in steps)
+    between = sum(norms[:2]) / 2
+    if not math.isfinite(between) or between <= 0:
         return config
-    return with_values(config, {"train.grad_clip": float(f"{_CLIPPED * norm:.1e}")})
+    return with_values(config, {"train.grad_clip": float(f"{between:.2e}")})

@@ -16,10 +16,13 @@ from torch import Tensor, nn
 
 from axonlaunch.config.data import IGNORE_INDEX
 from axonlaunch.data.dataset import Batch
+from axonlaunch.data.loader import Loader
 from axonlaunch.models.dtensor_regions import local_boxes
 
 _MOVED_BY = 0.1
 """Deviation of what is added to biases and norms."""
+_FOLLOWING = 0.5
+"""Share of counted targets that are the next token, where rows are text."""
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
@@ -45,6 +48,33 @@ def uneven(batch: Batch, *, first_row: int, step: int) -> Batch:
         elif place % 4 == 3:
             targets[row] = IGNORE_INDEX
     return replace(batch, targets=targets)
+
+
+def data_problem(config: Any, loader: Loader, batch: Batch, *, step: int) -> str:
+    """Say what both sides would be wrong about alike; empty if the data is what it says.
+
+    Args:
+        config: Of the data.
+        loader: Of global batches.
+        batch: A step's.
+        step: Steps done before this one.
+    """
+    size, samples = loader.global_batch_size, loader.dataset.num_samples
+    here = set(loader.indices(step).tolist())
+    if samples >= (step + 1) * size:
+        if len(here) < size:
+            return f"the data: step {step + 1} reads a sample twice, with {samples} to read"
+        if step and here & set(loader.indices(step - 1).tolist()):
+            return f"the data: step {step + 1} reads samples of the step before"
+    if not type(config).__module__.startswith("axonlaunch.") or config.name == "custom":
+        return ""  # what somebody's own targets are is not known
+    if loader.dataset.kind != "tokens" or batch.targets.shape[1] < 2:
+        return ""
+    counted = batch.targets[:, :-1] != IGNORE_INDEX
+    follows = batch.targets[:, :-1][counted] == batch.inputs[:, 1:][counted]
+    if len(follows) and float(follows.float().mean()) < _FOLLOWING:
+        return "the data: targets are not the tokens that follow their inputs"
+    return ""
 
 
 @torch.no_grad()

@@ -12,6 +12,8 @@ import torch
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import num_ranks
 from axonlaunch.verification.differences import ORDER, Difference
+from axonlaunch.verification.draws import draw_problems
+from axonlaunch.verification.layout_run import RankReport
 from axonlaunch.verification.reference import Reference
 from axonlaunch.verification.result import ParityResult, layout_of
 from axonlaunch.verification.tolerances import Tolerances
@@ -25,20 +27,23 @@ _LISTED = 8
 def judge(
     config: RunConfig,
     references: tuple[Reference, Reference],
-    differences: Iterable[Difference],
+    reports: Iterable[RankReport],
 ) -> ParityResult:
     """Decide whether rounding explains what all ranks found, and whether it shows anything.
 
     Args:
         config: The layout's.
         references: What one process computed, and again from weights rounded otherwise.
-        differences: What the ranks found.
+        reports: What the ranks found.
     """
     reference, again = references
     tolerances = Tolerances(config, reference, again)
-    found = [*differences]
+    reports = [*reports]
+    found = [difference for report in reports for difference in report.differences]
+    draws = [draw for report in reports for draw in report.draws]
     found = [d for d in [*found, *_missing(reference, found)] if d.step <= tolerances.last_step]
     wrong = _grouped([d for d in found if not tolerances.allows(d)])
+    wrong += draw_problems(config, draws)
     worst = {kind: _worst(d for d in found if d.kind == kind) for kind in ORDER}
     named = [d for kind in ("gradient", "parameter") if (d := worst[kind]) is not None]
     proved = _proved(reference, found)

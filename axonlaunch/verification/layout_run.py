@@ -6,7 +6,7 @@ It judges nothing; every rank compares what it holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,10 @@ from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
 from axonlaunch.verification import inputs
 from axonlaunch.verification.differences import Difference, as_number, of_number, of_tensor
+from axonlaunch.verification.draws import Draw, recorder
 from axonlaunch.verification.plan import Plan
 from axonlaunch.verification.reference import PREDICTED, Reference
 from axonlaunch.verification.tolerances import PARAMETER_FLOOR, floors, state_floors
-
-COUNTERS = ("step", "loss_scale", "good_steps")
 
 
 def prepared_engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
@@ -47,17 +46,22 @@ def prepared_engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     return engine, loader
 
 
-def uneven_batch(config: RunConfig, world: World, loader: Loader, step: int) -> Batch:
-    """Return this rank's rows of a step's global batch, with targets left out."""
-    layout = Layout.of(config, world_size=world.world_size)
-    rows = loader.global_batch_size // layout.data_ranks
-    first = layout.data_shard(world.rank) * rows
-    return inputs.uneven(loader.batch(step), first_row=first, step=step)
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank found.
+
+    Attributes:
+        differences: Every quantity's, here.
+        draws: Random numbers that it drew in training.
+    """
+
+    differences: list[Difference]
+    draws: list[Draw]
 
 
 def compare(
     config: RunConfig, world: World, reference: Reference, plan: Plan, *, folder: Path
-) -> list[Difference]:
+) -> RankReport:
     """Run the same steps as one rank of the layout; return every quantity's difference here.
 
     Args:
@@ -67,10 +71,9 @@ def compare(
         plan: How long.
         folder: Where a checkpoint may be written, the same for every rank.
     """
-    return [
-        replace(difference, rank=world.rank)
-        for difference in _LayoutRun(config, world, reference, plan).differences(folder)
-    ]
+    run = _LayoutRun(config, world, reference, plan)
+    differences = [replace(one, rank=world.rank) for one in run.differences(folder)]
+    return RankReport(differences, run.draws)
 
 
 class _LayoutRun:
@@ -79,7 +82,14 @@ class _LayoutRun:
     def __init__(self, config: RunConfig, world: World, reference: Reference, plan: Plan) -> None:
         self._config, self._world = config, world
         self._reference, self._plan = reference, plan
-        self._engine, self._loader = prepared_engine(config, world)
+        self.draws: list[Draw] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Build an engine that knows nothing of what was before."""
+        config, rank = self._config, self._world.rank
+        self._engine, self._loader = prepared_engine(config, self._world)
+        self._recorder = recorder(config, self._engine.modules, rank=rank)
 
     def differences(self, folder: Path) -> Iterator[Difference]:
         """Yield what differs, in the order of what is done."""
@@ -99,12 +109,23 @@ class _LayoutRun:
         if plan.saved < plan.steps:
             yield from self._parameters(plan.steps - 1, self._reference.end)
 
+    def _uneven(self, batch: Batch, step: int) -> Batch:
+        """Return this rank's rows of a global batch with targets left out."""
+        layout = Layout.of(self._config, world_size=self._world.world_size)
+        first = layout.data_shard(self._world.rank) * len(batch.inputs)
+        return inputs.uneven(batch, first_row=first, step=step)
+
     def _step(self, number: int) -> Iterator[Difference]:
         engine, expected = self._engine, self._reference.steps[number]
         yield of_number(number, "rate", engine.learning_rate(), expected.rate)
-        batch = uneven_batch(self._config, self._world, self._loader, number)
+        batch = self._uneven(self._loader.batch(number), number)
+        if self._recorder is not None:
+            self._recorder.step = number + 1
         with naming_unknown_tokens(batch, self._loader, step=number):
             loss, _ = engine.backward(batch)
+        if self._recorder is not None:
+            self.draws += self._recorder.draws
+            self._recorder.draws = []
         yield of_number(number, "loss", float(loss), expected.loss)
         gradients = list(self._gradients(number))
         norm, skipped = engine.update()
@@ -149,8 +170,8 @@ class _LayoutRun:
         """Compare the loss of the first held-out batch, and outputs for some of its samples."""
         if self._reference.evaluation is None:
             return
-        [batch] = self._loader.eval_batches(1)
-        sums = self._engine.evaluate(batch)
+        [held_out] = self._loader.eval_batches(1)
+        sums = self._engine.evaluate(self._uneven(held_out, 0))
         if self._world.world_size > 1:
             dist.all_reduce(sums)
         loss, counted = self._reference.evaluation
@@ -184,7 +205,7 @@ class _LayoutRun:
             yield from self._read_back(saved)
         if self._world.world_size > 1:
             dist.barrier()
-        self._engine, self._loader = prepared_engine(self._config, self._world)
+        self._begin()
         state = self._engine.state_dict()
         self._engine.load_state_dict(checkpoint.load_checkpoint(saved, state, world=self._world))
 

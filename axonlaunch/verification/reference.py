@@ -210,7 +210,7 @@ class _Run:
         """Run forward and backward of every micro-batch, clip, update."""
         config = self._config
         torch.manual_seed(config.seed + number)
-        batch = inputs.uneven(self._loader.batch(number), first_row=0, step=number)
+        batch = self._batch(number)
         counted = int((batch.targets != IGNORE_INDEX).sum())
         total = 0.0
         with naming_unknown_tokens(batch, self._loader, step=number):
@@ -231,6 +231,17 @@ class _Run:
         )
         norm, skipped = self._update(number)
         return ReferenceStep(total, rate, norm, skipped, gradients)
+
+    def _batch(self, number: int) -> Batch:
+        """Return a step's global batch, uneven.
+
+        Raises:
+            NoReferenceError: The data is not what it says.
+        """
+        batch = self._loader.batch(number)
+        if problem := inputs.data_problem(self._config.data, self._loader, batch, step=number):
+            raise NoReferenceError(problem)
+        return inputs.uneven(batch, first_row=0, step=number)
 
     def _update(self, number: int) -> tuple[float, bool]:
         """Clip and update; return the gradient's norm, and whether fp16 left the update out."""
@@ -317,6 +328,7 @@ class _Run:
         batch = next(iter(self._loader.eval_batches(1)), None)
         if batch is None:
             return None, None
+        batch = inputs.uneven(batch, first_row=0, step=0)
         modes = {part: part.training for part in self.model.modules()}
         self.model.eval()
         # Micro-batches are as large as the layout's, for models that mix samples.

@@ -37,9 +37,10 @@ LAYOUTS = {
 
 def waits(model: str, ranks: int, *overrides: str) -> list[str]:
     """Return where ranks wait in the second step; the first makes what is kept."""
+    blocks = 4 if any("pipeline" in override for override in overrides) else 2
     chosen = run_config(
         [
-            *(*MODELS[model], "model.num_hidden_layers=4", "launch.backend=mock"),
+            *(*MODELS[model], f"model.num_hidden_layers={blocks}", "launch.backend=mock"),
             *("train.global_batch_size=8", "train.precision=bf16", f"launch.nproc={ranks}"),
             *overrides,
         ]

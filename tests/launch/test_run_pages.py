@@ -45,6 +45,13 @@ def test_a_run_writes_what_happened_to_it_in_the_order_of_time(run: Path) -> Non
     assert found[-1]["status"] == "done"
 
 
+def test_where_its_profiled_steps_went_is_on_its_page(served: Command) -> None:
+    served.train("strategy=ddp", *MOCK, "name=demo", "train.steps=3", "train.profile.steps=[2,3]")
+    [rank] = page_data([read_run(served.folder / "runs/demo")])["runs"][0]["steps"]
+    assert rank["name"] == "rank 0"
+    assert sum(rank["parts"].values()) == pytest.approx(rank["step_s"], rel=1e-3)
+
+
 def test_its_estimate_is_kept_with_its_parts(run: Path) -> None:
     estimate = json.loads((run / "estimate.json").read_text())
     summary = json.loads((run / "summary.json").read_text())

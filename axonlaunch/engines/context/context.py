@@ -55,14 +55,9 @@ class ContextAxis:
 
     def split(self, batch: Batch) -> Batch:
         """Return this rank's positions of every sequence of a batch [B, T]."""
-        mine = self.positions(batch.inputs.shape[1])
-
-        def part_of(tensor: Tensor) -> Tensor:
-            part = tensor[:, mine]
-            # For a device, which would be waited for if it read other memory.
-            return part.pin_memory() if tensor.is_pinned() else part
-
-        return batch.map(part_of)
+        mine = self._of_whole(batch.inputs.shape[1])
+        # On the device: what is indexed on the host is in memory that a copy from waits for.
+        return batch.map(lambda tensor: tensor.to(mine.device, non_blocking=True)[:, mine])
 
     def join(self, outputs: Tensor) -> Tensor:
         """Return the whole sequences' outputs [B, T, ...] from every rank's part."""
@@ -123,7 +118,9 @@ class ContextAxis:
 
     def _of_part(self, length: int) -> Tensor:
         """Return a part's positions where the group computes: every layer asks for the same."""
+        return self._of_whole(length * self._group.size)
+
+    def _of_whole(self, length: int) -> Tensor:
         if length not in self._parts:
-            positions = self.positions(length * self._group.size)
-            self._parts[length] = positions.to(device_of(self._group))
+            self._parts[length] = self.positions(length).to(device_of(self._group))
         return self._parts[length]

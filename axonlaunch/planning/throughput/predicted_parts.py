@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from axonlaunch.config import RunConfig
-from axonlaunch.diagnostics.step_breakdown import COMMUNICATION
 from axonlaunch.planning.throughput.throughput import throughput
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
@@ -32,6 +31,6 @@ def predicted_parts(config: RunConfig) -> dict[str, float]:
     assert config.hardware is not None
     found: dict[str, float] = {}
     for name, seconds in throughput(config, config.hardware).breakdown.items():
-        kind = _KINDS.get(name, name.replace("communication", COMMUNICATION))
+        kind = _KINDS.get(name, name.replace("communication", "exposed communication"))
         found[kind] = found.get(kind, 0.0) + seconds
     return found

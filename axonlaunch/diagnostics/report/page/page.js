@@ -237,19 +237,35 @@
     if (!run.memory) return;
     const names = [...new Set(run.memory.ranks.flatMap((rank) => Object.keys(rank.parts)))];
     const most = Math.max(run.memory.measured ?? 0, ...run.memory.ranks.map((rank) => rank.peak ?? 0), 1);
-    const bars = run.memory.ranks.map((rank) => element("div", {},
-      element("div", {}, `${rank.name}: ${bytes(rank.peak ?? 0)} estimated`),
-      element("div", { class: "bar" }, ...names.map((name, index) => element("span", {
-        title: `${name} ${bytes(rank.parts[name] ?? 0)}`,
-        style: { width: `${100 * (rank.parts[name] ?? 0) / most}%`, background: COLOURS[index % COLOURS.length] },
-      })))));
+    const estimated = run.memory.ranks.map((rank) => ({ title: `${rank.name}: ${bytes(rank.peak ?? 0)} estimated`, parts: rank.parts, text: bytes }));
+    const bars = parts(estimated, names, most);
     if (run.memory.measured !== null) {
       bars.push(element("div", {}, `highest rank: ${bytes(run.memory.measured)} measured`),
         element("div", { class: "bar" }, element("span", { style: { width: `${100 * run.memory.measured / most}%`, background: colour("--faint") } })));
     }
-    const key = element("div", { class: "key" }, ...names.map((name, index) => element("span", {},
+    section(titled(run, "Peak memory"), key(names), ...bars);
+  }
+
+  function parts(bars, names, most) {
+    return bars.map((bar) => element("div", {},
+      element("div", {}, bar.title),
+      element("div", { class: "bar" }, ...names.map((name, index) => element("span", {
+        title: `${name} ${bar.text(bar.parts[name] ?? 0)}`,
+        style: { width: `${100 * (bar.parts[name] ?? 0) / most}%`, background: COLOURS[index % COLOURS.length] },
+      })))));
+  }
+
+  function key(names) {
+    return element("div", { class: "key" }, ...names.map((name, index) => element("span", {},
       element("i", { style: { background: COLOURS[index % COLOURS.length] } }), name)));
-    section(titled(run, "Peak memory"), key, ...bars);
+  }
+
+  function steps(run) {
+    if (!run.steps.length) return;
+    const names = [...new Set(run.steps.flatMap((rank) => Object.keys(rank.parts)))];
+    const text = (seconds) => `${short(Number((1000 * seconds).toPrecision(4)))} ms`;
+    const bars = run.steps.map((rank) => ({ title: `${rank.name}: ${text(rank.step_s)} a step`, parts: rank.parts, text }));
+    section(titled(run, "Profiled steps"), key(names), ...parts(bars, names, Math.max(...run.steps.map((rank) => rank.step_s), 1e-9)));
   }
 
   // uPlot's axes, cursor and legend; the cells are its own `draw` hook's.
@@ -357,7 +373,7 @@
         : element("p", {}, "nothing"));
     }
     curves();
-    for (const show of [memory, ranks, life, samples, notes, configuration]) data.runs.forEach(show);
+    for (const show of [memory, steps, ranks, life, samples, notes, configuration]) data.runs.forEach(show);
     window.scrollTo(0, top);
   }
 
