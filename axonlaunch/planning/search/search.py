@@ -232,7 +232,7 @@ def _estimated(
                 step_s=speed.step_s,
                 mfu=speed.mfu,
                 breakdown=speed.breakdown,
-                host_memory=host_memory(candidate.config, result.host_bytes),
+                host_memory=host_memory(candidate.config, result),
             )
         )
         if sum(planned.fits for planned in plans) == wanted:

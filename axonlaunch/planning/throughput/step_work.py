@@ -89,6 +89,7 @@ class StepWork:
         parameters: Of the whole model.
         sample_length: Positions of a sample; 1 where it is no sequence.
         hidden_size: Numbers of a position between layers; 0 where that is not known.
+        looked_up: Of the parameters, as ``models.flops`` counts them.
     """
 
     first: StageWork
@@ -97,14 +98,16 @@ class StepWork:
     parameters: int
     sample_length: int
     hidden_size: int
+    looked_up: int = 0
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """One trace: operations of a step, bytes of gradients, parameters, a sample's length."""
+    """One trace: operations of a step, bytes of gradients, parameters, those looked up, length."""
 
     share: Share
     parameters: int
+    looked_up: int
     sample_length: int
 
 
@@ -157,8 +160,16 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     if depth:
         of_a_period = (at_depths[1] - at_depths[0]) // (stages * len(ranks))
         parameters += of_a_period * (depth - period * stages * len(ranks)) // period
-    length = traced[ranks[0], depths[0], counts[0]].sample_length
-    return StepWork(first, last, layers, parameters, length, figures.hidden_size)
+    known = traced[ranks[0], depths[0], counts[0]]
+    return StepWork(
+        first,
+        last,
+        layers,
+        parameters,
+        known.sample_length,
+        hidden_size=figures.hidden_size,
+        looked_up=known.looked_up,
+    )
 
 
 def reduced_config(
@@ -272,7 +283,9 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
     )
     sample = reduced.sample
     length = sample.shape[0] if sample.ndim == 1 else 1
-    return _Traced(Share(trace.work, gradient_bytes), dry.engine.num_parameters, length)
+    engine = dry.engine
+    share = Share(trace.work, gradient_bytes)
+    return _Traced(share, engine.num_parameters, engine.num_looked_up, length)
 
 
 def _split(config: RunConfig) -> list[int]:

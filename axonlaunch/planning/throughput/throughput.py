@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.planning.throughput.roofline import figure
 from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
@@ -63,11 +64,11 @@ def timed(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throug
 
 
 def flops_per_token(work: StepWork) -> float:
-    """Return the FLOPs that forward and backward of a token need: 6 N + 12 L H Q T.
-
-    N parameters, L layers, H heads of Q numbers, T positions, as if attention saw them all.
-
-    Source: Chowdhery et al., "PaLM", 2022, appendix B.
-    """
-    attention = 12 * sum(work.layers) * work.hidden_size * work.sample_length
-    return float(6 * work.parameters + attention)
+    """Return what ``training_flops_per_token`` does of a step's work."""
+    return training_flops_per_token(
+        parameters=work.parameters,
+        looked_up=work.looked_up,
+        layers=sum(work.layers),
+        hidden_size=work.hidden_size,
+        positions=work.sample_length,
+    )

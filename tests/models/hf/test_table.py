@@ -12,7 +12,7 @@ from command import Served
 from served import Server
 
 from axonlaunch.models.hf import library
-from axonlaunch.models.hf.proved import proved
+from axonlaunch.verification.proved import proved
 
 BENCHES = Path(__file__).parents[3] / "scripts" / "benches"
 AGAIN = [
