@@ -7,6 +7,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import served
@@ -29,6 +31,23 @@ LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the slow tests too")
     parser.addoption("--quick", action="store_true", help="run a cover of what starts no process")
+
+
+_SERVER = pytest.StashKey[served.Server]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep one server for all workers: what each would import by itself takes seconds."""
+    has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if has_workers and not (config.getoption("--quick") or config.getoption("--collect-only")):
+        stack = ExitStack()
+        config.stash[_SERVER] = stack.enter_context(served.serve())
+        config.add_cleanup(stack.close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["server"] = node.config.stash.get(_SERVER, None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,10 +80,15 @@ def _time_limit(item: pytest.Item) -> float:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[served.Server]:
+def server(request: pytest.FixtureRequest) -> Iterator[served.Server]:
     """The server that commands of tests are forked from."""
-    with served.serve() as server:
-        yield server
+    shared = getattr(request.config, "workerinput", {}).get("server")
+    if shared:
+        with served.reached(shared):
+            yield shared
+    else:
+        with served.serve() as server:
+            yield server
 
 
 @pytest.fixture(autouse=True)

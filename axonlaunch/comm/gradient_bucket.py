@@ -109,17 +109,17 @@ class GradientBucket:
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Begin to average ``data`` over a group, all of whose ranks call this with equal sizes."""
+        operation = dist.ReduceOp.AVG  # which saves a pass over them
         if self._narrows:
             self.data.div_(dist.get_world_size(group))  # before the sum, which could overflow
-        self._work = dist.all_reduce(self.data, group=group, async_op=True)
+            operation = dist.ReduceOp.SUM
+        self._work = dist.all_reduce(self.data, operation, group=group, async_op=True)
 
-    def finish(self, world_size: int) -> None:
-        """Wait until ``data`` is the mean over a group of so many ranks."""
+    def finish(self) -> None:
+        """Wait until ``data`` is the mean over the group."""
         assert self._work is not None, "nothing was started"
         self._work.wait()
         self._work = None
-        if not self._narrows:
-            self.data.div_(world_size)
 
     @property
     def _narrows(self) -> bool:
@@ -150,6 +150,31 @@ def buckets(tensors: Iterable[AnyTensor], *, limit: int) -> Iterator[list[AnyTen
         if sum(gradient.numel() * gradient.element_size() for gradient in bucket) >= limit:
             yield filling.pop((tensor.dtype, tensor.device))
     yield from filling.values()
+
+
+@torch.no_grad()
+def broadcast_tensors(
+    tensors: Iterable[Tensor], *, source: int, group: dist.ProcessGroup, limit: int = 25 * 2**20
+) -> None:
+    """Give every rank of a group one rank's values, in place, many small tensors in a message.
+
+    Args:
+        tensors: The same on every rank, but for their values.
+        source: The global rank.
+        group: Its ranks all call this.
+        limit: Bytes that travel together; a larger tensor goes by itself.
+    """
+    works: list[tuple[dist.Work, Tensor | None, list[Tensor]]] = []
+    for together in buckets(map(_local, tensors), limit=limit):
+        flat = None if len(together) == 1 else torch.cat([one.reshape(-1) for one in together])
+        sent = together[0] if flat is None else flat
+        works.append((dist.broadcast(sent, source, group=group, async_op=True), flat, together))
+    for work, flat, together in works:
+        work.wait()
+        if flat is not None:
+            parts = flat.split([one.numel() for one in together])
+            views = [part.view(one.shape) for part, one in zip(parts, together, strict=True)]
+            torch._foreach_copy_(together, views)
 
 
 def _local(tensor: Tensor) -> Tensor:

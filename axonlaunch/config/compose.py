@@ -1,19 +1,21 @@
 """Hydra in, plain tree out: groups, overrides, searched folders, sweeps, and who set what.
 
-Everything of Hydra that is not public API is used here alone. Nothing here knows the schema.
+Nothing here knows the schema.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.did_you_mean import nearest, unknown
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.hydra_files import HydraFiles
 from axonlaunch.config.other_names import FOREIGN_OPTIONS
 from axonlaunch.config.override_text import too_much, without_quoted_keys, without_spaces
 from axonlaunch.config.plain import flatten, read_yaml
@@ -77,20 +79,12 @@ class Composer:
         registries: Mapping[str, Registry[Any, Any]] | None = None,
     ) -> None:
         """Find a user's folders; what ``registries`` list are options of their groups too."""
-        from hydra._internal.config_loader_impl import ConfigLoaderImpl
-        from hydra._internal.utils import create_config_search_path
-
-        search_path = create_config_search_path(packaged_configs().as_uri())
         self.folders = [*(Path(folder).resolve() for folder in config_dirs), packaged_configs()]
-        for folder in reversed(self.folders[:-1]):
-            if not folder.is_dir():
-                raise ConfigError(
-                    [ConfigIssue("", f"--config-dir {folder}: there is no such folder")]
-                )
-            search_path.prepend("user", folder.as_uri())
-        self._loader = ConfigLoaderImpl(search_path)
+        if missing := [folder for folder in self.folders if not folder.is_dir()]:
+            message = "--config-dir {}: there is no such folder"
+            raise ConfigError([ConfigIssue("", message.format(folder)) for folder in missing])
+        self._files = HydraFiles(self.folders)
         self._registries = dict(registries or {})
-        self._in_defaults: dict[str, frozenset[str]] = {}
 
     def options(self, group: str) -> dict[str, str]:
         """Return ``{option: what it is in a line}`` of a group, sorted by name.
@@ -99,14 +93,14 @@ class Composer:
         """
         registry = self._registries.get(group)
         summaries = {} if registry is None else registry.summaries()
-        for name in self._loader.get_group_options(group):
+        for name in self._files.options(group):
             summaries[name] = self._summary(f"{group}/{name}.yaml")
         return dict(sorted(summaries.items()))
 
     def contents(self, group: str) -> dict[str, dict[str, Any]]:
         """Return ``{option: what its YAML says}`` of a group, sorted by name."""
         values: dict[str, dict[str, Any]] = {}
-        for name in sorted(self._loader.get_group_options(group)):
+        for name in self._files.options(group):
             files = (folder / group / f"{name}.yaml" for folder in self.folders)
             values[name] = read_yaml(next(file for file in files if file.is_file()).read_text())
         return values
@@ -117,29 +111,18 @@ class Composer:
         Raises:
             ConfigError: The files themselves can't be composed.
         """
-        from hydra.types import RunMode
-        from omegaconf import OmegaConf, open_dict
-        from omegaconf.errors import OmegaConfBaseException
+        from omegaconf import OmegaConf
 
         self._check_primary(config_name)
-        texts, given, problems = self._normalise(overrides, config_name)
-        try:
-            composed = self._loader.load_configuration(config_name, texts, RunMode.RUN)
-            with open_dict(composed):
-                del composed["hydra"]
+        asked, problems = self._normalise(overrides, config_name)
+        with _composing():
+            composed = self._files.compose(config_name, asked.groups, asked.values)
             tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
-        except OmegaConfBaseException as error:
-            raise ConfigError([_omegaconf_problem(error)]) from None
-        except Exception as error:
-            problem = _hydra_problem(error)
-            if problem is None:
-                raise
-            raise ConfigError([problem]) from None
         assert isinstance(tree, dict)
         problems += _taken_preset(tree)
-        in_files = partial(self._file_origins, config_name, texts)
+        in_files = partial(self._file_origins, config_name, asked.groups)
         named = {str(key): value for key, value in tree.items()}
-        return Composed(named, given, in_files, problems)
+        return Composed(named, asked.origins, in_files, problems)
 
     def sweep(self, overrides: Sequence[str]) -> list[list[str]]:
         """Expand Hydra's sweep syntax (``a=1,2``, ``range``, ``glob``) into runs, in order."""
@@ -153,10 +136,8 @@ class Composer:
 
     def _parse(self, overrides: Sequence[str]) -> tuple[list[Any], list[ConfigIssue]]:
         """Parse overrides, each by itself, so that every one that is wrong is reported."""
-        from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import OverrideParseException
 
-        parser = OverridesParser.create(config_loader=self._loader)
         parsed = []
         joined, problems = without_spaces(overrides)
         for text in map(without_quoted_keys, joined):
@@ -164,7 +145,7 @@ class Composer:
                 problems.append(ConfigIssue("", f"{text[:60]}...: {reason}"))
                 continue
             try:
-                override = parser.parse_overrides([text])[0]
+                override = self._files.parse(text)
             except OverrideParseException as error:
                 reason = f" ({str(error).splitlines()[0]})" if "=" in text else ""
                 message = f"{text}: not an override{reason}; write {self._meant(text)}"
@@ -180,28 +161,27 @@ class Composer:
         """Return what somebody may have meant by a word that is no override."""
         if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text):
             return f"{text}=VALUE"
-        groups = (g for g in self._loader.list_groups("") if g != "hydra")
-        of = [group for group in groups if text in self._loader.get_group_options(group)]
+        of = [group for group in self._files.groups() if text in self._files.options(group)]
         return " or ".join(f"{group}={text}" for group in of) or "key=value"
 
     def _check_primary(self, config_name: str) -> None:
-        if not self._loader.repository.config_exists(config_name):
+        if not self._files.has_file(config_name):
             known = sorted(path.stem for folder in self.folders for path in folder.glob("*.yaml"))
             message = unknown("config", config_name, dict.fromkeys(known))
             raise ConfigError([ConfigIssue("", f"--config-name {config_name}: {message}")])
 
     def _normalise(
         self, overrides: Sequence[str], config_name: str
-    ) -> tuple[list[str], dict[str, str], list[ConfigIssue]]:
-        """Rewrite overrides so that Hydra takes each one, and note what each one sets.
+    ) -> tuple[_Asked, list[ConfigIssue]]:
+        """Sort overrides into those that choose files and those that set values.
 
         ``strategy=x`` and ``+strategy=x`` mean the same. A value is always added by force (``++``):
         whether its key exists is checked by the schema, for all keys at once.
         """
+        from hydra.core.override_parser.types import OverrideType
+
         parsed, problems = self._parse(overrides)
-        in_defaults = self._groups_in_defaults(config_name)
-        texts: list[str] = []
-        given: dict[str, str] = {}
+        asked = _Asked([], [], {})
         for override in parsed:
             text, key = override.input_line, override.key_or_group
             if key == "hydra" or key.startswith("hydra."):
@@ -211,68 +191,56 @@ class Composer:
                 message = f"{text}: several values; add -m to run them one after another"
                 problems.append(ConfigIssue("", message))
             elif override.is_delete():
-                texts.append(text)
-            elif self._loader.repository.group_exists(key):
-                group_texts, group_problems = self._group(override, key in in_defaults)
-                texts += group_texts
+                (asked.groups if self._files.has_group(key) else asked.values).append(override)
+            elif self._files.has_group(key):
+                group_problems = self._group_problems(override)
                 problems += group_problems
+                if not group_problems:
+                    asked.groups.extend(self._group(override, config_name))
             else:
-                texts.append("++" + text.lstrip("+"))
+                asked.values.append(_with_type(override, OverrideType.FORCE_ADD))
                 for leaf in flatten(override.value(), key):
-                    given[leaf] = text
-        return texts, given, problems
+                    asked.origins[leaf] = text
+        return asked, problems
 
-    def _group(self, override: Any, in_defaults: bool) -> tuple[list[str], list[ConfigIssue]]:
+    def _group(self, override: Any, config_name: str) -> list[Any]:
+        """Return what Hydra takes for a choice of a group: it asks whether a file names it."""
+        from hydra.core.override_parser.types import OverrideType
+
+        with _composing():
+            named = override.key_or_group in self._files.groups_in(config_name)
+        if override.value() is None:
+            return [_with_type(override, OverrideType.DEL)] if named else []
+        return [_with_type(override, OverrideType.CHANGE if named else OverrideType.ADD)]
+
+    def _group_problems(self, override: Any) -> list[ConfigIssue]:
         group, value = override.key_or_group, override.value()
-        options = sorted(self._loader.get_group_options(group))
-        if value is None:
-            return ([f"~{group}"] if in_defaults else []), []
+        options = self._files.options(group)
+        if value is None or str(value) in options:
+            return []
         if isinstance(value, list):
             several = ",".join(str(option) for option in value)
             message = f"it takes one option; to run several in turn write -m {group}={several}"
-            return [], [ConfigIssue(group, message, value)]
-        if str(value) not in options:
-            registry = self._registries.get(group)
-            options = sorted({*options, *(registry.names() if registry else ())})
-            close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
-            meant = f"did you mean {close}? " if close else ""
-            is_open = registry is not None and registry.entry_points is not None
-            own = "; plugins=[module] registers your own" if is_open else ""
-            message = f"there is no such option; {meant}known: {', '.join(options)}{own}"
-            return [], [ConfigIssue(group, message, value)]
-        text = override.input_line.lstrip("+")
-        return [text if in_defaults else "+" + text], []
+            return [ConfigIssue(group, message, value)]
+        registry = self._registries.get(group)
+        options = sorted({*options, *(registry.names() if registry else ())})
+        close = FOREIGN_OPTIONS.get(f"{group}={value}".lower()) or nearest(str(value), options)
+        meant = f"did you mean {close}? " if close else ""
+        is_open = registry is not None and registry.entry_points is not None
+        own = "; plugins=[module] registers your own" if is_open else ""
+        message = f"there is no such option; {meant}known: {', '.join(options)}{own}"
+        return [ConfigIssue(group, message, value)]
 
-    def _groups_in_defaults(self, config_name: str) -> frozenset[str]:
-        """Return the groups that the primary config, or an experiment it takes, already names."""
-        from hydra.types import RunMode
-
-        if config_name in self._in_defaults:  # a third of the time that composing takes
-            return self._in_defaults[config_name]
-        try:
-            known = self._loader.compute_defaults_list(config_name, [], RunMode.RUN)
-        except Exception as error:
-            problem = _hydra_problem(error)
-            if problem is None:
-                raise
-            raise ConfigError([problem]) from None
-        self._in_defaults[config_name] = groups = frozenset(known.overrides.known_choices)
-        return groups
-
-    def _file_origins(self, config_name: str, texts: list[str]) -> dict[str, str]:
-        from hydra._internal.config_repository import CachingConfigRepository
-        from hydra.types import RunMode
+    def _file_origins(self, config_name: str, groups: Sequence[Any]) -> dict[str, str]:
         from omegaconf import OmegaConf
 
-        defaults = self._loader.compute_defaults_list(config_name, texts, RunMode.RUN).defaults
-        repository = CachingConfigRepository(self._loader.repository)
         origins: dict[str, str] = {}
         sources: dict[str, str] = {}
-        for default in defaults:
+        for default in self._files.chosen(config_name, groups):
             if default.config_path.startswith("hydra/"):
                 continue
-            loaded = self._loader._load_single_config(default=default, repo=repository)
-            tree = OmegaConf.to_container(loaded.config, resolve=False)
+            content = self._files.content(config_name, default)
+            tree = OmegaConf.to_container(content, resolve=False)
             where = self._describe(default.config_path)
             for leaf, value in flatten(tree, "").items():
                 origins[leaf] = where
@@ -298,6 +266,48 @@ class Composer:
                 first = comments[0] if comments else ""
                 return first.lstrip("# ") if first.startswith("#") else ""
         return ""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Overrides as Hydra takes them.
+
+    Attributes:
+        groups: Those that choose files.
+        values: Those that set values or remove them, in order.
+        origins: Dotted key of each leaf that one sets -> the override as it was written.
+    """
+
+    groups: list[Any]
+    values: list[Any]
+    origins: dict[str, str]
+
+
+def _with_type(override: Any, kind: Any) -> Any:
+    """Return a parsed override as if it had been written with another prefix: ``+``, ``~``."""
+    text = override.input_line.lstrip("+")
+    prefix = {"ADD": "+", "FORCE_ADD": "++", "DEL": "~"}.get(kind.name, "")
+    return replace(override, type=kind, input_line=prefix + text)
+
+
+@contextmanager
+def _composing() -> Iterator[None]:
+    """Report what Hydra, OmegaConf and YAML find wrong with files and overrides.
+
+    Raises:
+        ConfigError: In place of an error of theirs.
+    """
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        raise ConfigError([_omegaconf_problem(error)]) from None
+    except Exception as error:
+        problem = _hydra_problem(error)
+        if problem is None:
+            raise
+        raise ConfigError([problem]) from None
 
 
 def _taken_preset(tree: dict[Any, Any]) -> list[ConfigIssue]:

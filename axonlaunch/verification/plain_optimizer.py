@@ -62,7 +62,10 @@ def plain_rate(schedule: Any, step: int, *, peak: float, steps: int) -> float:
         peak: Largest rate.
         steps: Of the whole run.
     """
-    warmup = steps // 15 if schedule.warmup_steps == "auto" else schedule.warmup_steps
+    warmup = schedule.warmup_steps
+    if warmup == "auto":
+        ratio = schedule.warmup_ratio
+        warmup = steps // 15 if ratio is None else round(steps * ratio)
     if step < warmup:
         return float(peak * (step + 1) / warmup)
     if schedule.name == "constant":

@@ -258,7 +258,7 @@ class PlainRun:
             )
         gradients = {n: p.grad.clone() for n, p in self._trained.items() if p.grad is not None}
         rate = plain_rate(
-            config.scheduler, number, peak=config.optimizer.lr, steps=config.train.steps
+            config.scheduler, number, peak=config.optimizer.lr, steps=config.train.num_steps
         )
         norm, skipped = self._update(number)
         return ReferenceStep(total, rate, norm, skipped, gradients)
@@ -292,7 +292,7 @@ class PlainRun:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = plain_rate(
-                    config.scheduler, number, peak=group[PEAK], steps=config.train.steps
+                    config.scheduler, number, peak=group[PEAK], steps=config.train.num_steps
                 )
             if not skipped:
                 optimizer.step()

@@ -82,9 +82,9 @@ def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
     Raises:
         ConfigError: It is refused.
     """
-    from axonlaunch import config as configuration
+    from configured import run_config
+
     from axonlaunch.config.errors import plain
-    from axonlaunch.preflight import checks
 
     words = [
         *SETTINGS,
@@ -92,9 +92,7 @@ def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
         *LAYOUTS.get(layout, []),
         *more,
     ]
-    composed = configuration.compose(words)
-    typed = configuration.typed(composed.tree, composed.problems, origins=composed.origins)
-    return checks.resolve(typed)
+    return run_config(words)
 
 
 def prove(kind: str, layout: str) -> Row:

@@ -13,7 +13,7 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.planning.memory.estimate import estimate
 
-pytestmark = pytest.mark.costly
+pytestmark = [pytest.mark.costly, pytest.mark.usefixtures("server")]
 
 PIPELINE = "strategy=pipeline strategy.pipeline.schedule"
 FSDP = "strategy=fsdp strategy.fsdp"
@@ -23,18 +23,15 @@ CASES: dict[int, list[str]] = {
         "strategy=ddp",
         "strategy=ddp strategy.ddp.sync=synchronous train.precision=fp16 model=llama_debug",
         "strategy=ddp strategy.ddp.sync=no_sync train.micro_batch_size=2",
-        "strategy=zero1 train.micro_batch_size=2",
+        f"strategy=zero1 train.micro_batch_size=2 {BF16}",
         "strategy=zero2",
-        "strategy=fsdp train.precision=bf16",
+        "strategy=fsdp train.precision=bf16 train.loss_chunk=24",
         f"strategy=fsdp {BF16}",
         f"strategy=ddp {BF16} optimizer.state_dtype=fp32",
-        f"strategy=zero1 {BF16}",
-        "strategy=fsdp train.loss_chunk=24",
         f"{FSDP}.sharding=no_shard train.activation_checkpointing=full",
         f"{FSDP}.cpu_offload=params",
         f"{FSDP}.cpu_offload=optimizer_states",
         f"{FSDP}.cpu_offload=full",
-        "strategy=tensor",
         "strategy=tensor strategy.tensor.sequence_parallel=true",
         *(f"{PIPELINE}={name}" for name in SCHEDULES),
     ],
@@ -50,7 +47,12 @@ SLOW_CASES: dict[int, list[str]] = {
     2: [
         "strategy=ddp train.micro_batch_size=2",
         "strategy=zero1",
+        f"strategy=zero1 {BF16}",
+        "strategy=zero1 train.micro_batch_size=2",
         "strategy=fsdp",
+        "strategy=fsdp train.precision=bf16",
+        "strategy=fsdp train.loss_chunk=24",
+        "strategy=tensor",
         "strategy=fsdp train.activation_checkpointing=full",
         "strategy=fsdp train.activation_checkpointing=selective",
         f"{PIPELINE}=zbv_zero_bubble train.precision=bf16 train.micro_batch_size=1",

@@ -19,6 +19,7 @@ for room in ROOMS:
         [f"{folder}/{room}" for folder in axonlaunch.__path__], f"axonlaunch.{room}."
     ):
         importlib.import_module(module.name)
-for name in ("pydantic.types", "rich.panel", "rich.progress", "rich.status", "rich.table"):
+of_rich = ("rich.panel", "rich.progress", "rich.status", "rich.table")
+for name in ("pydantic.types", *of_rich, "axonlaunch.models.hf.preload"):
     importlib.import_module(name)
 config.load(["strategy=fsdp", "train.steps=1", "data=text", "data.files=[a]"])

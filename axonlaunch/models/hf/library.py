@@ -135,7 +135,9 @@ def _let_masks_keep_documents_apart() -> None:
 def _keeping_documents_apart(build: Any, masking: Any) -> Any:
     @functools.wraps(build)
     def build_mask(*, mask_function: Any, allow_is_causal_skip: bool = True, **given: Any) -> Any:
-        positions = _DOCUMENTS.get()
+        positions, padding = _DOCUMENTS.get(), given.get("attention_mask")
+        if padding is not None and is_fake(padding) and hides_nothing(padding):
+            given["attention_mask"] = None
         if positions is not None:
             documents = (positions == 0).cumsum(-1)
             mask_function = masking.packed_sequence_compatibility_function(
@@ -147,6 +149,14 @@ def _keeping_documents_apart(build: Any, masking: Any) -> Any:
         )
 
     return build_mask
+
+
+def hides_nothing(padding: Tensor) -> bool:
+    """Say whether a mask of padding shows all tokens.
+
+    Models are given tokens and no mask: one without values is what OPT made of ones until 5.17.
+    """
+    return is_fake(padding) or bool(padding.all())
 
 
 _LOOKING = ("dynamic", "longrope")
@@ -198,11 +208,13 @@ def config_types() -> Any:
 def keys_read_by_code(cls: Any) -> frozenset[str]:
     """Return the keys that a model's code looks for without its configuration declaring them.
 
-    Qwen3-MoE reads ``getattr(config, "head_dim", ...)``, and its class has no such field.
+    Qwen3-MoE reads ``getattr(config, "head_dim", ...)`` and DBRX ``attn_config.rope_theta``, and
+    their classes have no such fields.
     """
     folder = Path(inspect.getfile(cls)).parent
     code = "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
-    return frozenset(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", code))
+    looked_up = set(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", code))
+    return frozenset(looked_up | set(re.findall(r"config\.(\w+)", code)) - {*dir(cls)})
 
 
 @contextmanager

@@ -1,0 +1,145 @@
+"""Folders of YAML as Hydra reads them: each file, and each choice of files, once.
+
+Hydra's own ``load_configuration`` reads every file, and those of its own settings, for each
+configuration. Everything of it that is not public API is used here alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+
+class HydraFiles:
+    """The files of some folders, the first of which comes first; they are expected not to change.
+
+    Errors of Hydra, OmegaConf and YAML pass.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Look into folders; the last is our own."""
+        from hydra._internal.config_loader_impl import ConfigLoaderImpl
+        from hydra._internal.utils import create_config_search_path
+
+        *foreign, ours = folders
+        search_path = create_config_search_path(ours.as_uri())
+        for folder in reversed(foreign):
+            search_path.prepend("user", folder.as_uri())
+        self._loader = ConfigLoaderImpl(search_path)
+        # A user's file may name what configures Hydra, which is then merged and left out; ours
+        # never do, and half of all files to read are Hydra's.
+        self._with_hydra = bool(foreign)
+        self._repositories: dict[str, Any] = {}
+        self._lists: dict[tuple[str, ...], Any] = {}
+        self._trees: dict[tuple[str, ...], Any] = {}
+        self._parsed: dict[str, Any] = {}
+
+    def has_file(self, name: str) -> bool:
+        """Return whether there is such a primary config."""
+        return bool(self._loader.repository.config_exists(name))
+
+    def has_group(self, name: str) -> bool:
+        """Return whether there is a folder of options of this name."""
+        return bool(self._loader.repository.group_exists(name))
+
+    def groups(self) -> list[str]:
+        """Return the groups at the top, ours and a user's."""
+        from hydra.core.object_type import ObjectType
+
+        found = self._loader.repository.get_group_options("", ObjectType.GROUP)
+        return [name for name in found if name != "hydra"]
+
+    def options(self, group: str) -> list[str]:
+        """Return the options of a group for which there is a file, sorted."""
+        return list(self._loader.repository.get_group_options(group))
+
+    def parse(self, text: str) -> Any:
+        """Return Hydra's ``Override`` of a text; who changes it copies it."""
+        if text not in self._parsed:
+            self._parsed[text] = self._parser.parse_overrides([text])[0]
+        return self._parsed[text]
+
+    @cached_property
+    def _parser(self) -> Any:
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        return OverridesParser.create(config_loader=self._loader)
+
+    def groups_in(self, config_name: str) -> frozenset[str]:
+        """Return the groups that the primary config, or an experiment it takes, names."""
+        return frozenset(self._list(config_name, ()).overrides.known_choices)
+
+    def chosen(self, config_name: str, groups: Sequence[Any]) -> list[Any]:
+        """Return Hydra's list of files, in the order in which they are merged.
+
+        Args:
+            config_name: The primary config.
+            groups: Parsed overrides of groups.
+        """
+        return list(self._list(config_name, groups).defaults)
+
+    def compose(self, config_name: str, groups: Sequence[Any], values: Sequence[Any]) -> Any:
+        """Return the DictConfig of files with values set in it.
+
+        Args:
+            config_name: The primary config.
+            groups: Parsed overrides of groups.
+            values: Parsed overrides of values, in the order in which they are applied.
+        """
+        key = _key(config_name, groups)
+        if key not in self._trees:
+            self._trees[key] = self._merged(config_name, self.chosen(config_name, groups))
+        tree = copy.deepcopy(self._trees[key])
+        self._loader._apply_overrides_to_config(list(values), tree)
+        return tree
+
+    def content(self, config_name: str, default: Any) -> Any:
+        """Return the DictConfig of one file of a choice, where its package puts it."""
+        repository = self._repository(config_name)
+        return self._loader._load_single_config(default=default, repo=repository).config
+
+    def _list(self, config_name: str, groups: Sequence[Any]) -> Any:
+        from hydra._internal.defaults_list import create_defaults_list
+
+        key = _key(config_name, groups)
+        if key not in self._lists:
+            self._lists[key] = create_defaults_list(
+                repo=self._repository(config_name),
+                config_name=config_name,
+                overrides_list=list(groups),
+                prepend_hydra=self._with_hydra,
+                skip_missing=False,
+            )
+        return self._lists[key]
+
+    def _merged(self, config_name: str, files: list[Any]) -> Any:
+        from omegaconf import OmegaConf
+
+        repository = self._repository(config_name)
+        tree = self._loader._compose_config_from_defaults_list(defaults=files, repo=repository)
+        tree.pop("hydra", None)
+        OmegaConf.set_struct(tree, True)
+        return tree
+
+    def _repository(self, config_name: str) -> Any:
+        """Return what reads files; the primary config may add folders to those it reads from."""
+        if config_name not in self._repositories:
+            from hydra._internal.config_repository import CachingConfigRepository
+
+            class Copies(CachingConfigRepository):  # type: ignore[misc]
+                """Hydra merges into what it has read; the next choice reads it unchanged."""
+
+                def load_config(self, config_path: str) -> Any:
+                    return copy.deepcopy(super().load_config(config_path))
+
+            repository = Copies(self._loader.repository)
+            self._loader._process_config_searchpath(config_name, [], repository)
+            self._repositories[config_name] = repository
+        return self._repositories[config_name]
+
+
+def _key(config_name: str, groups: Sequence[Any]) -> tuple[str, ...]:
+    return (config_name, *(override.input_line for override in groups))
