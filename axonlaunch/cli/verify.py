@@ -30,7 +30,7 @@ EXAMPLES = """Examples:
 MAX_SHOWN_PARAMETERS = 8
 
 
-SHOWN = {
+_SHOWN = {
     "rate": "learning rates",
     "loss": "losses",
     "gradient": "gradients",
@@ -45,7 +45,7 @@ SHOWN = {
 """Kinds of quantities, in the order of the table."""
 
 
-class Precision(StrEnum):
+class ReferencePrecision(StrEnum):
     """What the single process computes in."""
 
     AS_CONFIGURED = "train.precision"
@@ -58,8 +58,8 @@ def command(
     config_name: ConfigName = "config",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 6,
     reference: Annotated[
-        Precision, typer.Option("--reference", help="Arithmetic of the single process.")
-    ] = Precision.AS_CONFIGURED,
+        ReferencePrecision, typer.Option("--reference", help="Arithmetic of the single process.")
+    ] = ReferencePrecision.AS_CONFIGURED,
     features: Annotated[
         bool, typer.Option("--features", help="List what was exercised, and what was not.")
     ] = False,
@@ -81,7 +81,7 @@ def command(
                 config_name=config_name,
                 config_dirs=config_dir or [],
                 steps=steps,
-                fp64=reference is Precision.FP64,
+                fp64=reference is ReferencePrecision.FP64,
             )
     if as_json:
         print_json(finite(asdict(verdict)))
@@ -121,7 +121,7 @@ def _table(verdict: ParityResult) -> Table:
     table.add_column("")
     table.add_column("largest difference", justify="right")
     table.add_column("tolerance", justify="right")
-    for kind, name in SHOWN.items():
+    for kind, name in _SHOWN.items():
         if kind in verdict.max_differences:
             value, passing = verdict.max_differences[kind], verdict.tolerances[kind]
             table.add_row(name, f"{value:.1e}", f"{passing:.0e}")

@@ -30,13 +30,13 @@ from axonlaunch.verification.differences import Difference
 from axonlaunch.verification.draws import Draw
 from axonlaunch.verification.judge import judge
 from axonlaunch.verification.layout_run import RankReport
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plain_model import threads_for
+from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import (
     NoReferenceError,
     Reference,
     ReferenceStep,
-    reference,
-    threads_for,
+    run_references,
 )
 from axonlaunch.verification.result import ParityResult, failed
 
@@ -49,7 +49,7 @@ _SMALL_BYTES = 2**10
 _TOGETHER_BYTES = 2**11
 
 
-def on_mock(config: RunConfig, plan: Plan) -> ParityResult:
+def on_mock(config: RunConfig, plan: ComparisonPlan) -> ParityResult:
     """Verify a layout whose ranks are threads of this process.
 
     Args:
@@ -59,7 +59,7 @@ def on_mock(config: RunConfig, plan: Plan) -> ParityResult:
     import_plugins(config.plugins)
     config = _with_smooth_updates(config)
     try:
-        references = reference(config, plan)
+        references = run_references(config, plan)
     except NoReferenceError as error:
         return failed(config, plan.steps, str(error))
     world = World.mock(num_ranks(config), timeout_s=config.launch.timeout_s)
@@ -75,18 +75,20 @@ def on_mock(config: RunConfig, plan: Plan) -> ParityResult:
     return judge(config, plan, references, results)
 
 
-def save_reference(config: RunConfig, plan: Plan, folder: str) -> ParityResult | None:
+def save_reference(config: RunConfig, plan: ComparisonPlan, folder: str) -> ParityResult | None:
     """Run the one process for ``verify_on_rank`` to compare with; return a verdict if it fails."""
     import_plugins(config.plugins)
     try:
-        references = reference(_with_smooth_updates(config), plan)
+        references = run_references(_with_smooth_updates(config), plan)
     except NoReferenceError as error:
         return failed(config, plan.steps, str(error))
     torch.save([asdict(one) for one in references], Path(folder) / _SAVED)
     return None
 
 
-def verify_on_rank(config: RunConfig, plan: Plan, folder: str, rank: int) -> ParityResult | None:
+def verify_on_rank(
+    config: RunConfig, plan: ComparisonPlan, folder: str, rank: int
+) -> ParityResult | None:
     """Verify a layout as one of its real ranks; rank 0 judges.
 
     Args:

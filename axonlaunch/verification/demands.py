@@ -15,8 +15,8 @@ from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.checks import find_issues
-from axonlaunch.verification.plan import Plan
-from axonlaunch.verification.reference import NoReferenceError, reference
+from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.reference import NoReferenceError, run_references
 
 _ACCUMULATION = 2
 """Micro-batches of a step, or rounds of a pipeline's schedule."""
@@ -29,7 +29,7 @@ _TRIED = 3
 """Steps whose norms say where a limit lies that some gradients reach, and others don't."""
 
 
-def demanding(config: RunConfig, plan: Plan) -> RunConfig:
+def demanding(config: RunConfig, plan: ComparisonPlan) -> RunConfig:
     """Return a run in the same layout in which more would be seen.
 
     Args:
@@ -71,7 +71,7 @@ def _round(layout: Layout) -> int:
     return next((count for count in counts if rule.fits(count, **shape)), stages)
 
 
-def _update(config: RunConfig, plan: Plan) -> dict[str, Any]:
+def _update(config: RunConfig, plan: ComparisonPlan) -> dict[str, Any]:
     """Return a rate that changes with each step, decay, and buckets that are full early."""
     settings: dict[str, Any] = {"train.steps": plan.steps + _STEPS_LEFT}
     schedule = config.scheduler
@@ -96,7 +96,7 @@ def _with_clipping(config: RunConfig) -> RunConfig:
     if config.train.grad_clip is None:
         return config
     try:
-        steps = reference(config, Plan(steps=_TRIED))[0].steps
+        steps = run_references(config, ComparisonPlan(steps=_TRIED))[0].steps
     except NoReferenceError:  # the comparison itself says why
         return config
     norms = sorted(step.norm for step in steps)

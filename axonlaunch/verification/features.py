@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import Reference
 
 NOT = "not exercised"
 
 
-def features(config: RunConfig, plan: Plan, reference: Reference) -> dict[str, str]:
+def features(config: RunConfig, plan: ComparisonPlan, reference: Reference) -> dict[str, str]:
     """Return, by feature, how it was exercised, or ``not exercised`` and what would.
 
     Args:

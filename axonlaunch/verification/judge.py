@@ -15,7 +15,7 @@ from axonlaunch.verification.differences import ORDER, Difference
 from axonlaunch.verification.draws import draw_problems
 from axonlaunch.verification.features import features
 from axonlaunch.verification.layout_run import RankReport
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import Reference
 from axonlaunch.verification.result import ParityResult, layout_of
 from axonlaunch.verification.tolerances import Tolerances
@@ -28,7 +28,7 @@ _LISTED = 8
 
 def judge(
     config: RunConfig,
-    plan: Plan,
+    plan: ComparisonPlan,
     references: tuple[Reference, Reference],
     reports: Iterable[RankReport],
 ) -> ParityResult:

@@ -30,7 +30,7 @@ from axonlaunch.engines.build import build_engine
 from axonlaunch.verification import inputs
 from axonlaunch.verification.differences import Difference, as_number, of_number, of_tensor
 from axonlaunch.verification.draws import Draw, recorder
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import PREDICTED, Reference
 from axonlaunch.verification.tolerances import PARAMETER_FLOOR, floors, state_floors
 
@@ -61,7 +61,7 @@ class RankReport:
 
 
 def compare(
-    config: RunConfig, world: World, reference: Reference, plan: Plan, *, folder: Path
+    config: RunConfig, world: World, reference: Reference, plan: ComparisonPlan, *, folder: Path
 ) -> RankReport:
     """Run the same steps as one rank of the layout; return every quantity's difference here.
 
@@ -80,7 +80,9 @@ def compare(
 class _LayoutRun:
     """One rank's run."""
 
-    def __init__(self, config: RunConfig, world: World, reference: Reference, plan: Plan) -> None:
+    def __init__(
+        self, config: RunConfig, world: World, reference: Reference, plan: ComparisonPlan
+    ) -> None:
         self._config, self._world = config, world
         self._reference, self._plan = reference, plan
         self.draws: list[Draw] = []

@@ -19,8 +19,9 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.verification import inputs
 from axonlaunch.verification.differences import Difference, of_tensor, simple_ratio
 from axonlaunch.verification.layout_run import prepared_engine
-from axonlaunch.verification.plan import Plan
-from axonlaunch.verification.reference import PlainRun, threads_for
+from axonlaunch.verification.plain_model import threads_for
+from axonlaunch.verification.plan import ComparisonPlan
+from axonlaunch.verification.reference import PlainRun
 from axonlaunch.verification.result import tolerance_of
 from axonlaunch.verification.tolerances import GRADIENT_FLOOR, root_mean_square
 
@@ -129,7 +130,7 @@ def _where(wrong: Sequence[Difference], found: Sequence[Difference], layout: Lay
 def _plain(config: RunConfig) -> _Recorded:
     """Run the first step of the plain model."""
     with torch.random.fork_rng(devices=[]):
-        run = PlainRun(config, Plan(steps=1))
+        run = PlainRun(config, ComparisonPlan(steps=1))
         recorded = _Recorded()
         _record(recorded, [run.model])
         recorded.gradients = run.step(0).gradients
@@ -199,7 +200,9 @@ def _noting(outputs: dict[str, list[Tensor]], name: str) -> Any:
         if not (torch.is_grad_enabled() and module.training):
             return  # shapes are tried out
         for tensor in _floating(output):
-            outputs.setdefault(name, []).append(tensor.detach().clone())
+            calls = outputs.setdefault(name, [])
+            if not any(torch.equal(tensor, before) for before in calls):  # not computed again
+                calls.append(tensor.detach().clone())
 
     return note
 

@@ -9,7 +9,7 @@ AFTER_CHECKPOINT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ComparisonPlan:
     """How long a comparison is.
 
     Attributes:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,16 +25,14 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch
 from axonlaunch.data.loader import Loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
-from axonlaunch.models.build import build_model, initial_weights, on_meta, spec_for
-from axonlaunch.models.loss import cross_entropy_sum
-from axonlaunch.models.spec import ModelOutputs, ModelSpec, not_a_tensor
+from axonlaunch.models.build import build_model, initial_weights, spec_for
+from axonlaunch.models.spec import ModelOutputs, not_a_tensor
 from axonlaunch.verification import inputs
+from axonlaunch.verification.plain_model import LoadableWeights, loss_sum, threads_for
 from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plain_rate
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plan import ComparisonPlan
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SMALL = 20_000_000
-"""Parameters of a model that computes on one thread."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PREDICTED = 2
 """Samples of a prediction."""
 
@@ -94,7 +91,7 @@ class Reference:
     halfway: int = 0
 
 
-def reference(config: RunConfig, plan: Plan) -> tuple[Reference, Reference]:
+def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, Reference]:
     """Run some steps in plain torch, and again from weights that are rounded otherwise.
 
     What the two differ by is what rounding alone makes of this model, step by step.
@@ -114,23 +111,6 @@ def reference(config: RunConfig, plan: Plan) -> tuple[Reference, Reference]:
         raise NoReferenceError(
             f"one process fails, without the layout: {type(error).__name__}: {error}"
         ) from error
-
-
-@contextmanager
-def threads_for(config: RunConfig) -> Iterator[None]:
-    """Compute a small model on one thread inside: to share its work out costs more than the work.
-
-    Args:
-        config: The run's.
-    """
-    before = torch.get_num_threads()
-    parameters = sum(p.numel() for p in on_meta(config.model, seed=config.seed).parameters())
-    if parameters < _SMALL:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _refuse_random(found: Reference, again: PlainRun) -> None:
@@ -160,13 +140,13 @@ def _roughness(config: RunConfig) -> float:
     """Return the distance of two neighbours of 1 in the lowest precision in use."""
     train = config.train
     lowest = (train.precision, train.param_dtype, config.strategy.reduce_dtype)
-    return max(torch.finfo(DTYPES[name]).eps for name in lowest)
+    return max(torch.finfo(_DTYPES[name]).eps for name in lowest)
 
 
 class PlainRun:
     """A model and its optimizers, as a script of one process has them."""
 
-    def __init__(self, config: RunConfig, plan: Plan, *, roughness: float = 0.0) -> None:
+    def __init__(self, config: RunConfig, plan: ComparisonPlan, *, roughness: float = 0.0) -> None:
         self._config, self._plan = config, plan
         self._spec = spec_for(config.model)
         self._layout = Layout.of(config, world_size=num_ranks(config))
@@ -174,7 +154,7 @@ class PlainRun:
         self._loader = Loader(
             dataset, seed=config.seed, global_batch_size=config.train.global_batch_size
         )
-        self._dtype = torch.float64 if plan.fp64 else DTYPES[config.train.precision]
+        self._dtype = torch.float64 if plan.fp64 else _DTYPES[config.train.precision]
         self.model = self._built()
         inputs.move_vectors(self.model.named_parameters())
         self._dropout = inputs.drop_nothing([self.model])
@@ -196,14 +176,16 @@ class PlainRun:
         model = build_model(config.model, seed=config.seed)
         if initial_weights(config.model) is not None:
             World.mock(1).run(
-                lambda world: load_initial_weights(_Weights(model), config.model, world=world)
+                lambda world: load_initial_weights(
+                    LoadableWeights(model), config.model, world=world
+                )
             )
         if self._plan.fp64:
             model.double()
         elif config.train.param_dtype != "fp32":
             for parameter in model.parameters():
                 if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(DTYPES[config.train.param_dtype])
+                    parameter.data = parameter.data.to(_DTYPES[config.train.param_dtype])
         return model.train()
 
     def _masters(self) -> dict[str, Tensor]:
@@ -387,44 +369,6 @@ class PlainRun:
             for key, value in values.items()
         }
         return _copies(self._parameters), _copies(self._buffers()), states
-
-
-def loss_sum(spec: ModelSpec, outputs: Any, targets: Tensor) -> Tensor:
-    """Return the loss's sum over counted targets, as its definition says.
-
-    Cross entropy is ``-log softmax(logits)[target]`` in fp32; an auxiliary loss counts as often as
-    targets do. A model's own loss is called.
-    """
-    if spec.loss is not cross_entropy_sum:
-        return spec.loss(outputs, targets)
-    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
-    counted = targets != IGNORE_INDEX
-    logits = logits[counted]
-    logits = logits if logits.dtype is torch.float64 else logits.float()
-    log_probabilities = logits - logits.logsumexp(-1, keepdim=True)
-    total = -log_probabilities.gather(-1, targets[counted].unsqueeze(-1)).sum()
-    if not isinstance(outputs, Tensor):
-        total = total + outputs.auxiliary_loss.to(total.dtype) * counted.sum()
-    return total
-
-
-@dataclass
-class _Weights:
-    """A model as what initial weights are loaded into."""
-
-    model: nn.Module
-    state: dict[str, Tensor] = field(default_factory=dict)
-
-    def model_state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers, a tied parameter once."""
-        known = self.model.state_dict()
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {name: tensor.detach() for name, tensor in named if name in known}
-
-    def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take values over."""
-        for name, tensor in self.model_state_dict().items():
-            tensor.copy_(state[name])
 
 
 def _has_batch_norm(model: nn.Module) -> bool:

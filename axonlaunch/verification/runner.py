@@ -18,7 +18,7 @@ from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
 from axonlaunch.system.forkserver import Starter
 from axonlaunch.system.temporary_folders import temporary_folder
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult, Proof, failed, layout_of
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def verify(
         backend = "gloo" if config.train.compile else "mock"
         config = configuration.with_values(config, {"launch.backend": backend})
     config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
-    plan = Plan(steps=steps, beyond=True, fp64=fp64)
+    plan = ComparisonPlan(steps=steps, beyond=True, fp64=fp64)
     config = forked_call.call(context, "axonlaunch.verification.demands:demanding", config, plan)
     if config.launch.backend == "mock":
         verdict: ParityResult = forked_call.call(
@@ -114,7 +114,9 @@ def foresee_proof(context: Starter, config: RunConfig) -> Proof | None:
     return cast("Proof", forked_call.call(context, "axonlaunch.verification.proof:foresee", config))
 
 
-def _on_processes(context: ForkServerContext, config: RunConfig, plan: Plan) -> ParityResult:
+def _on_processes(
+    context: ForkServerContext, config: RunConfig, plan: ComparisonPlan
+) -> ParityResult:
     with temporary_folder() as folder:
         run = "axonlaunch.verification.compare:"
         arguments = (config, plan, str(folder))

@@ -36,8 +36,8 @@ _FEW = 2**10
 GRADIENT_FLOOR = 0.1
 # Biases start near 0: beside weights of about this size, what is smaller is no difference.
 PARAMETER_FLOOR = 0.02
-_MOST = {"fp32": 1e-2, "bf16": 0.5, "fp16": 0.5}
-"""What is compared no more: where rounding makes this much of a gradient, nothing is shown."""
+_MOST = {False: 1e-2, True: 0.5}
+"""What rounding may make of a gradient, in fp32 and in lower precision, for it to be compared."""
 
 
 class Tolerances:
@@ -62,7 +62,7 @@ class Tolerances:
         for step, kind in kinds:
             same = [n.relative for n in self._noise.values() if (n.step, n.kind) == (step, kind)]
             self._usual[step, kind] = statistics.median(same)
-        most = _MOST[config.train.precision] if self._is_low else _MOST["fp32"]
+        most = _MOST[self._is_low]
         chaotic = [
             step
             for (step, kind), usual in self._usual.items()

@@ -99,7 +99,7 @@ def prove(kind: str, layout: str) -> Row:
     """Train a class in a layout and in one process, and compare; or export it and load it again."""
     from axonlaunch.config import ConfigError
     from axonlaunch.verification.compare import on_mock
-    from axonlaunch.verification.plan import Plan
+    from axonlaunch.verification.plan import ComparisonPlan
 
     try:
         chosen = chosen_of(kind, layout)
@@ -109,9 +109,9 @@ def prove(kind: str, layout: str) -> Row:
             with tempfile.TemporaryDirectory() as folder:
                 lost = hf_export.difference(chosen, Path(folder))
             return Row(kind, layout, "different" if lost else "equal", lost)
-        result, note = on_mock(chosen, Plan(steps=STEPS)), ""
+        result, note = on_mock(chosen, ComparisonPlan(steps=STEPS)), ""
         if layout in INSTEAD and "got no gradient" in (result.failure or ""):
-            result = on_mock(chosen_of(kind, layout, *INSTEAD[layout]), Plan(steps=STEPS))
+            result = on_mock(chosen_of(kind, layout, *INSTEAD[layout]), ComparisonPlan(steps=STEPS))
             note = f"with {' '.join(INSTEAD[layout])}"
     except ConfigError as error:
         return Row(kind, layout, "refused", "; ".join(map(str, error.problems)))
@@ -130,9 +130,9 @@ def explanation(kind: str, result: ParityResult) -> str:
     too, so they may differ by some times as much.
     """
     from axonlaunch.verification.compare import on_mock
-    from axonlaunch.verification.plan import Plan
+    from axonlaunch.verification.plan import ComparisonPlan
 
-    rounding = on_mock(chosen_of(kind, "", *ONE_BY_ONE), Plan(steps=STEPS))
+    rounding = on_mock(chosen_of(kind, "", *ONE_BY_ONE), ComparisonPlan(steps=STEPS))
     sizes = ("max_loss_difference", "max_gradient_difference", "max_parameter_difference")
     for name in sizes:
         allowed = max(result.tolerance, _BEYOND_ROUNDING * getattr(rounding, name))

@@ -21,7 +21,7 @@ from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.preflight.model_outputs import head_problems
 from axonlaunch.verification import compare
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plan import ComparisonPlan
 
 CHUNK = "train.loss_chunk=5"  # divides neither a sample's 16 tokens nor a micro-batch's
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=8"]
@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_those_of_torch_s_cross_entropy(words: list[str])
     ids=lambda words: words[-1],
 )
 def test_every_layout_gives_what_one_process_gives_without_chunks(layout: list[str]) -> None:
-    verdict = compare.on_mock(run_config([*GPT, CHUNK, *layout]), Plan(steps=2))
+    verdict = compare.on_mock(run_config([*GPT, CHUNK, *layout]), ComparisonPlan(steps=2))
     assert verdict.failure is None
     assert verdict.passed, verdict.differences
 
@@ -98,7 +98,7 @@ def test_models_of_transformers_do_too(
 ) -> None:
     batch = ["train.global_batch_size=8", "train.micro_batch_size=2"]
     verdict = compare.on_mock(
-        run_config(without_folder(kind, CHUNK, *batch, *layout, **changes)), Plan(steps=2)
+        run_config(without_folder(kind, CHUNK, *batch, *layout, **changes)), ComparisonPlan(steps=2)
     )
     assert verdict.failure is None
     assert verdict.passed, verdict.differences
@@ -106,7 +106,7 @@ def test_models_of_transformers_do_too(
 
 def test_bf16_computes_each_chunk_in_bf16() -> None:
     words = ["strategy=ddp", "launch.nproc=2", "train.precision=bf16"]
-    verdict = compare.on_mock(run_config([*GPT, CHUNK, *words]), Plan(steps=2))
+    verdict = compare.on_mock(run_config([*GPT, CHUNK, *words]), ComparisonPlan(steps=2))
     assert verdict.passed, verdict.differences
 
 

@@ -11,7 +11,7 @@ from parity_table import MODELS
 
 from axonlaunch.engines import activation_checkpointing, mesh_engine
 from axonlaunch.verification import compare
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plan import ComparisonPlan
 
 Patch = pytest.MonkeyPatch
 DDP = ["strategy=ddp", "launch.nproc=2"]
@@ -24,7 +24,7 @@ def problems(overrides: list[str]) -> list[str]:
     if overrides is RECOMPUTED:  # blocks that don't draw save no generator's state
         words = without_folder("gpt2", resid_pdrop=0.1)
     chosen = run_config([*words, "train.global_batch_size=8", *overrides])
-    return compare.on_mock(chosen, Plan(steps=2)).differences
+    return compare.on_mock(chosen, ComparisonPlan(steps=2)).differences
 
 
 def seeds(patch: Patch, seed: Any) -> None:

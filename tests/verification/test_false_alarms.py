@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from axonlaunch.verification import compare
 from axonlaunch.verification.demands import demanding
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
 DDP = ["strategy=ddp", "launch.nproc=2"]
@@ -20,7 +20,7 @@ OWN = ["model=custom", "data=digits"]
 
 def verify(overrides: list[str], *, steps: int = 6) -> ParityResult:
     """Verify as the command does."""
-    plan = Plan(steps=steps, beyond=True)
+    plan = ComparisonPlan(steps=steps, beyond=True)
     return compare.on_mock(demanding(run_config([*overrides, "launch.backend=mock"]), plan), plan)
 
 

@@ -10,7 +10,7 @@ from hf_families import FAMILIES
 
 from axonlaunch.config.errors import plain
 from axonlaunch.verification import compare, reference
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
 
@@ -19,7 +19,7 @@ def verify(kind: str, *overrides: str, **changes: Any) -> ParityResult:
     words = ["model=hf", f"model.config={content}", "model.init=random", "data=synthetic_tokens"]
     batch = ["data.sequence_length=16", "train.global_batch_size=8", "scheduler.warmup_steps=0"]
     return compare.on_mock(
-        run_config([*words, *batch, "launch.nproc=2", *overrides]), Plan(steps=2)
+        run_config([*words, *batch, "launch.nproc=2", *overrides]), ComparisonPlan(steps=2)
     )
 
 

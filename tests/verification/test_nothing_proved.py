@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from axonlaunch.config import with_values
 from axonlaunch.verification import compare
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
 LAYERS: dict[str, type[nn.Module]] = {}
@@ -22,7 +22,7 @@ OWN = ["model=custom", f"model.target={__name__}:user", "data=digits"]
 
 def verify(overrides: list[str], *, steps: int = 2, **settings: object) -> ParityResult:
     chosen = run_config(["train.global_batch_size=8", "scheduler.warmup_steps=0", *overrides])
-    return compare.on_mock(with_values(chosen, settings), Plan(steps=steps))
+    return compare.on_mock(with_values(chosen, settings), ComparisonPlan(steps=steps))
 
 
 def user() -> nn.Module:

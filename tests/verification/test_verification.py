@@ -28,7 +28,7 @@ from axonlaunch.models import attention
 from axonlaunch.models import build as models_build
 from axonlaunch.verification import compare
 from axonlaunch.verification.differences import of_number
-from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult
 
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
@@ -41,7 +41,7 @@ def verify(overrides: list[str], *, model: str = "gpt", steps: int = 2) -> Parit
     chosen = run_config(
         [*MODELS[model], "train.global_batch_size=8", "scheduler.warmup_steps=0", *overrides]
     )
-    return compare.on_mock(chosen, Plan(steps=steps))
+    return compare.on_mock(chosen, ComparisonPlan(steps=steps))
 
 
 @pytest.mark.parametrize("overrides", [TENSOR, PIPELINE, SEQUENCE, ONE_BY_ONE], ids=" ".join)

@@ -1,0 +1,74 @@
+"""A model's loss as its definition says, and where its initial weights go, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.config import RunConfig
+from axonlaunch.data.dataset import IGNORE_INDEX
+from axonlaunch.models.build import on_meta
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
+
+_SMALL = 20_000_000
+"""Parameters of a model that computes on one thread."""
+
+
+@contextmanager
+def threads_for(config: RunConfig) -> Iterator[None]:
+    """Compute a small model on one thread inside: to share its work out costs more than the work.
+
+    Args:
+        config: The run's.
+    """
+    before = torch.get_num_threads()
+    parameters = sum(p.numel() for p in on_meta(config.model, seed=config.seed).parameters())
+    if parameters < _SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def loss_sum(spec: ModelSpec, outputs: Any, targets: Tensor) -> Tensor:
+    """Return the loss's sum over counted targets, as its definition says.
+
+    Cross entropy is ``-log softmax(logits)[target]`` in fp32; an auxiliary loss counts as often as
+    targets do. A model's own loss is called.
+    """
+    if spec.loss is not cross_entropy_sum:
+        return spec.loss(outputs, targets)
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    counted = targets != IGNORE_INDEX
+    logits = logits[counted]
+    logits = logits if logits.dtype is torch.float64 else logits.float()
+    log_probabilities = logits - logits.logsumexp(-1, keepdim=True)
+    total = -log_probabilities.gather(-1, targets[counted].unsqueeze(-1)).sum()
+    if not isinstance(outputs, Tensor):
+        total = total + outputs.auxiliary_loss.to(total.dtype) * counted.sum()
+    return total
+
+
+@dataclass
+class LoadableWeights:
+    """A model as what initial weights are loaded into."""
+
+    model: nn.Module
+
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers, a tied parameter once."""
+        known = self.model.state_dict()
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: tensor.detach() for name, tensor in named if name in known}
+
+    def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take values over."""
+        for name, tensor in self.model_state_dict().items():
+            tensor.copy_(state[name])
