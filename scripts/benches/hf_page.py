@@ -44,8 +44,8 @@ proves your own model and layout.
 axonlaunch ls hf --like llama
 axonlaunch ls hf --like gemma --json
 axonlaunch verify model=hf 'model.config={{model_type: qwen3, vocab_size: 256, hidden_size: 64, \
-num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, intermediate_size: 128}}' \
-model.init=random strategy=tensor strategy.tensor.degree=2 launch.nproc=2
+num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, \
+intermediate_size: 128}}' model.init=random strategy=tensor strategy.tensor.degree=2 launch.nproc=2
 ```
 
 How to train them: [models](models.md).
