@@ -1,14 +1,22 @@
 """What a run reports while it trains: plain records, sent by the main rank to whoever shows them.
 
-It holds the records; nothing here shows or writes them.
+It holds the records and the form of a line of ``events.jsonl``; nothing here shows or writes them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+EVENTS = "events.jsonl"
+"""What happened to a run beside its steps, in its folder, in the order of time."""
+
+_LARGEST_EXPONENT = 709.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,32 @@ class Straggler:
 
 @dataclass(frozen=True)
 class StepLogged:
-    """A step that was logged; the fields are those of a line of ``metrics.jsonl``."""
+    """A step that was logged; the fields are those of a line of ``metrics.jsonl``.
+
+    Attributes:
+        step: Optimizer steps done.
+        loss: Mean over the counted targets of the world.
+        lr: Of the step.
+        grad_norm: Before clipping; None: nobody asked.
+        tokens: Targets of the step that counted, of all ranks.
+        tokens_per_s: Of the world.
+        step_s: Seconds of a step, on average since the last logged one.
+        peak_memory_bytes: Of this rank, so far.
+        epoch: How often the training samples were seen by the end of the step.
+        tokens_seen: Targets that counted in all steps up to this one; None where the run resumed
+            from a checkpoint that does not say how many there were.
+        data_wait_s: Of ``step_s``, for how long the main rank waited for data.
+        slowest: The rank that others wait for; None: none was seen.
+        mfu: Share of the devices' dense peak that the model needs: 6 FLOPs for each parameter that
+            is not looked up and token, 12 L H Q T for attention, nothing for recomputation. None on
+            a CPU, or where the peak is not known.
+        reserved_bytes: The most that this rank's allocator has reserved of its device.
+        active_bytes: The most that was in blocks which are in use, or whose streams are not done.
+        alloc_retries: How often the allocator has emptied its cache to find room.
+        power_w: Watts that the device draws.
+        utilization: Share of time in which a kernel ran on the device.
+        temperature_c: Of the device, degrees Celsius.
+    """
 
     step: int
     loss: float
@@ -66,7 +99,38 @@ class StepLogged:
     tokens_per_s: float
     step_s: float
     peak_memory_bytes: int
+    epoch: float
+    tokens_seen: int | None
+    data_wait_s: float = 0.0
     slowest: Straggler | None = None
+    mfu: float | None = None
+    reserved_bytes: int | None = None
+    active_bytes: int | None = None
+    alloc_retries: int | None = None
+    power_w: float | None = None
+    utilization: float | None = None
+    temperature_c: float | None = None
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What each rank did with its time in the steps since the last report, in shares of it.
+
+    Attributes:
+        step: Optimizer steps done.
+        machines: Host name of each rank.
+        data: Share of each rank's time in which it waited for data.
+        compute: In which it computed.
+        wait: In which it waited for others.
+        starved: In which its node gave it no core.
+    """
+
+    step: int
+    machines: tuple[str, ...]
+    data: tuple[float, ...]
+    compute: tuple[float, ...]
+    wait: tuple[float, ...]
+    starved: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -78,12 +142,24 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Mean loss over the held-out samples, in nats a target."""
+    """Mean loss over the held-out samples, in nats a target.
+
+    Attributes:
+        perplexity: Of tokens; None of classes.
+        sources: The loss on each source of a mix, by its name.
+    """
 
     step: int
     eval_loss: float
     eval_tokens: int
     unigram_entropy: float | None
+    perplexity: float | None = None
+    sources: dict[str, float] = field(default_factory=dict)
+
+
+def perplexity_of(loss: float) -> float:
+    """Return the perplexity of a loss in nats a token; what no float holds is the largest one."""
+    return math.exp(min(loss, _LARGEST_EXPONENT))
 
 
 @dataclass(frozen=True)
@@ -132,6 +208,18 @@ def merge_finished(finished: Sequence[Finished]) -> Finished:
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
 
 
+def event_line(kind: str, fields: Mapping[str, Any]) -> str:
+    """Return a line of ``events.jsonl``: the time in seconds since 1970, the kind, its fields.
+
+    Numbers that are infinite or not a number, which JSON has not, are null.
+    """
+    known = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in fields.items()
+    }
+    return json.dumps({"time": round(time.time(), 3), "event": kind, **known}) + "\n"
+
+
 class Beat(Protocol):
     """Takes what a rank begins to do, and how many optimizer steps it has done by then."""
 
@@ -144,7 +232,17 @@ def ignore_heartbeat(phase: str, *, step: int | None) -> None:
     del phase, step
 
 
-Event = Started | StepLogged | StepDone | Evaluated | Saved | SampleGenerated | Noted | Finished
+Event = (
+    Started
+    | StepLogged
+    | StepDone
+    | RankTimes
+    | Evaluated
+    | Saved
+    | SampleGenerated
+    | Noted
+    | Finished
+)
 Listener = Callable[[Event], None]
 """Takes events as they happen."""
 

@@ -105,7 +105,7 @@ def test_the_main_rank_alone_logs_each_number_once(tmp_path: Path, calls: list[A
     logged = {step: metrics for _, step, metrics in calls[1:-2]}
     written = [line for line in lines(tmp_path) if "loss" in line]
     assert [{"step": step, **metrics} for step, metrics in logged.items()] == written
-    assert calls[-2][2].keys() == {"eval_loss", "eval_tokens"}
+    assert calls[-2][2].keys() == {"eval_loss", "eval_tokens", "perplexity"}
 
 
 def test_a_run_that_fails_closes_its_loggers_as_failed(tmp_path: Path, calls: list[Any]) -> None:

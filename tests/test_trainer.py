@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from axonlaunch.events import (
     Event,
     Finished,
     Monitor,
+    Noted,
     SampleGenerated,
     Saved,
     Started,
@@ -72,6 +74,17 @@ def test_evaluation_counts_every_held_out_target_once(tmp_path: Path) -> None:
     assert [event.step for event in many] == [2, 4]
     assert {event.eval_tokens for event in many + one} == {19 * 8}
     assert [e.eval_loss for e in many] == pytest.approx([e.eval_loss for e in one], rel=1e-5)
+
+
+def test_each_batch_of_an_evaluation_and_each_tensor_of_a_save_is_progress(tmp_path: Path) -> None:
+    chosen = configured(
+        tmp_path, "train.steps=1", "train.eval_batches=3", "checkpoint.every=1", ranks=1
+    )
+    beats: list[str] = []
+    monitor = Monitor(beat=lambda phase, *, step: beats.append(phase))
+    World.mock(1).run(lambda world: worker.run(chosen, world, monitor=monitor))
+    assert beats.count("evaluating") == 3
+    assert beats.count("saving") > 10  # weights and two states of each
 
 
 def test_no_evaluation_where_none_is_asked_for(tmp_path: Path) -> None:
@@ -201,3 +214,48 @@ def test_metrics_take_no_event_without_numbers(tmp_path: Path) -> None:
     write = JSONLLogger(tmp_path / "metrics.jsonl", resumed_at=None)
     write(Saved(step=1, path="x", seconds=0.1, stalled_s=0.1))
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_tokens_seen_and_epochs_are_counted_across_a_resume(tmp_path: Path) -> None:
+    words = ["train.log_every=2", "checkpoint.every=2", "data.num_samples=20", "scheduler=constant"]
+    words += ["train.eval_batches=0"]
+    train(tmp_path, *words, "train.steps=2")
+    events = train(tmp_path, *words, "train.steps=6")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["tokens_seen"], line["epoch"]) for line in lines] == [
+        (1, 64, 0.4),
+        *((step, 64 * step, step * 8 / 20) for step in (2, 3, 4, 6)),
+    ]
+    assert of(StepLogged, events)[-1].tokens_seen == 6 * 64
+
+
+def test_an_evaluation_comes_before_the_first_step_where_it_is_asked_for(tmp_path: Path) -> None:
+    events = train(tmp_path, "train.steps=2", "train.eval_at_start=true", "train.eval_batches=1")
+    evaluated = of(Evaluated, events)
+    assert [event.step for event in evaluated] == [0, 2]
+    assert evaluated[0].perplexity == pytest.approx(math.exp(evaluated[0].eval_loss))
+
+
+STILL = ["train.steps=20", "train.eval_every=2", "train.early_stop=2", "train.eval_batches=1"]
+STILL += ["scheduler=constant", "optimizer.lr=1e-30", "checkpoint.every=1"]
+"""A rate by which no weight changes, so that no evaluation finds a lower loss."""
+
+
+def test_training_ends_when_evaluations_get_no_better(tmp_path: Path) -> None:
+    events = train(tmp_path, *STILL)
+    assert [event.step for event in of(Evaluated, events)] == [2, 4, 6]
+    [finished] = of(Finished, events)
+    assert (finished.step, finished.interrupted) == (6, False)
+    assert of(Saved, events)[-1].step == 6
+    [note] = [event.text for event in of(Noted, events)]
+    assert note.startswith("train.early_stop=2: training ends, as 2 evaluations found no lower ")
+    again = train(tmp_path, *STILL)
+    assert not of(StepLogged, again)
+    assert of(Finished, again)[0].step == 6
+
+
+def test_a_resumed_run_ends_early_where_it_would_have_ended(tmp_path: Path) -> None:
+    train(tmp_path, *STILL, "train.log_every=1", stop_at=4)
+    events = train(tmp_path, *STILL)
+    assert of(Started, events)[0].step < 6
+    assert of(Finished, events)[0].step == 6

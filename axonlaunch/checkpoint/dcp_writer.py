@@ -25,6 +25,7 @@ from axonlaunch.checkpoint import index
 from axonlaunch.checkpoint.dcp_reader import FileSystem as Remote
 from axonlaunch.checkpoint.direct_io import DirectFile
 from axonlaunch.checkpoint.manifest import INDEX, Checkpoint, Sum
+from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.checkpoint.step_folders import complete, partial_of, prepare
 from axonlaunch.checkpoint.storage import is_remote
 
@@ -39,25 +40,30 @@ class Writer(FileSystemWriter):
         about: Checkpoint,
         *,
         done: Callable[[], object] = lambda: None,
+        wrote: Callable[[], object] = lambda: None,
         background: bool = False,
+        copies: HostCopies | None = None,
     ) -> None:
         """Remember what is to be written.
 
         Args:
             about: The checkpoint that is to be.
             done: Called on the main rank once it is complete.
+            wrote: Called after each tensor that is written.
             background: A thread writes that has nothing else to do, while others train.
+            copies: Of the state, from which it writes; None: of its own.
         """
         folder = partial_of(about.path)
         where = str(folder)
         super().__init__(where, sync_files=False)  # ours are on disk once closed
         self._summing = _SummingRemote() if is_remote(folder) else _SummingLocal()
-        self._summing.sums = {}
+        self._summing.sums, self._summing.wrote = {}, wrote
         self.fs = cast("FileSystem", self._summing)
         self.path = self.fs.init_path(where)
         self._about = about
         self._done = done
         self._background = background
+        self._copies = copies or HostCopies()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state to host memory, once; torch's own copies what is there already three times.
@@ -65,10 +71,7 @@ class Writer(FileSystemWriter):
         Args:
             state_dict: Nested, of tensors.
         """
-        return {
-            name: self.stage(value) if isinstance(value, dict) else _on_host(value)
-            for name, value in state_dict.items()
-        }
+        return self._copies.copy(state_dict)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave the disk alone: the main rank may still be clearing what an old save has left."""
@@ -113,10 +116,6 @@ class Writer(FileSystemWriter):
         self._done()
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
 def _step_back() -> None:
     """Let training go first on cores that both want; on Linux threads have priorities."""
     if sys.platform == "linux":
@@ -153,6 +152,7 @@ class _Sums:
     """Comes before files' own class: each is summed while it is written."""
 
     sums: dict[str, Sum]
+    wrote: Callable[[], object]
 
     @contextmanager
     def create_stream(
@@ -163,7 +163,7 @@ class _Sums:
             if mode != "wb":
                 yield stream
                 return
-            summed = _SummedStream(stream)
+            summed = _SummedStream(stream, wrote=self.wrote)
             yield summed
         self.sums[os.fspath(path).rpartition("/")[2]] = summed.sum
 
@@ -179,9 +179,10 @@ class _SummingRemote(_Sums, Remote):
 class _SummedStream(io.RawIOBase):
     """A stream that counts and sums what goes through it."""
 
-    def __init__(self, stream: io.IOBase) -> None:
+    def __init__(self, stream: io.IOBase, *, wrote: Callable[[], object]) -> None:
         self.sum = Sum(0, 0)
         self._stream: Any = stream
+        self._wrote = wrote
 
     def writable(self) -> bool:
         return True
@@ -190,6 +191,7 @@ class _SummedStream(io.RawIOBase):
         view = memoryview(data).cast("B")
         self.sum = _added(self.sum, view)
         self._stream.write(view)
+        self._wrote()
         return len(view)
 
     def tell(self) -> int:

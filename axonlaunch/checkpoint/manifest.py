@@ -66,6 +66,9 @@ class Checkpoint:
         eval_loss: Loss of the last evaluation; None without one.
         layout: Of the run that wrote it, in words.
         saved_at: Seconds since the epoch.
+        tokens: Targets that counted, of all steps; None if they were not counted.
+        best_eval_loss: Lowest loss of an evaluation; None without one.
+        evaluations_since: Evaluations after that one.
     """
 
     path: Path
@@ -76,6 +79,9 @@ class Checkpoint:
     eval_loss: float | None = None
     layout: str = ""
     saved_at: float = 0.0
+    tokens: int | None = None
+    best_eval_loss: float | None = None
+    evaluations_since: int = 0
 
 
 @dataclass(frozen=True)
@@ -192,6 +198,9 @@ def _described(folder: Path, about: Mapping[str, Any]) -> Checkpoint:
         eval_loss=_float(about.get("eval_loss")),
         layout=layout,
         saved_at=_float(about.get("saved_at", 0.0)) or 0.0,
+        tokens=None if about.get("tokens") is None else _number(about["tokens"]),
+        best_eval_loss=_float(about.get("best_eval_loss")),
+        evaluations_since=_number(about.get("evaluations_since", 0)),
     )
 
 

@@ -6,6 +6,7 @@ One save is in flight at most; one that fails ends the run, whenever it was begu
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from axonlaunch.checkpoint import step_folders
 from axonlaunch.checkpoint.dcp_writer import Writer
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.planners import WritesBoxes
+from axonlaunch.checkpoint.staging import HostCopies
 from axonlaunch.checkpoint.step_folders import Retention
 from axonlaunch.comm import World
 
@@ -69,6 +71,7 @@ class Saver:
         every: int = 1,
         layout: str = "",
         background: bool = False,
+        wrote: Callable[[], object] = lambda: None,
     ) -> None:
         """Prepare to save; every rank calls this.
 
@@ -79,6 +82,7 @@ class Saver:
             every: Steps between checkpoints.
             layout: The run's, in words.
             background: Write while training continues, from a copy in host memory.
+            wrote: Called after each tensor that is written while training waits.
         """
         self._run_dir = run_dir
         self._world = world
@@ -86,6 +90,8 @@ class Saver:
         self.every = every
         self._layout = layout
         self._background = background
+        self._copies = HostCopies()
+        self._wrote = (lambda: None) if background else wrote
         # Its messages must not meet those of training, which come from another thread.
         several = background and world.world_size > 1
         self._group = dist.new_group(backend="gloo") if several else None
@@ -101,6 +107,9 @@ class Saver:
         samples: int,
         loss: float | None = None,
         eval_loss: float | None = None,
+        tokens: int | None = None,
+        best_eval_loss: float | None = None,
+        evaluations_since: int = 0,
     ) -> list[Completed]:
         """Save a state, as ``Engine.state_dict`` gives it.
 
@@ -121,8 +130,17 @@ class Saver:
             eval_loss=eval_loss,
             layout=self._layout,
             saved_at=time.time(),
+            tokens=tokens,
+            best_eval_loss=best_eval_loss,
+            evaluations_since=evaluations_since,
         )
-        writer = Writer(about, done=self._prune, background=self._background)
+        writer = Writer(
+            about,
+            done=self._prune,
+            wrote=self._wrote,
+            background=self._background,
+            copies=self._copies,
+        )
         done: Future[Any]
         if self._background:
             begun = dcp.async_save(

@@ -10,16 +10,22 @@ import typer
 
 from axonlaunch.cli import (
     checkpoint,
+    compare,
     config,
+    data,
     doctor,
     estimate,
     inspect,
     ls,
     plan,
+    profile,
+    report,
+    runs,
     sample,
     schedule,
     train,
     verify,
+    watch,
 )
 from axonlaunch.cli import (
     help as help_pages,
@@ -43,17 +49,23 @@ for name, module in {
     "train": train,
     "estimate": estimate,
     "plan": plan,
+    "profile": profile,
     "sample": sample,
     "config": config,
     "schedule": schedule,
     "verify": verify,
     "inspect": inspect,
     "ls": ls,
+    "runs": runs,
+    "report": report,
+    "watch": watch,
+    "compare": compare,
     "doctor": doctor,
     "help": help_pages,
 }.items():
     app.command(name, help=module.HELP, epilog=module.EXAMPLES)(module.command)
 app.add_typer(checkpoint.checkpoint_app, name="checkpoint")
+app.add_typer(data.data_app, name="data")
 
 
 def _version(wanted: bool) -> None:

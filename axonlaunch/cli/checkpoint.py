@@ -77,7 +77,7 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from axonlaunch.system.formatting import size
+    from axonlaunch.system.formatting import ago, size
 
     console = Console(highlight=False)
     if not rows and not wrong and not aside:
@@ -90,7 +90,7 @@ def ls(run_dir: RunDir, as_json: Json = False) -> None:
         table.add_row(
             str(row["step"]),
             size(row["bytes"]),
-            _ago(row["saved_at"]),
+            ago(time.time() - row["saved_at"]),
             Text(row["layout"]),
             str(row["world_size"]),
             *("" if row[k] is None else f"{row[k]:.4f}" for k in ("loss", "eval_loss")),
@@ -307,12 +307,3 @@ def _refuse(message: str) -> None:
     from axonlaunch.config import ConfigError, ConfigIssue
 
     raise ConfigError([ConfigIssue("", message)])
-
-
-def _ago(saved_at: float) -> str:
-    """Say how long ago something was."""
-    seconds = max(0.0, time.time() - saved_at)
-    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"

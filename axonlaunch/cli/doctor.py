@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Show hardware and test each backend."""
     from axonlaunch.config import ConfigError, ConfigIssue
-    from axonlaunch.doctor.doctor import diagnose
+    from axonlaunch.diagnostics.doctor.doctor import diagnose
 
     if ranks < 1:
         raise ConfigError([ConfigIssue("--ranks", "must be at least 1", ranks)])

@@ -102,7 +102,7 @@ def _list_proved(like: str | None, *, as_json: bool) -> None:
     """
     from axonlaunch.config import ConfigError, ConfigIssue
     from axonlaunch.config.did_you_mean import unknown
-    from axonlaunch.models.hf.proved import proved
+    from axonlaunch.verification.proved import proved
 
     table = proved()
     families = _like(like, table.named)

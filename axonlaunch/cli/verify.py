@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +14,7 @@ from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from axonlaunch.verification.result import ParityResult
 
@@ -27,11 +29,36 @@ EXAMPLES = """Examples:
 MAX_SHOWN_PARAMETERS = 8
 
 
+SHOWN = {
+    "rate": "learning rates",
+    "loss": "losses",
+    "gradient": "gradients",
+    "norm": "gradient norms",
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "state": "optimizer states",
+    "evaluation": "evaluation",
+    "prediction": "prediction",
+    "checkpoint": "checkpoint, read by one process",
+}
+"""Kinds of quantities, in the order of the table."""
+
+
+class Precision(StrEnum):
+    """What the single process computes in."""
+
+    AS_CONFIGURED = "train.precision"
+    FP64 = "fp64"
+
+
 def command(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 4,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 6,
+    reference: Annotated[
+        Precision, typer.Option("--reference", help="Arithmetic of the single process.")
+    ] = Precision.AS_CONFIGURED,
     as_json: Json = False,
 ) -> None:
     """Check numerical parity with a single process."""
@@ -50,6 +77,7 @@ def command(
                 config_name=config_name,
                 config_dirs=config_dir or [],
                 steps=steps,
+                fp64=reference is Precision.FP64,
             )
     if as_json:
         print_json(finite(asdict(verdict)))
@@ -59,31 +87,46 @@ def command(
 
 
 def _show(verdict: ParityResult, console: Console) -> None:
-    from rich.table import Table
-
-    from axonlaunch.verification.result import norm_tolerance
-
     steps = "1 step" if verdict.steps == 1 else f"{verdict.steps} steps"
     console.print(f"{verdict.layout} vs. single process, {steps}", markup=False)
     if verdict.failure is None:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        table.add_column("")
-        table.add_column("largest difference", justify="right")
-        table.add_column("tolerance", justify="right")
-        tolerance = verdict.tolerance
-        for name, value, passing in (
-            ("losses", verdict.max_loss_difference, tolerance),
-            ("gradients", verdict.max_gradient_difference, tolerance),
-            ("gradient norms", verdict.max_norm_difference, norm_tolerance(tolerance)),
-            ("parameters", verdict.max_parameter_difference, tolerance),
-        ):
-            table.add_row(name, f"{value:.1e}", f"{passing:.0e}")
-        console.print(table)
-        console.print(f"worst parameter  {verdict.worst_parameter}", markup=False)
+        console.print(_table(verdict))
+        console.print(_proved(verdict), markup=False, soft_wrap=True)
     else:
         console.print(verdict.failure, markup=False, soft_wrap=True)
     for line in verdict.differences[:MAX_SHOWN_PARAMETERS]:
         console.print(line, markup=False, soft_wrap=True)
     if len(verdict.differences) > MAX_SHOWN_PARAMETERS:
         console.print(f"and {len(verdict.differences) - MAX_SHOWN_PARAMETERS} more")
-    console.print("[green]passed[/green]" if verdict.passed else "[red]failed[/red]")
+    if verdict.verdict == "nothing proved":
+        console.print(f"[red]nothing proved[/red]: {verdict.reason}", soft_wrap=True)
+    else:
+        console.print("[green]passed[/green]" if verdict.passed else "[red]failed[/red]")
+
+
+def _table(verdict: ParityResult) -> Table:
+    """Return the largest difference of each kind of quantity, and what passes there."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    table.add_column("largest difference", justify="right")
+    table.add_column("tolerance", justify="right")
+    for kind, name in SHOWN.items():
+        if kind in verdict.max_differences:
+            value, passing = verdict.max_differences[kind], verdict.tolerances[kind]
+            table.add_row(name, f"{value:.1e}", f"{passing:.0e}")
+    return table
+
+
+def _proved(verdict: ParityResult) -> str:
+    """Say how many parameters the comparison says something about, and which it does not."""
+    proved = (
+        f"{verdict.parameters_with_gradient} of {verdict.parameters} parameters got a gradient, "
+        f"{verdict.parameters_moved} moved"
+    )
+    names = verdict.unproved_parameters
+    if not names:
+        return proved
+    more = ", ..." if len(names) > MAX_SHOWN_PARAMETERS else ""
+    return f"{proved}; not {', '.join(names[:MAX_SHOWN_PARAMETERS])}{more}"

@@ -152,5 +152,30 @@ def buckets(tensors: Iterable[AnyTensor], *, limit: int) -> Iterator[list[AnyTen
     yield from filling.values()
 
 
+@torch.no_grad()
+def broadcast_tensors(
+    tensors: Iterable[Tensor], *, source: int, group: dist.ProcessGroup, limit: int = 25 * 2**20
+) -> None:
+    """Give every rank of a group one rank's values, in place, many small tensors in a message.
+
+    Args:
+        tensors: The same on every rank, but for their values.
+        source: The global rank.
+        group: Its ranks all call this.
+        limit: Bytes that travel together; a larger tensor goes by itself.
+    """
+    works: list[tuple[dist.Work, Tensor | None, list[Tensor]]] = []
+    for together in buckets(map(_local, tensors), limit=limit):
+        flat = None if len(together) == 1 else torch.cat([one.reshape(-1) for one in together])
+        sent = together[0] if flat is None else flat
+        works.append((dist.broadcast(sent, source, group=group, async_op=True), flat, together))
+    for work, flat, together in works:
+        work.wait()
+        if flat is not None:
+            parts = flat.split([one.numel() for one in together])
+            views = [part.view(one.shape) for part, one in zip(parts, together, strict=True)]
+            torch._foreach_copy_(together, views)
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -82,7 +82,22 @@ def compose(
     composer = composer_of(config_dirs) if config_dirs else _of_ours()
     composed = composer.compose(overrides, config_name=config_name)
     problems = _import_plugins(composed.tree) + composed.problems
-    return _with_registered(dataclasses.replace(composed, problems=problems))
+    return _replaced(_with_registered(dataclasses.replace(composed, problems=problems)))
+
+
+def _replaced(composed: Composed) -> Composed:
+    """Let a key take the place of another one that nobody has set.
+
+    ``train.epochs`` that of the packaged number of steps, ``data.mix`` that of files.
+    """
+    tree = dict(composed.tree)
+    data, train = tree.get("data"), tree.get("train")
+    if isinstance(data, dict) and data.get("mix") and data.get("files") == "???":
+        tree["data"] = {**data, "files": []}
+    has_epochs = isinstance(train, dict) and train.get("epochs") is not None
+    if has_epochs and composed.origins().get("train.steps") == CONFIG:
+        tree["train"] = {**tree["train"], "steps": "auto"}
+    return dataclasses.replace(composed, tree=tree)
 
 
 def composer_of(config_dirs: Sequence[str | Path] = ()) -> Composer:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from axonlaunch.config.documents import DocumentsConfig
+from axonlaunch.config.documents import ChatConfig, DocumentsConfig, TextRowsConfig
 from axonlaunch.config.errors import target_problems
 from axonlaunch.config.registry import Entry, Needs, Registry
 
@@ -193,7 +193,7 @@ def _tokens(config: TokensConfig | SyntheticTokensConfig) -> SampleShape:
     )
 
 
-def _documents(config: DocumentsConfig) -> SampleShape:
+def _text_rows(config: TextRowsConfig) -> SampleShape:
     shape = (config.sequence_length,)
     return SampleShape(kind="tokens", shape=shape, is_packed=config.packing != "none")
 
@@ -224,10 +224,16 @@ DATASETS: Registry[Callable[[Any], Any], DatasetFacts] = Registry(
             DatasetFacts(sample=_bytes, files=("files",), is_text=True),
         ),
         "documents": Entry(
-            "axonlaunch.data.documents:Documents",
+            "axonlaunch.data.mix:build_text",
             "text of rows in files, tokenised: jsonl, csv, parquet, data.files",
             DocumentsConfig,
-            DatasetFacts(sample=_documents, files=("files",), is_text=True, takes_tokenizer=True),
+            DatasetFacts(sample=_text_rows, files=("files",), is_text=True, takes_tokenizer=True),
+        ),
+        "chat": Entry(
+            "axonlaunch.data.mix:build_text",
+            "messages of rows in files, by the chat template of a tokenizer, data.files",
+            ChatConfig,
+            DatasetFacts(sample=_text_rows, files=("files",), is_text=True, takes_tokenizer=True),
         ),
         "tokens": Entry(
             "axonlaunch.data.tokens:TokenFile",

@@ -1,6 +1,7 @@
-"""Options of groups of parameters, ``{pattern: {option: value}}``, typed by the optimizer's fields.
+"""Options of groups, ``{pattern: {option: value}}``, typed by the fields of a dataclass.
 
-It refuses options that the optimizer does not have; whether a pattern matches the model's names is
+Groups are of parameters, of an optimizer, or sources, of a mix. It refuses options that there are
+not; whether a pattern matches the model's names is
 found where there is a model.
 """
 
@@ -30,9 +31,9 @@ def typed_groups(
 
     Args:
         patterns: As composed.
-        schema: The optimizer's dataclass.
+        schema: The dataclass of the optimizer, or of the data.
         extra: Of what a group may set beside its fields.
-        tree: The optimizer's, as composed.
+        tree: Of the optimizer or the data, as composed.
         key: Dotted, of the patterns.
         type_tree: ``validate``, which imports this module.
 
@@ -46,7 +47,7 @@ def typed_groups(
         field.name
         for field in dataclasses.fields(schema)
         if field.name not in ("name", key.rpartition(".")[2])
-        and not field.metadata.get("of_all_parameters")
+        and not field.metadata.get("of_all_groups")
     }
     extras = {f.name for f in dataclasses.fields(extra)}
     is_free = "arguments" in fields  # whose class takes what it takes

@@ -34,7 +34,7 @@ class GroupedOptimizer:
     optimizer's own: any option, and lr_scale; where patterns overlap, the later one's value counts
     """
     state_dtype: Literal["parameter", "fp32"] = field(
-        default="parameter", metadata={"of_all_parameters": True}
+        default="parameter", metadata={"of_all_groups": True}
     )
     """type of the states that have an element for each of a parameter's, and of the update.
     parameter: the weights' own (train.param_dtype); fp32: fp32, also of weights in bf16
@@ -246,11 +246,21 @@ class ConstantConfig:
     name: str = "constant"
     """name of the schedule"""
     warmup_steps: int | Literal["auto"] = field(default="auto", metadata={"min": 0})
-    """steps over which the rate rises linearly to its peak; auto: a fifteenth of the run"""
+    """steps over which the rate rises linearly to its peak; auto: as warmup_ratio says"""
+    warmup_ratio: float | None = field(default=None, metadata={"min": 0, "below": 1})
+    """share of the run over which the rate rises, in place of warmup_steps; null: a fifteenth"""
 
     def warmup(self, steps: int) -> int:
         """Return the steps of warm-up of a run of so many steps."""
-        return steps // 15 if self.warmup_steps == "auto" else self.warmup_steps
+        if self.warmup_steps != "auto":
+            return self.warmup_steps
+        return steps // 15 if self.warmup_ratio is None else round(steps * self.warmup_ratio)
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return ``(field, message)`` for values that don't fit each other."""
+        if self.warmup_ratio is None or self.warmup_steps == "auto":
+            return []
+        return [("warmup_ratio", "scheduler.warmup_steps is set too; use one of them")]
 
 
 @dataclass(frozen=True, kw_only=True)

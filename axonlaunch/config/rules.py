@@ -7,6 +7,7 @@ by ``preflight``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from axonlaunch.config.layout import (
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.optimizer import WSDConfig
 from axonlaunch.config.plain import with_values
-from axonlaunch.config.schema import GROUPS, RunConfig
+from axonlaunch.config.schema import GROUPS, ProfileConfig, RunConfig
 from axonlaunch.config.url import is_url
 
 _LONGEST_NAME, _LONGEST_PATH = 240, 2048
@@ -50,6 +51,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_averaged_parameters(config),
         *_no_replicas(config),
         *degree_issues(config),
+        *_length(config),
         *_schedule(config),
         *_extras(config),
         *_loggers(config),
@@ -58,6 +60,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_tokenizer(config),
         *_saving(config),
         *_node_count(config),
+        *_profile(config),
     ]
     if config.launch.nproc != "auto":
         problems += broken_sizes(config)
@@ -88,6 +91,7 @@ def broken_world_rules(config: RunConfig, *, world_size: int) -> list[ConfigIssu
         *_single(config, world_size),
         *_replicas(config, world_size),
         *_batch(config, world_size),
+        *_profiled_ranks(config, world_size),
     ]
 
 
@@ -192,8 +196,24 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     yield from broken_rounds(config, world_size=world_size)
 
 
+def _length(config: RunConfig) -> Iterator[ConfigIssue]:
+    train = config.train
+    if train.epochs is not None and train.steps != "auto":
+        message = f"train.steps is {train.steps}; use one of them"
+        yield ConfigIssue("train.epochs", message, train.epochs)
+    if train.epochs is None and train.steps == "auto":
+        message = "it is as many as train.epochs takes, which is null; set one of them"
+        yield ConfigIssue("train.steps", message, "auto")
+    if train.early_stop is not None and not (train.eval_every and train.eval_batches):
+        key = "eval_every" if train.eval_batches else "eval_batches"
+        message = f"nothing is evaluated before the end: train.{key} is 0; use null, or evaluate"
+        yield ConfigIssue("train.early_stop", message, train.early_stop)
+
+
 def _schedule(config: RunConfig) -> Iterator[ConfigIssue]:
     steps, schedule = config.train.steps, config.scheduler
+    if steps == "auto":
+        return  # only the data knows; this is checked again then
     warmup = schedule.warmup(steps)
     if schedule.warmup_steps != "auto" and 0 < steps <= warmup:
         message = f"train.steps is {steps}; use fewer, or auto, or train longer"
@@ -236,10 +256,13 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
     """A tokenizer that nothing is tokenised by would silently do nothing."""
     name, path = config.data.name, config.tokenizer.path
     facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
-    if path is not None and not (facts and facts.takes_tokenizer):
+    is_asked = path is not None or config.tokenizer.name == "train"
+    if is_asked and not (facts and facts.takes_tokenizer):
         takers = [one for one, facts in DATASETS.known_facts().items() if facts.takes_tokenizer]
-        message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or null"
-        yield ConfigIssue("tokenizer.path", message, path)
+        instead = "null" if path is not None else "auto"
+        message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or {instead}"
+        key = "path" if path is not None else "name"
+        yield ConfigIssue(f"tokenizer.{key}", message, getattr(config.tokenizer, key))
 
 
 def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -252,6 +275,36 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.checkpoint.keep_best and not config.train.eval_batches:
         message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
         yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+
+
+def _profile(config: RunConfig) -> Iterator[ConfigIssue]:
+    profile, steps = config.train.profile, config.train.profile.steps
+    # How many there are is not known before the data is, where epochs are asked for.
+    last = math.inf if config.train.steps == "auto" else config.train.steps
+    if not steps and profile != ProfileConfig():
+        message = "no step is profiled; write the first and the last, as [10,13]"
+        yield ConfigIssue("train.profile.steps", message, steps)
+    elif steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= last):
+        until = "the last step" if last == math.inf else last
+        example = f"[{min(2, last)},{min(5, last)}]"
+        message = f"expected the first and the last of steps 1 to {until}, as {example}"
+        yield ConfigIssue("train.profile.steps", message, steps)
+    if not profile.ranks or len(set(profile.ranks)) < len(profile.ranks):
+        message = "expected ranks, each once, as [0]"
+        yield ConfigIssue("train.profile.ranks", message, profile.ranks)
+    elif steps and config.launch.backend == "mock" and len(profile.ranks) > 1:
+        message = (
+            "launch.backend=mock runs ranks as threads of one process, of which one can be "
+            "profiled; use [0] or launch.backend=gloo"
+        )
+        yield ConfigIssue("train.profile.ranks", message, profile.ranks)
+
+
+def _profiled_ranks(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
+    ranks = config.train.profile.ranks
+    if not all(0 <= rank < world_size for rank in ranks):
+        message = f"the world has ranks 0 to {world_size - 1}; use those"
+        yield ConfigIssue("train.profile.ranks", message, ranks)
 
 
 def _node_count(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -142,11 +142,29 @@ class StrategyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which steps are profiled, on which ranks."""
+
+    steps: list[int] = field(default_factory=list)
+    """first and last step that torch.profiler records, [10,13]; empty: none"""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """ranks that record; each writes profile/rank_N.json.gz to the run folder"""
+    memory: bool = False
+    """also record every allocation on a GPU, and write a snapshot with the trace, or when a step
+    runs out of memory: profile/rank_N.memory.pickle
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much a step, and in which arithmetic."""
 
-    steps: int = field(default=1000, metadata={"min": 1})
-    """optimizer steps"""
+    steps: int | Literal["auto"] = field(default=1000, metadata={"min": 1})
+    """optimizer steps; auto: as many as epochs takes"""
+    epochs: float | None = field(default=None, metadata={"above": 0})
+    """how often the training rows are seen, in place of steps, rounded up to whole global batches;
+    null: as steps says
+    """
     global_batch_size: int = field(default=32, metadata={"min": 1})
     """samples per optimizer step over the whole world, so that a layout never changes what is
     learned
@@ -159,6 +177,11 @@ class TrainConfig:
     """largest norm of the whole model's gradient; null: no clipping"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """arithmetic of forward and backward; parameters and optimizer states stay fp32"""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """of fp32 matrix products, torch.set_float32_matmul_precision. highest: in fp32; high: on a GPU
+    with TF32, several times as fast and with 10 bits of mantissa in place of 23; medium: in bf16
+    where there is a kernel for it
+    """
     param_dtype: Literal["fp32", "bf16"] = "fp32"
     """type in which weights and their gradients are kept. fp32: as the model builds them; bf16:
     half the bytes, and updates smaller than 1/256 of a weight are lost; with precision=bf16
@@ -173,6 +196,7 @@ class TrainConfig:
     """
     compile: bool = False
     """torch.compile each block"""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     prove: Literal["auto", "always", "never"] = "auto"
     """compare the layout with one process before the first step, on a small model of the same
     architecture. auto: models of transformers in layouts of several ranks, once; always: every
@@ -180,12 +204,26 @@ class TrainConfig:
     """
     deterministic: bool = False
     """refuse operations that are not deterministic"""
+    gc_every: int = field(default=50, metadata={"min": 0})
+    """steps between looks for cycles of Python's objects, on all ranks at once; 0: each rank looks
+    whenever Python does, and the others wait for it
+    """
     log_every: int = field(default=10, metadata={"min": 1})
     """steps between lines of metrics.jsonl"""
     eval_every: int = field(default=0, metadata={"min": 0})
     """steps between evaluations; 0: at the end alone"""
     eval_batches: int = field(default=16, metadata={"min": 0})
     """global batches per evaluation, at most what is held out; 0: no evaluation"""
+    eval_at_start: bool = False
+    """evaluate before the first step too"""
+    early_stop: int | None = field(default=None, metadata={"min": 1})
+    """evaluations in a row without a lower loss after which training ends; null: it does not"""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps, which are known once what depends on the data is resolved."""
+        assert self.steps != "auto"
+        return self.steps
 
     @property
     def parameter_bytes(self) -> int:

@@ -72,7 +72,7 @@ class _Walk:
         reported = {problem.key for problem in self.problems}
         for name, message in getattr(config, "problems", list)():
             if (key := _below(prefix, name)) not in reported:
-                self._add(key, message, getattr(config, name, None))
+                self._add(key, message, getattr(config, name, ...))
         return config
 
     def _values(self, tree: dict[str, Any], schema: type, prefix: str) -> dict[str, Any]:

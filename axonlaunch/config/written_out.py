@@ -30,9 +30,9 @@ def written_out(config: RunConfig, *, accelerators: int) -> RunConfig:
     config = with_backend(resolved(config, accelerators=accelerators), accelerators=accelerators)
     if problems := list(broken_sizes(config)):
         raise ConfigError(problems)
-    settings: dict[str, Any] = {
-        "scheduler.warmup_steps": config.scheduler.warmup(config.train.steps)
-    }
+    settings: dict[str, Any] = {}
+    if config.train.steps != "auto" and config.scheduler.warmup_ratio is None:
+        settings["scheduler.warmup_steps"] = config.scheduler.warmup(config.train.steps)
     least, most = nodes(config)
     if least == most:
         layout = Layout.of(config, world_size=num_ranks(config))

@@ -42,7 +42,7 @@ def build_dataset(
     if problems:
         raise ConfigError(
             [
-                ConfigIssue(f"data.{name}", message, getattr(config, name))
+                ConfigIssue(f"data.{name}", message, getattr(config, name, ...))
                 for name, message in problems
             ]
         )
@@ -50,6 +50,7 @@ def build_dataset(
     facts = DATASETS.facts(config.name)
     if facts is None or not facts.takes_tokenizer:
         return build(config)
-    from axonlaunch.data.tokenizer import load_tokenizer
+    from axonlaunch.data.learned_tokenizer import load_or_learn
 
-    return build(config, load_tokenizer(tokenizer or TokenizerConfig()), report=report)
+    made_by = load_or_learn(tokenizer or TokenizerConfig(), config, report=report)
+    return build(config, made_by, report=report)

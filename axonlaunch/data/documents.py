@@ -12,26 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from axonlaunch.config.documents import DocumentsConfig
-from axonlaunch.data.encoding import Encoded, OnProgress
+from axonlaunch.data.encoding import Encoded
 from axonlaunch.data.rows import Row
-from axonlaunch.data.text_rows import TextRows
 from axonlaunch.data.tokenizer import Tokenizer
-
-
-class Documents(TextRows):
-    """Rows of the tokens of a text field; every token but a document's first is a target."""
-
-    def __init__(
-        self, config: DocumentsConfig, tokenizer: Tokenizer, *, report: OnProgress
-    ) -> None:
-        """Tokenise what is not tokenised yet.
-
-        Raises:
-            ConfigError: A file can't be read, a row is none, or nothing is left to train on.
-        """
-        encoder = DocumentEncoder(tokenizer, field=config.text_field)
-        super().__init__(config, tokenizer, encoder, report=report)
 
 
 class DocumentEncoder:

@@ -65,14 +65,18 @@ class Tokenising:
         fraction: Share of all files' bytes that is done.
         tokens: Made so far.
         waits: Whether another process makes them, and this one waits.
+        learns: Whether a tokenizer is learned of the text.
     """
 
     file: str
     fraction: float
     tokens: int = 0
     waits: bool = False
+    learns: bool = False
 
     def __str__(self) -> str:
+        if self.learns:
+            return f"learning a tokenizer of {self.file}"
         if self.waits:
             return f"waiting for another process that tokenises {self.file}"
         done = round(self.fraction * _BAR)

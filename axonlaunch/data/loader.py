@@ -77,8 +77,7 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         """Return this shard's rows of a step's global batch: a contiguous slice of it."""
-        batch = self.dataset.samples(self.indices(step), split="train")
-        return batch.pin_memory() if self._pin_memory else batch
+        return self._placed(self.dataset.samples(self.indices(step), split="train"))
 
     def iterate(self, start_step: int = 0) -> Generator[Batch]:
         """Yield the batches of this step and all after it, without end, loaded in a thread.
@@ -97,7 +96,11 @@ class Loader:
                 pool.shutdown(cancel_futures=True)
 
     def eval_batches(
-        self, num_batches: int | None = None, *, batch_size: int | None = None
+        self,
+        num_batches: int | None = None,
+        *,
+        batch_size: int | None = None,
+        part: range | None = None,
     ) -> Iterator[Batch]:
         """Yield this shard's rows of the held-out samples, each sample once over all shards.
 
@@ -107,21 +110,26 @@ class Loader:
         Args:
             num_batches: Global batches at most, a fixed random choice of samples; None: all.
             batch_size: Samples of a batch over all shards; None: ``global_batch_size``.
+            part: Of the held-out samples; None: all.
 
         Raises:
             ValueError: The batch can't be shared evenly.
         """
         size = batch_size or self.global_batch_size
-        rows, samples = _rows(size, self._num_shards), self.dataset.num_eval_samples
+        part = range(self.dataset.num_eval_samples) if part is None else part
+        rows, samples = _rows(size, self._num_shards), len(part)
         available = -(-samples // size)
         for number in range(available if num_batches is None else min(num_batches, available)):
             first = number * size + self._shard * rows
             positions = np.arange(first, first + rows)
             surplus = positions >= samples
             positions[surplus] = 0
-            indices = permute(positions, size=samples, key=_EVAL_KEY)
+            indices = part.start + permute(positions, size=samples, key=_EVAL_KEY)
             batch = self.dataset.samples(indices, split="eval")
-            yield _uncounted(batch, first_surplus=rows - int(surplus.sum()))
+            yield self._placed(_uncounted(batch, first_surplus=rows - int(surplus.sum())))
+
+    def _placed(self, batch: Batch) -> Batch:
+        return batch.pin_memory() if self._pin_memory else batch
 
 
 def rank_loader(

@@ -6,25 +6,26 @@ out, and which fill which row, follows from the files and the configuration alon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from axonlaunch.config.documents import DocumentsConfig
+from axonlaunch.config.documents import TextRowsConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data import packing, token_cache
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch, Kind, Split
+from axonlaunch.data.document_parts import DocumentPart, TextSummary
+from axonlaunch.data.encoders import make_encoder
 from axonlaunch.data.encoding import Encoder, OnProgress
 from axonlaunch.data.rows import UnreadableFileError
 from axonlaunch.data.shuffle import permute
 from axonlaunch.data.sources import SourceFile, find_sources
 from axonlaunch.data.token_cache import BadRowsError, Shard
-from axonlaunch.data.tokenizer import Tokenizer
-from axonlaunch.system.cache import cache_folder
+from axonlaunch.data.tokenizer import Tokenizer, load_tokenizer
 
 _HELD_OUT_KEY = (1,)
 """Which documents are held out must not depend on a run's seed."""
@@ -46,17 +47,26 @@ class Untokenised:
     kind: Kind = "tokens"
 
 
-def untokenised(config: DocumentsConfig, tokenizer: Tokenizer) -> Untokenised:
+def untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Untokenised:
     """Look at all that is cheap to look at.
 
     Raises:
-        ConfigError: A pattern matches no file, or a file is of no known format.
+        ConfigError: A pattern matches no file, a file is of no known format, or the tokenizer has
+            can't be read, or has no chat template for chats.
     """
-    find_sources(config.files)
-    if isinstance(config.held_out, list):
-        find_sources(config.held_out, key="data.held_out")
+    if tokenizer.name == "train":
+        vocab_size = tokenizer.vocab_size
+    else:
+        loaded = load_tokenizer(tokenizer)
+        make_encoder(config, loaded)
+        vocab_size = loaded.vocab_size
+    for name, source in (config.sources() or {"": config}).items():
+        key = f"data.mix.{name}" if name else "data"
+        find_sources(source.files, key=f"{key}.files")
+        if isinstance(source.held_out, list):
+            find_sources(source.held_out, key=f"{key}.held_out")
     length, is_packed = (config.sequence_length,), config.packing != "none"
-    return Untokenised(tokenizer.vocab_size, length, is_packed)
+    return Untokenised(vocab_size, length, is_packed)
 
 
 class TextRows:
@@ -65,20 +75,20 @@ class TextRows:
     Attributes:
         tokenizer: What made the tokens.
         is_packed: Whether rows hold several documents.
+        folder: Where the tokens are kept.
         notes: What a run says of the data when it starts.
     """
 
     kind: Kind = "tokens"
     is_text = True
 
-    def __init__(
-        self, config: DocumentsConfig, tokenizer: Tokenizer, encoder: Encoder, *, report: OnProgress
-    ) -> None:
+    def __init__(self, config: TextRowsConfig, tokenizer: Tokenizer, *, report: OnProgress) -> None:
         """Tokenise what is not tokenised yet, and fill rows.
 
         Raises:
             ConfigError: A file can't be read, a row is none, or nothing is left to train on.
         """
+        encoder = make_encoder(config, tokenizer)
         self.tokenizer = tokenizer
         self.num_classes = tokenizer.vocab_size
         self.sample_shape = (config.sequence_length,)
@@ -88,7 +98,7 @@ class TextRows:
         sources = find_sources(config.files)
         eval_sources = find_sources(held_out, key="data.held_out")
         self._refuse_overlap(sources, eval_sources)
-        folder = _folder(config)
+        self.folder = folder = token_cache.folder_of(config.cache_dir)
         self._shards = _shards(sources, config, encoder, folder, report)
         train_shards = len(self._shards)
         self._shards += _shards(eval_sources, config, encoder, folder, report)
@@ -104,7 +114,7 @@ class TextRows:
         else:
             held = np.zeros(len(lengths), dtype=bool)
             held[_chosen(config, len(lengths))] = True
-        self._too_long = 0
+        self._too_long = self._uncounted = 0
         self._tables = {
             "train": self._table(documents[~held]),
             "eval": self._table(documents[held]),
@@ -131,18 +141,51 @@ class TextRows:
         targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         # What is left over of a row is a document of its own, of which nothing counts.
         positions = np.zeros(shape, dtype=np.int64)
-        table = self._tables[split]
         for row, index in enumerate(indices):
             at = 0
-            for start, places in zip(*table.pieces(int(index)), strict=True):
-                end = at + int(places)
-                tokens, counted = self._tokens(int(start), int(places) + 1)
+            for piece in self.pieces(int(index), split=split):
+                tokens, places = piece.tokens, len(piece.tokens) - 1
+                end = at + places
                 inputs[row, at:end] = tokens[:-1]
-                targets[row, at:end] = np.where(counted[1:], tokens[1:], IGNORE_INDEX)
+                targets[row, at:end] = np.where(piece.counted[1:], tokens[1:], IGNORE_INDEX)
                 positions[row, at:end] = np.arange(places)
                 at = end
             positions[row, at:] = np.arange(shape[1] - at)
         return Batch.from_numpy(inputs, targets, positions if self.is_packed else None)
+
+    def pieces(self, row: int, *, split: Split) -> Iterator[DocumentPart]:
+        """Yield the documents, or parts of them, that fill a row."""
+        for start, places in zip(*self._tables[split].pieces(row), strict=True):
+            yield DocumentPart(int(start), *self._tokens(int(start), int(places) + 1))
+
+    def sources(self, row: int) -> Iterator[tuple[str, DocumentPart]]:
+        """Yield the file and the row that each piece of a row to train on is of, and the piece."""
+        for piece in self.pieces(row, split="train"):
+            document = int(np.searchsorted(self._starts, piece.start, side="right")) - 1
+            yield self._source(document), piece
+
+    def summaries(self) -> dict[str, TextSummary]:
+        """Count what there is, by reading through which tokens count."""
+        masks = [shard.counted() for shard in self._shards]
+        tokens = [shard.progress.tokens for shard in self._shards]
+        counted = [
+            int(size - len(shard.lengths)) if mask is None else int(np.count_nonzero(mask))
+            for shard, size, mask in zip(self._shards, tokens, masks, strict=True)
+        ]
+        summary = TextSummary(
+            documents=len(self._places),
+            tokens=sum(tokens),
+            counted_tokens=sum(counted),
+            longest_document=int(self._places.max(initial=0)) + 1,
+            rows=self.num_samples,
+            held_out_rows=self.num_eval_samples,
+            row_tokens=self.sample_shape[0],
+            filled=self._tables["train"].filled,
+            too_long=self._too_long,
+            skipped_rows=sum(shard.progress.bad for shard in self._shards),
+            empty_rows=sum(shard.progress.empty for shard in self._shards),
+        )
+        return {"": summary}
 
     def encode(self, text: str) -> list[int]:
         """Turn text that is to be continued into tokens."""
@@ -152,7 +195,9 @@ class TextRows:
         """Turn tokens into text."""
         return self.tokenizer.decode(tokens)
 
-    def _tokens(self, start: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    def _tokens(
+        self, start: int, count: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return tokens of one document, and which of them count."""
         number = int(np.searchsorted(self._first_token, start, side="right")) - 1
         shard, first = self._shards[number], start - int(self._first_token[number])
@@ -161,6 +206,10 @@ class TextRows:
         if counted is None:
             return tokens, np.ones(count, dtype=bool)
         return tokens, counted[first : first + count] != 0
+
+    def _counts(self, start: int, places: int) -> bool:
+        """Say whether a token of a document that was truncated still counts."""
+        return bool(self._tokens(start, places + 1)[1][1:].any())
 
     def _table(self, documents: npt.NDArray[np.int64]) -> packing.RowTable:
         """Fill rows with documents.
@@ -177,20 +226,29 @@ class TextRows:
                 raise ConfigError([self._length_issue(documents[is_long])])
             if self._config.too_long == "drop":
                 starts, places = starts[~is_long], places[~is_long]
-            places = np.minimum(places, length)
+            elif is_long.any():
+                places = np.minimum(places, length)
+                counts = ~is_long
+                counts[is_long] = [
+                    self._counts(*one) for one in zip(starts[is_long], places[is_long], strict=True)
+                ]
+                self._uncounted += int((~counts).sum())
+                starts, places = starts[counts], places[counts]
         return packing.PACKERS[self._config.packing](starts, places, length=length)
 
     def _length_issue(self, documents: npt.NDArray[np.int64]) -> ConfigIssue:
         first = int(documents[0])
-        number = int(np.searchsorted(self._first_document, first, side="right")) - 1
-        place = self._shards[number].place(first - int(self._first_document[number]))
         longest = int(self._places[documents].max()) + 1
         more = f" (and {len(documents) - 1} more)" if len(documents) > 1 else ""
         message = (
-            f"{place}: {int(self._places[first]) + 1} tokens{more}; a row takes "
+            f"{self._source(first)}: {int(self._places[first]) + 1} tokens{more}; a row takes "
             f"{self.sample_shape[0] + 1}; use data.sequence_length={longest - 1}, truncate or drop"
         )
         return ConfigIssue("data.too_long", message, "error")
+
+    def _source(self, document: int) -> str:
+        number = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        return self._shards[number].place(document - int(self._first_document[number]))
 
     def _refuse_overlap(
         self, sources: Sequence[SourceFile], eval_sources: Sequence[SourceFile]
@@ -212,6 +270,9 @@ class TextRows:
         if self._too_long:
             done = {"truncate": "were truncated", "drop": "were dropped"}[config.too_long]
             notes.append(f"data.too_long={config.too_long}: {self._too_long:,} documents {done}")
+        if self._uncounted:
+            left = f"data: {self._uncounted:,} of them were left out"
+            notes.append(f"{left}, as no token of what is left of them counts")
         if empty := sum(shard.progress.empty for shard in self._shards):
             notes.append(f"data: {empty:,} rows have no token to predict and were left out")
         if bad := sum(shard.progress.bad for shard in self._shards):
@@ -222,7 +283,7 @@ class TextRows:
 
 def _shards(
     sources: Sequence[SourceFile],
-    config: DocumentsConfig,
+    config: TextRowsConfig,
     encoder: Encoder,
     folder: Path,
     report: OnProgress,
@@ -246,13 +307,7 @@ def _shards(
         raise ConfigError([ConfigIssue("data.cache_dir", message, config.cache_dir)]) from None
 
 
-def _folder(config: DocumentsConfig) -> Path:
-    if config.cache_dir is not None:
-        return Path(config.cache_dir).expanduser()
-    return cache_folder() / "tokens"
-
-
-def _chosen(config: DocumentsConfig, documents: int) -> npt.NDArray[np.int64]:
+def _chosen(config: TextRowsConfig, documents: int) -> npt.NDArray[np.int64]:
     """Return which documents are held out, the same for every seed.
 
     Raises:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from axonlaunch.data.encoding import Encoded, Encoder, OnProgress, Tokenising
 from axonlaunch.data.rows import BadRow, Row, RowReader, UnreadableFileError
 from axonlaunch.data.sources import SourceFile
+from axonlaunch.system.cache import cache_folder
 from axonlaunch.system.files import replace_text
 
 _FORMAT = 1
@@ -109,6 +110,11 @@ class Shard:
         return f"{self.files[file]}, row {int(self.rows[document])}"
 
 
+def folder_of(cache_dir: str | None) -> Path:
+    """Return the folder that tokens are kept in; None: one of the user's cache."""
+    return cache_folder() / "tokens" if cache_dir is None else Path(cache_dir).expanduser()
+
+
 def shards(
     sources: Sequence[SourceFile],
     encoder: Encoder,
@@ -171,7 +177,7 @@ def _shard(
     while (shard := _opened(complete, group, encoder)) is None:
         partial = complete.with_name(f"{complete.name}.partial")
         waits = functools.partial(report, Tokenising(group[0].name, 0.0, waits=True))
-        with _locked(partial, waits=waits) as is_current:
+        with locked(partial, waits=waits) as is_current:
             if not is_current or complete.exists():
                 continue  # another process has completed it
             _write(partial, group, encoder, skip_bad=skip_bad, report=report)
@@ -203,7 +209,7 @@ def _opened(folder: Path, group: tuple[SourceFile, ...], encoder: Encoder) -> Sh
 
 
 @contextmanager
-def _locked(partial: Path, *, waits: Callable[[], None]) -> Iterator[bool]:
+def locked(partial: Path, *, waits: Callable[[], None]) -> Iterator[bool]:
     """Hold a folder, made if it is not there; give whether it still is what others would find.
 
     The kernel lets go of it however a process ends.

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ import numpy.typing as npt
 
 from axonlaunch.config.data import NUM_BYTES
 from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.config.schema import RunConfig
 from axonlaunch.config.tokenizer import TokenizerConfig
 from axonlaunch.data.text import decode, encode
 from axonlaunch.system.files import opened
@@ -56,8 +59,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Turn a text that is to be continued into tokens."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text; special ones have none."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Turn tokens into text; special ones have none, unless that is asked for."""
 
     def keep(self, folder: Path) -> list[str]:
         """Copy the files into a folder; return their names, [] where there are none."""
@@ -78,8 +81,9 @@ class ByteTokenizer:
         """Turn text into bytes."""
         return encode(text)
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Turn bytes into text; what is no UTF-8 becomes the replacement character."""
+        del special  # there are none
         return decode([token for token in tokens if token < NUM_BYTES])
 
     def keep(self, folder: Path) -> list[str]:
@@ -123,10 +127,10 @@ class PretrainedTokenizer:
         tokens: list[int] = self.transformers(text)["input_ids"]
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == self.end else tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text, without special ones and those that a padded head made up."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Turn tokens into text, without those that a padded head made up."""
         known = [token for token in tokens if token < self.vocab_size]
-        text: str = self.transformers.decode(known, skip_special_tokens=True)
+        text: str = self.transformers.decode(known, skip_special_tokens=not special)
         return text
 
     def keep(self, folder: Path) -> list[str]:
@@ -139,6 +143,27 @@ class PretrainedTokenizer:
     def _ended(self, tokens: list[int]) -> list[int]:
         missing = self.end is not None and tokens[-1:] != [self.end]
         return [*tokens, self.end] if missing and self.end is not None else tokens
+
+
+def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """Return what each token adds to the text; a character has all its bytes with the last one."""
+    texts, before = [], ""
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end], special=True)
+        if text.endswith("\ufffd") and end < len(tokens):
+            texts.append("")
+        else:
+            texts.append(text[len(before) :])
+            before = text
+    return texts
+
+
+def tokenizer_of(config: RunConfig) -> TokenizerConfig:
+    """Return the tokenizer of a run, by its path: that of a model of transformers by default."""
+    own = config.tokenizer
+    if own.name != "auto" or own.path or not isinstance(config.model, HuggingFaceConfig):
+        return own
+    return replace(own, path=config.model.path)
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:

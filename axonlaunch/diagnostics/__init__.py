@@ -1,1 +1,1 @@
-"""What running ranks are doing: hangs, stragglers, collectives."""
+"""What ranks are doing, and what a run was: hangs, stragglers, collectives, the report of a run."""

@@ -103,6 +103,11 @@ def take() -> Record:
     return Record(begun=begun, open=tuple(first))
 
 
+def begun() -> list[tuple[int, str]]:
+    """Return when each collective was begun, in nanoseconds since the epoch, and its axis."""
+    return sorted((entry["time_created_ns"], entry["process_group"][1]) for entry in _entries())
+
+
 def dump() -> bytes:
     """Return all that torch recorded, in the format of its own tools (a pickle).
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
 from axonlaunch.diagnostics.wait_detection import waits
-from axonlaunch.events import Straggler
+from axonlaunch.events import RankTimes, Straggler
 from axonlaunch.system.process_state import queued_s, state
 
 _INTERVAL_S = 0.02
@@ -121,11 +121,11 @@ class _Samples:
         if self.phase != "stepping":
             return ""
         asleep = state(os.getpid(), self._native) == "S"
-        files = _files(sys._current_frames().get(self._thread))
+        files = files_of(sys._current_frames().get(self._thread))
         return "wait" if waits(files, is_asleep=asleep) else "compute"
 
 
-def _files(frame: FrameType | None) -> list[str]:
+def files_of(frame: FrameType | None) -> list[str]:
     """Return the files of a frame and of its two callers."""
     files: list[str] = []
     while frame is not None and len(files) < 3:
@@ -160,11 +160,14 @@ class Stragglers:
         if self._samples is not None:
             self._samples.phase = phase
 
-    def slowest(self) -> Straggler | None:
-        """Return the rank that worked most since the last report; every rank calls this.
+    def measured(self, *, step: int) -> tuple[RankTimes, Straggler] | None:
+        """Return what all ranks did since the last report, and who worked most; all call this.
 
-        What it costs is the share of time by which it works longer than the median of the others.
-        None while too little was seen.
+        What the slowest costs is the share of time by which it works longer than the median of the
+        others. None while too little was seen.
+
+        Args:
+            step: Optimizer steps done.
         """
         if self._samples is None:
             return None
@@ -174,7 +177,12 @@ class Stragglers:
             return None
         self._samples.clear()
         shares = [Shares.of(seconds, queued_s=queued) for *seconds, queued in seen]
-        return slowest_of(shares, self._nodes)
+        by_kind = {
+            kind: tuple(round(getattr(one, kind), 2) for one in shares)
+            for kind in (*_KINDS, "starved")
+        }
+        times = RankTimes(step=step, machines=tuple(self._nodes), **by_kind)
+        return times, slowest_of(shares, self._nodes)
 
     def close(self) -> None:
         """Watch no more."""

@@ -37,6 +37,8 @@ class Engine(Protocol):
 
     step: int
     num_parameters: int
+    num_looked_up: int
+    """Of the whole model's, the embedding's, which no product multiplies with."""
     modules: tuple[nn.Module, ...]
     """This rank's part of the model, a module for each pipeline stage."""
 

@@ -62,6 +62,7 @@ from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.losses import losses_of
 from axonlaunch.engines.tensor.parallelize import divided_classes, parallelize
 from axonlaunch.models.build import construct, initialize_weights, spec_for
+from axonlaunch.models.flops import looked_up_parameters
 from axonlaunch.models.parameter_facts import parameter_facts
 from axonlaunch.models.spec import ModelSpec
 
@@ -151,6 +152,7 @@ def build_engine(
         plan.context = ContextAxis(context_group(world, layout))
     whole = plan.construct()
     num_parameters = sum(p.numel() for p in whole.parameters())
+    num_looked_up = looked_up_parameters(whole)
     facts = parameter_facts(plan.spec, whole)
     ties = tied_names(whole)
     counts: list[int] = []
@@ -190,6 +192,7 @@ def build_engine(
         context=plan.context,
         input_multiple=_length_multiple(config),
         num_parameters=num_parameters,
+        num_looked_up=num_looked_up,
         world=world,
         mesh=mesh,
         layout=layout,
@@ -197,7 +200,7 @@ def build_engine(
         rule=StepRule(
             seed=config.seed,
             grad_clip=train.grad_clip,
-            rate=partial(learning_rate, config.scheduler, steps=train.steps),
+            rate=partial(learning_rate, config.scheduler, steps=train.num_steps),
             peak_rate=config.optimizer.lr,
         ),
     )
@@ -282,7 +285,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
     def divide(model: nn.Module) -> None:
         _parallelize(plan, model)
         if plan.chunked is not None and (head := plan.spec.head_of(model)) is not None:
-            ChunkedLoss(plan.spec.loss, chunk=1).defer(head)
+            ChunkedLoss(plan.spec.loss, chunk=1).defer(head, model)
         if plan.layout.facts.shards_parameters:
             model.to(DTYPES[plan.config.train.precision])  # as it is gathered
         else:
@@ -294,7 +297,7 @@ def _boundaries(plan: _Plan, stages: Sequence[Part]) -> Mapping[int, tuple[Tenso
 def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
     """Recompute, compile, then shard; and fill the model, or a stage, with its weights."""
     if plan.chunked is not None and (head := plan.spec.head_of(stage)) is not None:
-        plan.chunked.defer(head)
+        plan.chunked.defer(head, stage)
     _wrap_blocks(plan, stage)
     if plan.layout.facts.shards_parameters:
         _shard(plan, stage)

@@ -5,8 +5,7 @@ It composes what the other files offer; how a layout computes or synchronises is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup, World
+from axonlaunch.comm.gradient_bucket import broadcast_tensors
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Batch
@@ -28,6 +28,7 @@ from axonlaunch.engines.optimizer.step import Update
 from axonlaunch.engines.pipeline.tied_weights import TiedGradients
 from axonlaunch.engines.precision import LossScale
 from axonlaunch.engines.tensor.losses import Losses
+from axonlaunch.models.module_state import evaluating, model_state, persistent_buffers
 from axonlaunch.models.spec import IGNORE_INDEX
 
 
@@ -78,6 +79,7 @@ class MeshEngine:
         context: ContextAxis | None,
         input_multiple: int,
         num_parameters: int,
+        num_looked_up: int,
         world: World,
         mesh: Mesh,
         layout: Layout,
@@ -98,6 +100,7 @@ class MeshEngine:
             context: Divides sequences; None: every rank sees whole ones.
             input_multiple: What the length of a sequence must be a multiple of.
             num_parameters: Of the whole model.
+            num_looked_up: Of these, as ``models.flops`` counts them.
             world: Who takes part.
             mesh: Where this rank stands.
             layout: Shares of the batch.
@@ -106,6 +109,7 @@ class MeshEngine:
         """
         self.step = 0
         self.num_parameters = num_parameters
+        self.num_looked_up = num_looked_up
         self.modules = passes.modules
         self._passes = passes
         self._update = update
@@ -154,7 +158,8 @@ class MeshEngine:
         """
         self._seed_draws()
         batch = self._own_part(batch)
-        tokens = (batch.targets != IGNORE_INDEX).sum() * int(self._reports_loss)
+        # Summed where the model is: the host of a GPU would have to wait for what other hosts send.
+        tokens = unwaited(_counted(batch) * int(self._reports_loss), self._world.device)
         counting = self._sum_async(tokens)
         factor: Tensor | None = None
 
@@ -163,7 +168,7 @@ class MeshEngine:
             if factor is None:
                 _wait(counting)
                 # Gradients are averaged over the data ranks, but the losses must be summed.
-                factor = unwaited(self._layout.gradient_ranks / tokens.clamp(min=1), targets.device)
+                factor = self._layout.gradient_ranks / tokens.clamp(min=1)
             loss = self._losses.loss(outputs, targets) * factor
             return loss if self._scale is None else loss * self._scale.value
 
@@ -196,17 +201,17 @@ class MeshEngine:
     def evaluate(self, batch: Batch) -> Tensor:
         """Return ``[sum of losses, counted targets]`` of this rank's batch, fp64.
 
-        Of ranks that compute the same samples one gives numbers, the others zeros.
+        Of ranks that compute the same samples one gives numbers, the others zeros. They are on the
+        device, and nothing waits for it.
         """
         self._agree_on_buffers()
         batch = self._own_part(batch)
         with evaluating(self.modules):
             losses = self._passes.losses(batch, loss=self._losses.loss)
         if not self._reports_loss:
-            return torch.zeros(2, dtype=torch.float64)
-        counted = (batch.targets != IGNORE_INDEX).sum()
-        total = torch.stack([loss.double() for loss in losses]).sum().cpu()
-        return torch.stack([total, counted.double()])
+            return torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        total = torch.stack([loss.double() for loss in losses]).sum()
+        return torch.stack([total, unwaited(_counted(batch).double(), total.device)])
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
@@ -319,10 +324,10 @@ class MeshEngine:
         if self._layout.gradient_ranks == 1:
             return
         axes = [axis for axis in ("dp_shard", "dp_replicate") if self._mesh.size(axis) > 1]
-        for buffer in self._buffers:
-            for axis in axes:
-                group = self._mesh.group(axis)
-                dist.broadcast(buffer, group.ranks[0], group=group.torch_group)
+        for axis in axes:
+            group = self._mesh.group(axis)
+            first, members = group.ranks[0], group.torch_group
+            broadcast_tensors(self._buffers, source=first, group=members)
 
     def _seed_draws(self) -> None:
         """Let a resumed run draw (dropout, say) what the uninterrupted one would have drawn.
@@ -347,45 +352,19 @@ class MeshEngine:
         return work
 
 
-@contextmanager
-def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Put modules into evaluation mode, and after that each part into the mode that it had.
-
-    ``train()`` would not do: it also wakes a BatchNorm whose statistics the model froze.
-    """
-    parts = [part for module in modules for part in module.modules()]
-    modes = [part.training for part in parts]
-    for part in parts:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part, mode in zip(parts, modes, strict=True):
-            part.training = mode
-
-
-def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
-    """Return the buffers that belong to a model's state."""
-    state = model.state_dict()
-    return [buffer for name, buffer in model.named_buffers() if name in state]
-
-
-def model_state(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, a tied parameter once."""
-    state = model.state_dict()
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named if name in state}
-
-
 def unwaited(value: Tensor, device: torch.device) -> Tensor:
     """Return a value of the host on a device, without waiting for what the device still computes.
 
     Pageable memory is copied once the device has done everything before it: the host would then
     launch the backward only after the whole forward.
     """
-    if device.type != "cuda" or value.device.type != "cpu":
-        return value.to(device)
+    if value.device == device:
+        return value
     return value.pin_memory().to(device, non_blocking=True)
+
+
+def _counted(batch: Batch) -> Tensor:
+    return (batch.targets != IGNORE_INDEX).sum()
 
 
 def _wait(work: dist.Work | None) -> None:

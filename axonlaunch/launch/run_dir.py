@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,13 +33,24 @@ from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
+from axonlaunch.events import EVENTS, event_line
 from axonlaunch.system import host
-from axonlaunch.system.files import NotRegularError, is_there, opened, read_text, replace_text
+from axonlaunch.system.files import (
+    NotRegularError,
+    append_text,
+    is_there,
+    opened,
+    read_text,
+    replace_text,
+)
+from axonlaunch.system.version_control import commit_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk without space, or without space for this user, refuses a write with."""
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+ESTIMATE = "estimate.json"
+"""The estimated peak of each distinct rank with its parts, as ``estimate`` finds it."""
 CRASH = "crash.json"
 """Who failed first and why, in the folder of a run that failed."""
 
@@ -49,7 +61,11 @@ _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
 
 @contextmanager
 def open_run_dir(
-    config: RunConfig, *, announce: Callable[[str], object], sharing: int | None = None
+    config: RunConfig,
+    *,
+    announce: Callable[[str], object],
+    sharing: int | None = None,
+    is_submitted: bool = False,
 ) -> Iterator[RunConfig]:
     """Make the folder, freeze the configuration in it, and hold it while the run lasts.
 
@@ -60,6 +76,7 @@ def open_run_dir(
         config: Checked.
         announce: Takes a line for the user.
         sharing: How many ranks share the cores that this process may use; None: all of the node's.
+        is_submitted: The run waits in a queue: it is launched later, from this folder.
 
     Raises:
         ConfigError: The folder can't be made, or holds a run that must not be continued.
@@ -80,6 +97,9 @@ def open_run_dir(
         try:
             replace_text(folder / CONFIG, to_yaml(config))
             (folder / CRASH).unlink(missing_ok=True)  # of a run before
+            if not is_submitted:
+                about = {"machine": socket.gethostname(), "commit": commit_of(Path.cwd())}
+                append_text(folder / EVENTS, event_line("launched", about))
         except OSError as error:
             raise _cannot_create(error) from None
         yield config
@@ -106,11 +126,11 @@ def _refuse_special_files(folder: Path) -> None:
         ConfigError: One does.
     """
     try:
-        opened(folder / METRICS).close()
-    except FileNotFoundError:
-        return
+        for name in (METRICS, EVENTS):
+            if is_there(folder / name):
+                opened(folder / name).close()
     except NotRegularError:
-        message = f"{folder / METRICS} is not a regular file; remove it, or use another run folder"
+        message = f"{folder / name} is not a regular file; remove it, or use another run folder"
         raise ConfigError([ConfigIssue("run_dir", message)]) from None
 
 

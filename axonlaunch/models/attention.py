@@ -42,7 +42,8 @@ class Packing(NamedTuple):
 
     Attributes:
         positions: Of each token in its document, [B, T] int64.
-        mask: Whether a token attends to another, [B, 1, T, T] bool.
+        mask: Whether a token attends to another, [B, 1, T, T] bool; where a rank has a part of
+            each row, its tokens to all of the row, [B, 1, T / ranks, T].
     """
 
     positions: Tensor
@@ -53,9 +54,22 @@ class Packing(NamedTuple):
         """Find documents, which begin where positions are 0; None: rows hold one sequence each."""
         if positions is None:
             return None
-        documents = (positions == 0).cumsum(1)
-        same = documents[:, None, :, None] == documents[:, None, None, :]
-        return cls(positions, same.tril())
+        places = torch.arange(positions.shape[1], device=positions.device)
+        return cls.of_part(positions, positions, places)
+
+    @classmethod
+    def of_part(cls, positions: Tensor, whole: Tensor, places: Tensor) -> Packing:
+        """Find the documents of parts of rows.
+
+        Args:
+            positions: Of a part's tokens in their documents, [B, tokens].
+            whole: Of all tokens of the rows, [B, T].
+            places: Where the part's tokens stand in the rows, [tokens].
+        """
+        documents = (whole == 0).cumsum(1)
+        same = documents[:, None, places, None] == documents[:, None, None, :]
+        earlier = places[:, None] >= torch.arange(whole.shape[1], device=whole.device)
+        return cls(positions, same & earlier)
 
 
 class Rotary:

@@ -6,12 +6,15 @@ It reads DTensor's placements; a part that is not made of boxes of the whole is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from axonlaunch.comm import ProcessGroup
@@ -65,6 +68,31 @@ def local_boxes(tensor: Tensor) -> list[Box]:
     intervals = _local_intervals(tensor)
     offsets = product(*map(_starts, intervals))
     return [Box(*box) for box in zip(product(*intervals), offsets, strict=True)]
+
+
+def dtensor_of(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """Return a DTensor of a part that stays where it is.
+
+    ``DTensor.from_local`` copies a part in host memory to the device of the mesh: what is offloaded
+    would be on the device again, and what is then written to it would be written to the copy.
+
+    Args:
+        local: This rank's part.
+        mesh: Its axes.
+        placements: What divides the whole along each.
+        shape: Of the whole.
+        stride: Of the whole.
+    """
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def local_region(tensor: Tensor) -> list[Interval]:

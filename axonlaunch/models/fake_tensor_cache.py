@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from axonlaunch.models import fake_kernels
@@ -89,6 +89,8 @@ class _Memory:
         named = kwargs or {}
         if func in _WITHOUT_TENSORS:
             return func(*args, **named)
+        if func is torch.ops.aten.rand.default and not args[0]:
+            return _likely_number(mode, named)
         key: list[Any] = [
             func.name(),
             torch.is_inference_mode_enabled(),
@@ -200,6 +202,16 @@ class _Made:
             storage = arguments[self.shared].untyped_storage()
             made.set_(storage, self.offset, self.shape, self.stride)
         return memory.fake(mode, made, self.device)
+
+
+def _likely_number(mode: FakeTensorMode, named: dict[str, Any]) -> Any:
+    """Return a random number that has a value, by which code may branch.
+
+    Blocks that are passed over now and then, as layerdrop does, are below it: none is.
+    """
+    with unset_fake_temporarily():
+        number = torch.full((), 1 - 2**-24, dtype=named.get("dtype"), device=named.get("device"))
+    return mode.fake_tensor_converter.from_real_tensor(mode, number, make_constant=True)
 
 
 def _is_repeatable(func: Any, mode: FakeTensorMode) -> bool:

@@ -22,6 +22,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = None,
     seed: int = 0,
+    is_over: Callable[[list[int]], bool] = lambda new_tokens: False,
 ) -> list[int]:
     """Continue a prompt; the same seed gives the same tokens, on every rank that calls it.
 
@@ -34,6 +35,7 @@ def generate(
         temperature: Divides the logits; 0 takes the likeliest token.
         top_k: Draw among so many likeliest tokens; None: among all.
         seed: Random seed.
+        is_over: Says of the new tokens whether there are to be no more.
 
     Returns:
         The new tokens, without the prompt.
@@ -55,6 +57,8 @@ def generate(
             context = torch.tensor([tokens[-context_length:]], device=device)
             logits = model(context)[0, -1].float().cpu()
             tokens.append(_draw(logits, generator, temperature=temperature, top_k=top_k))
+            if is_over(tokens[len(prompt_tokens) :]):
+                break
     return tokens[len(prompt_tokens) :]
 
 

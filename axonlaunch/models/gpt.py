@@ -5,6 +5,8 @@ Plain code for one device; ``None`` in place of a part makes it a pipeline stage
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -69,6 +71,8 @@ class GPT(nn.Module):
     embed_positions: nn.Embedding | None
     norm: nn.LayerNorm | None
     lm_head: nn.Linear | None
+    find_documents: Callable[[Tensor | None], Packing | None] = staticmethod(Packing.of)
+    """Finds the documents of rows; engines that divide sequences put another here."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -99,7 +103,7 @@ class GPT(nn.Module):
             x: Tokens, or hidden states.
             positions: Of each token in its document [B, T], for rows that hold several.
         """
-        packing = Packing.of(positions)
+        packing = self.find_documents(positions)
         if self.embed_tokens is not None and self.embed_positions is not None:
             if positions is None:
                 positions = torch.arange(x.shape[1], device=x.device)
@@ -128,6 +132,7 @@ SPEC = ModelSpec(
     ends=(("embed_tokens", "embed_positions"), ("norm", "lm_head")),
     positions=("embed_positions",),
     unpackable=takes_positions,
+    divides_documents=True,
     inputs="tokens",
     head="lm_head",
     initializers=transformer_initializers,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -147,9 +148,13 @@ def _fill(
     (first, count), *columns = region
     is_blockwise = getattr(initializer, "blockwise", True)
     block_rows = max(1, _BLOCK_NUMEL // max(1, math.prod(shape[1:]))) if is_blockwise else shape[0]
-    generator = torch.Generator()
     seed, name = key
-    for block in range(first // block_rows, -(-(first + count) // block_rows)):
+    # Of a device one copy is made, from memory that it reads directly.
+    on_host = part if part.device.type == "cpu" else _pinned_like(part)
+
+    @torch.no_grad()
+    def draw(block: int) -> None:
+        generator = torch.Generator()
         start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
         generator.manual_seed(_block_seed(seed, initializer.key or name, block))
         drawn = (stop - start, *shape[1:]) if is_blockwise else tuple(whole.shape)
@@ -161,7 +166,21 @@ def _fill(
         values = values[low - start : high - start]
         for dim, (offset, length) in enumerate(columns, start=1):
             values = values.narrow(dim, offset, length)
-        part[low - first : high - first].copy_(values)
+        on_host[low - first : high - first].copy_(values)
+
+    blocks = range(first // block_rows, -(-(first + count) // block_rows))
+    if len(blocks) > 1 < torch.get_num_threads():  # torch draws a block on one thread
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(draw, blocks))
+    else:
+        for block in blocks:
+            draw(block)
+    if on_host is not part:
+        part.copy_(on_host)
+
+
+def _pinned_like(part: Tensor) -> Tensor:
+    return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=part.is_cuda)
 
 
 def materialize(module: nn.Module, *, device: torch.device | str) -> None:

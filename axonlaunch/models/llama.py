@@ -6,6 +6,8 @@ leading ``model.``; ``None`` in place of a part makes it a pipeline stage withou
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -63,6 +65,8 @@ class Llama(nn.Module):
     embed_tokens: nn.Embedding | None
     norm: nn.RMSNorm | None
     lm_head: nn.Linear | None
+    find_documents: Callable[[Tensor | None], Packing | None] = staticmethod(Packing.of)
+    """Finds the documents of rows; engines that divide sequences put another here."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -87,7 +91,7 @@ class Llama(nn.Module):
             x: Tokens, or hidden states.
             positions: Of each token in its document [B, T], for rows that hold several.
         """
-        packing = Packing.of(positions)
+        packing = self.find_documents(positions)
         if self.embed_tokens is not None:
             x = self.embed_tokens(x)
         for layer in self.layers:
@@ -105,6 +109,7 @@ SPEC = ModelSpec(
     ends=(("embed_tokens",), ("norm", "lm_head")),
     positions=("rotary",),
     unpackable=takes_positions,
+    divides_documents=True,
     inputs="tokens",
     head="lm_head",
     initializers=transformer_initializers,

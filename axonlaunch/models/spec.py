@@ -102,6 +102,8 @@ class ModelSpec:
         undivided: Why ``divide`` would not give what the whole gives; empty if it does.
         unpackable: Why rows can't hold several documents; empty if its forward takes ``positions``
             of tokens in their documents, and lets none attend to another.
+        divides_documents: Whether a part of such a row keeps them apart too: the model finds them
+            by an attribute ``find_documents``, which engines replace.
     """
 
     build: Callable[[Any], nn.Module]
@@ -118,6 +120,7 @@ class ModelSpec:
     undivided: Callable[[], str] = lambda: ""
     head: str | None = None
     unpackable: Callable[[], str] = lambda: "its forward takes no positions"
+    divides_documents: bool = False
     adapt: Callable[[ModelSpec, Any], ModelSpec] | None = None
     mixes_samples: bool = False
     max_positions: int | None = None
@@ -166,12 +169,19 @@ class ModelSpec:
 
         They are then in an ``nn.ModuleList``, so that a module can do with fewer.
         """
-        from torch import nn
-
-        blocks = self.blocks(module).values()
-        if not blocks or not isinstance(module.get_submodule(self.layers or ""), nn.ModuleList):
+        if not self.blocks(module):
             return False
-        return len({_looks(block, self.index_names) for block in blocks}) == 1
+        from axonlaunch.models.repeated_blocks import are_alike
+
+        return are_alike(module, self.layers or "", index_names=self.index_names)
+
+    def representative(self, module: nn.Module) -> nn.Module:
+        """Return a copy of few blocks where those show what all do, else the module itself."""
+        if not self.blocks(module):
+            return module
+        from axonlaunch.models.repeated_blocks import representative
+
+        return representative(module, self.layers or "", index_names=self.index_names)
 
 
 def takes_positions() -> str:
@@ -186,15 +196,3 @@ def not_a_tensor(outputs: object) -> ConfigIssue:
     example = f", as in return outputs{part}" if part else ""
     message = f"its forward returns {kind}, not a tensor; return the logits alone{example}"
     return ConfigIssue("model", message)
-
-
-def _looks(block: nn.Module, index_names: tuple[str, ...]) -> tuple[Any, ...]:
-    tensors = [*block.named_parameters(), *block.named_buffers()]
-    settings = [
-        (name, key, value)
-        for name, module in block.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | str) and key not in index_names
-    ]
-    shapes = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
-    return repr(block), tuple(shapes), tuple(settings)

@@ -76,7 +76,8 @@ def _devices(context: ForkServerContext, config: RunConfig) -> list[str]:
     """Return the names of this node's devices that the run's ranks would compute on."""
     if config.launch.backend in ("gloo", "mock"):
         return []
-    machine: dict[str, Any] = forked_call.call(context, "axonlaunch.doctor.machine:machine")
+    look = "axonlaunch.diagnostics.doctor.machine:machine"
+    machine: dict[str, Any] = forked_call.call(context, look)
     return [device["name"] for device in machine["devices"]] if machine["nccl"]["devices"] else []
 
 

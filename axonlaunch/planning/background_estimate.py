@@ -23,7 +23,7 @@ class BackgroundEstimate:
     """The estimated peak memory of a run's highest rank.
 
     Attributes:
-        peak_bytes: None until it is known.
+        estimate: None until it is known.
         reason: Why it is not known.
         traceback: Of the failure that is the reason, where it was one of the estimate's own code.
     """
@@ -42,7 +42,7 @@ class BackgroundEstimate:
             self._config = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
         self._call: forked_call.ForkedCall | None = None
         self._is_hopeless = False
-        self.peak_bytes: int | None = None
+        self.estimate: Estimate | None = None
         self.reason, self.traceback = "no step was done", ""
         if (
             cached := estimate_cache.read_estimate(self._config)
@@ -58,7 +58,7 @@ class BackgroundEstimate:
 
     def begin(self) -> None:
         """Begin to trace, unless it was begun or is known; called at every logged step."""
-        if self.peak_bytes is not None or self._call is not None or self._is_hopeless:
+        if self.estimate is not None or self._call is not None or self._is_hopeless:
             return
         self.reason = "the estimate was not ready when the run had ended"
         try:
@@ -89,4 +89,4 @@ class BackgroundEstimate:
             self.traceback = str(error.__cause__ or "")
 
     def _take(self, estimate: Estimate) -> None:
-        self.peak_bytes, self.reason = estimate.peak_bytes, ""
+        self.estimate, self.reason = estimate, ""

@@ -106,7 +106,7 @@ def forecast(
         hardware=hardware.name if hardware else None,
         memory_bytes=hardware.memory_bytes if hardware else None,
         margin=config.estimate.margin,
-        host_memory=host_memory(config, result.host_bytes),
+        host_memory=host_memory(config, result),
         states_only=analytic,
         notes=[STATES_ALONE] if analytic else [],
     )

@@ -17,7 +17,7 @@ from axonlaunch.config.errors import one_of
 from axonlaunch.config.layout import nodes
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schema import GROUPS
-from axonlaunch.doctor import measured_hardware
+from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning.records import Plan
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver

@@ -70,6 +70,13 @@ class Estimate:
         """Most bytes that a rank keeps offloaded in host memory."""
         return max(rank.host_bytes for rank in self.ranks)
 
+    @property
+    def saved_bytes(self) -> int:
+        """Most bytes on a rank's device that a checkpoint is made of: weights and states."""
+        return max(
+            rank.breakdown["parameters"] + rank.breakdown["optimizer"] for rank in self.ranks
+        )
+
 
 def verdict(num_bytes: float, *, memory: float, margin: float) -> FitVerdict:
     """Say whether an estimate fits a device of so many bytes, though it may be too low.
@@ -122,7 +129,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What a run keeps offloaded in host memory, and what there is.
+    """What a run keeps in host memory, and what there is.
 
     Attributes:
         bytes_per_rank: Of the highest rank.

@@ -18,7 +18,8 @@ from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.data import DATASETS
 from axonlaunch.config.optimizer import OPTIMIZERS
 from axonlaunch.config.parameter_groups import states_of, with_options
-from axonlaunch.data.tokenizer import FOLDER, load_kept, load_tokenizer
+from axonlaunch.data.learned_tokenizer import load_or_learn
+from axonlaunch.data.tokenizer import FOLDER, load_kept
 from axonlaunch.models.build import initial_weights, spec_for
 from axonlaunch.models.parameter_facts import parameter_facts
 
@@ -119,7 +120,9 @@ def _other_tokenizer(config: RunConfig, run_dir: Path) -> Iterator[ConfigIssue]:
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return
     try:
-        before, now = load_kept(run_dir), load_tokenizer(config.tokenizer)
+        before = load_kept(run_dir)
+        data: Any = config.data
+        now = load_or_learn(config.tokenizer, data, report=lambda state: None)
     except ConfigError:
         return  # the data, which needs it, reports it
     if before is not None and before.fingerprint != now.fingerprint:
@@ -151,7 +154,7 @@ def _resumable(
 ) -> Iterator[ConfigIssue]:
     """Compare a checkpoint with the run that is to resume from it."""
     resume = config.checkpoint.resume
-    if checkpoint.step > config.train.steps:
+    if config.train.steps != "auto" and checkpoint.step > config.train.steps:
         message = f"{checkpoint.path} has done {checkpoint.step} already; use more to train on"
         yield ConfigIssue("train.steps", message, config.train.steps)
     if checkpoint.samples != checkpoint.step * config.train.global_batch_size:

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from axonlaunch.comm import nccl
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
-from axonlaunch.config.data import DATASETS
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, num_ranks, resolved, with_backend
 from axonlaunch.config.loggers import CustomLoggerConfig
@@ -36,6 +35,7 @@ from axonlaunch.preflight.dataset import (
     make_dataset,
     packing_problems,
     sample_problems,
+    with_steps,
 )
 from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
@@ -46,6 +46,7 @@ from axonlaunch.preflight.parallelism import (
     sharding_problems,
     tensor_problems,
 )
+from axonlaunch.preflight.paths import with_absolute_paths
 from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
@@ -109,8 +110,11 @@ def _resolved(
         config = with_backend(config, accelerators=devices)
     if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
-    config = _wherever_it_is_read(config)
-    problems = find_issues(config, devices=devices if here else None, report=report)
+    config = with_absolute_paths(config)
+    problems, dataset = _examine(config, devices=devices if here else None, report=report)
+    if here and dataset is not None and not problems:
+        config = with_steps(config, dataset)
+        problems = find_rule_violations(config)  # some are about the number of steps
     if problems:
         raise ConfigError(problems)
     return config
@@ -127,6 +131,13 @@ def find_issues(
             its devices, memory, disk, data and checkpoints then have to suffice. None: it need not.
         report: Is called now and then while text is tokenised, which is done if all else is well.
     """
+    return _examine(config, devices=devices, report=report)[0]
+
+
+def _examine(
+    config: RunConfig, *, devices: int | None, report: OnProgress
+) -> tuple[list[ConfigIssue], Dataset | None]:
+    """Return what is wrong with a configuration, and its dataset where that was made."""
     here = devices is not None
     ranks = num_ranks(config)
     layout = Layout.of(config, world_size=ranks)
@@ -163,9 +174,9 @@ def find_issues(
         problems += _disk(config, model)
         problems += checkpoint_problems(config, model)
     if here and isinstance(dataset, Untokenised) and not problems:
-        tokenised, problems = make_dataset(config, report)
-        problems += [] if tokenised is None else sample_problems(config, tokenised)
-    return problems
+        dataset, problems = make_dataset(config, report)
+        problems += [] if dataset is None else sample_problems(config, dataset)
+    return problems, None if isinstance(dataset, Untokenised) else dataset
 
 
 def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
@@ -179,24 +190,6 @@ def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
     except ConfigError as error:
         return error.problems
     return []
-
-
-def _wherever_it_is_read(config: RunConfig) -> RunConfig:
-    """Return a configuration whose model and tokenizer are found from any working folder."""
-    model = config.model.path if isinstance(config.model, HuggingFaceConfig) else None
-    tokenizer = config.tokenizer.path
-    if DATASETS.facts(config.data.name).takes_tokenizer and config.tokenizer.name == "auto":
-        tokenizer = tokenizer or model
-    found = {"model.path": model, "tokenizer.path": tokenizer}
-    return with_values(
-        config, {key: _absolute(path) for key, path in found.items() if path is not None}
-    )
-
-
-def _absolute(path: str) -> str:
-    """Return the whole path of what is there; a model id stays what it is."""
-    here = Path(path).expanduser()
-    return str(here.absolute()) if here.exists() else path
 
 
 def accelerators() -> int:

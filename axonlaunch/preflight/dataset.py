@@ -5,16 +5,16 @@ Text is tokenised last, when all else was found to be well, for it may take hour
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from axonlaunch import data
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig, with_values
 from axonlaunch.config.data import DATASETS
 from axonlaunch.data.dataset import Dataset, holds_documents
 from axonlaunch.data.encoding import OnProgress
 from axonlaunch.data.text_rows import untokenised
-from axonlaunch.data.tokenizer import load_tokenizer
 from axonlaunch.models.spec import ModelSpec
 
 _DOCUMENT_LENGTH = ("document_length", "null")
@@ -26,7 +26,7 @@ def described_dataset(config: RunConfig) -> tuple[Any, list[ConfigIssue]]:
     if not DATASETS.facts(config.data.name).takes_tokenizer:
         return make_dataset(config, lambda state: None)
     try:
-        return untokenised(config.data, load_tokenizer(config.tokenizer)), []  # type: ignore[arg-type]
+        return untokenised(config.data, config.tokenizer), []  # type: ignore[arg-type]
     except ConfigError as error:
         return None, error.problems
 
@@ -60,6 +60,15 @@ def sample_problems(config: RunConfig, dataset: Dataset) -> Iterator[ConfigIssue
         yield ConfigIssue("train.eval_batches", message, config.train.eval_batches)
 
 
+def with_steps(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """Resolve ``train.epochs`` to the steps in which every training row was seen as often."""
+    train = config.train
+    if train.epochs is None:
+        return config
+    steps = math.ceil(train.epochs * dataset.num_samples / train.global_batch_size)
+    return with_values(config, {"train.steps": steps, "train.epochs": None})
+
+
 def packing_problems(
     config: RunConfig, spec: ModelSpec, dataset: Dataset | None
 ) -> Iterator[ConfigIssue]:
@@ -72,7 +81,8 @@ def packing_problems(
         message = f"a row holds several documents, and model={config.model.name} can't keep them "
         message += f"apart: {reason}; use {instead}"
         yield ConfigIssue(f"data.{field}", message, value)
-    if (degree := config.strategy.context.degree) > 1:
-        message = "a row holds several documents, which divided attention does not keep apart; "
+    if (degree := config.strategy.context.degree) > 1 and not spec.divides_documents:
+        message = f"a row holds several documents, which model={config.model.name} does not keep "
+        message += "apart where attention is divided; "
         message += f"use {instead}, or strategy.context.degree=1 in place of {degree}"
         yield ConfigIssue(f"data.{field}", message, value)

@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from axonlaunch.config import ConfigIssue
 from axonlaunch.data.dataset import Dataset, sample_inputs
+from axonlaunch.engines.tensor.after_head import LogitsUsedError
+from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
 from axonlaunch.models.fake_tensor_cache import silence_fake_tensors, tensors_without_bytes
 from axonlaunch.models.initialization import materialize
 from axonlaunch.models.loss import cross_entropy_sum
@@ -44,12 +46,10 @@ class _Forward:
     Attributes:
         returned: What the model returned; a tensor, if it is one, has no values.
         embeddings: ``{name: rows}`` of the embeddings that looked the inputs themselves up.
-        returns_head: Whether the logits are what the head returned, and nothing else.
     """
 
     returned: Any
     embeddings: dict[str, int]
-    returns_head: bool = False
 
 
 def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
@@ -62,7 +62,7 @@ def output_problems(model: nn.Module, spec: ModelSpec, dataset: Dataset) -> Iter
     """
     if spec.untraceable:
         return
-    forward = _forward(model, sample_inputs(dataset))
+    forward = _forward(spec.representative(model), sample_inputs(dataset))
     if isinstance(forward, Exception):
         if spec.runs_without_values and not isinstance(forward, _NEEDS_VALUES):
             reason = " ".join(str(forward).split())[:400]
@@ -102,11 +102,11 @@ def head_problems(
     elif spec.untraceable:
         why = spec.untraceable
     else:
-        forward = _forward(model, sample_inputs(dataset), head=spec.head)
-        if isinstance(forward, Exception):
+        forward = _forward(spec.representative(model), sample_inputs(dataset), head=spec.head)
+        if isinstance(forward, LogitsUsedError):
+            why = f"{forward} after {spec.head}, which takes them whole"
+        elif isinstance(forward, Exception):
             why = f"the model can't be run without values: {' '.join(str(forward).split())[:200]}"
-        elif not forward.returns_head:
-            why = f"the model changes its logits after {spec.head}, as softcapping does"
     if why:
         yield ConfigIssue("train.loss_chunk", f"{why}; use null", chunk)
 
@@ -119,14 +119,11 @@ def _forward(model: nn.Module, sample: Tensor, *, head: str | None = None) -> _F
         with _unheard(), torch.no_grad(), tensors_without_bytes():
             materialize(model, device="cpu")
             inputs = torch.empty((_SAMPLES, *sample.shape), dtype=sample.dtype)
-            made: list[Any] = []
             if head is not None:
-                noting = model.get_submodule(head)
-                noting.register_forward_hook(lambda module, taken, logits: made.append(logits))
+                ChunkedLoss(cross_entropy_sum, chunk=1).defer(model.get_submodule(head), model)
             with _Lookups(model, inputs.untyped_storage()) as lookups:
                 returned = model(inputs)
-            logits = returned.logits if isinstance(returned, ModelOutputs) else returned
-            return _Forward(returned, lookups.rows, any(logits is one for one in made))
+            return _Forward(returned, lookups.rows)
     except Exception as error:  # a model of others may fail in any way without values
         return error
 

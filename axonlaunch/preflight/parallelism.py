@@ -136,7 +136,9 @@ def tensor_problems(config: RunConfig, spec: ModelSpec, model: nn.Module) -> Ite
         yield from _own_loss(config, plan, model)
     if type(config.model) in OWN_MODEL_CONFIGS or tensor.sequence_parallel:
         return
-    if wrong := disagreement(model, plan, degree=tensor.degree, blocks=spec.blocks(model)):
+    few = model if tensor.plan else spec.representative(model)  # a user's plan may name any block
+    plan = tensor.plan or spec.plan(few)
+    if wrong := disagreement(few, plan, degree=tensor.degree, blocks=spec.blocks(few)):
         yield ConfigIssue("strategy.tensor.degree", wrong, tensor.degree)
 
 

@@ -33,3 +33,12 @@ def quantity(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def ago(seconds: float) -> str:
+    """Say how long ago something was: ``3 min ago``."""
+    seconds = max(0.0, seconds)
+    for unit_s, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit_s:
+            return f"{seconds / unit_s:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

@@ -32,18 +32,25 @@ class PeakWatch(Protocol):
 
 
 class DevicePeak:
-    """The peak that an accelerator's allocator reports."""
+    """The peak that an accelerator's allocator reports, from the second step on.
+
+    Until then it is that of what is done once: weights are read, kernels are tried out.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._steps = 0
 
     def storing(self) -> AbstractContextManager[Any]:
-        """Do nothing, as ``step``."""
+        """Do nothing: the allocator watches by itself."""
         return nullcontext()
 
     def step(self, engine: Engine) -> AbstractContextManager[None]:
-        """Do nothing: what calls it watches by itself."""
+        """Forget, before the second step, what was held until then."""
         del engine
+        self._steps += 1
+        if self._steps == 2 and self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
         return nullcontext()
 
     def peak_bytes(self) -> int | None:

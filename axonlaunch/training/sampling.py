@@ -6,6 +6,8 @@ transformers, whatever layout trained them; others are refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,45 @@ if TYPE_CHECKING:
 _EXPORTED = "config.json"
 _CONTEXT = 2048
 """Tokens that a model is shown whose configuration has no longest sequence."""
+
+
+@dataclass(frozen=True)
+class TrainedText:
+    """A trained model of text.
+
+    Attributes:
+        model: Tokens [1, T] to logits [1, T, vocab], where the tokenizer may have fewer tokens.
+        context_length: Tokens that it was trained to look at.
+        tokenizer: What makes them.
+    """
+
+    model: Callable[[Tensor], Tensor]
+    context_length: int
+    tokenizer: Tokenizer
+
+    def generate(self, prompt: Sequence[int], **options: Any) -> list[int]:
+        """Return the tokens that continue a prompt; ``models.generation`` says by which options."""
+        from axonlaunch.models.generation import generate
+
+        def logits_of_tokens(inputs: Tensor) -> Tensor:
+            return self.model(inputs)[..., : self.tokenizer.vocab_size]
+
+        return generate(logits_of_tokens, prompt, context_length=self.context_length, **options)
+
+
+def load_text_model(folder: Path, *, trusted: bool = False) -> TrainedText:
+    """Load a run's newest checkpoint, or a folder of safetensors.
+
+    Args:
+        folder: Of the run, or of the weights and their ``config.json``.
+        trusted: Whether code that the run's configuration names may run.
+
+    Raises:
+        ConfigError: The folder holds no weights, or not those of a model of text, or a run's
+            configuration names code and is not trusted.
+    """
+    is_exported = (folder / _EXPORTED).is_file() and not (folder / CONFIG).is_file()
+    return TrainedText(*(_exported(folder) if is_exported else _of_run(folder, trusted=trusted)))
 
 
 def continue_prompt(
@@ -57,27 +98,15 @@ def continue_prompt(
     """
     if not prompt:
         raise ConfigError([ConfigIssue("", "--prompt: it is empty; give at least one character")])
-    is_exported = (folder / _EXPORTED).is_file() and not (folder / CONFIG).is_file()
-    loaded = _exported(folder) if is_exported else _of_run(folder, trusted=trusted)
-    from axonlaunch.models.generation import generate
-
-    model, context_length, tokenizer = loaded
-
-    def logits_of_tokens(inputs: Tensor) -> Tensor:
-        """A vocabulary may be padded to more than there are tokens."""
-        logits: Tensor = model(inputs)[..., : tokenizer.vocab_size]
-        return logits
-
-    written = generate(
-        logits_of_tokens,
-        tokenizer.encode(prompt),
+    trained = load_text_model(folder, trusted=trusted)
+    written = trained.generate(
+        trained.tokenizer.encode(prompt),
         max_new_tokens=tokens,
-        context_length=context_length,
         temperature=temperature,
         top_k=top_k,
         seed=seed,
     )
-    return tokenizer.decode(written)
+    return trained.tokenizer.decode(written)
 
 
 def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
@@ -90,8 +119,8 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
     tokenizer = load_kept(folder) or _of_its_model(saved)
     if tokenizer is None or (length := getattr(saved.data, "sequence_length", None)) is None:
         length = _length(saved.data, where=f"{folder}: the run")
-    from axonlaunch.engines.mesh_engine import model_state
     from axonlaunch.models.build import build_model
+    from axonlaunch.models.module_state import model_state
 
     model = build_model(saved.model, seed=saved.seed).eval()
     checkpoint.load_model(newest, model_state(model))

@@ -7,15 +7,18 @@ checkpoint's.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from axonlaunch.checkpoint.saver import Completed, Saver
+from axonlaunch.checkpoint import Checkpoint
+from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config.schema import TrainConfig
+from axonlaunch.data.dataset import Batch
 from axonlaunch.data.loader import Loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.diagnostics.stragglers import Stragglers
@@ -24,13 +27,19 @@ from axonlaunch.events import (
     Evaluated,
     Finished,
     Monitor,
+    Noted,
     Saved,
     StepDone,
     StepLogged,
-    Straggler,
+    perplexity_of,
 )
+from axonlaunch.training.device_use import DeviceUse
+from axonlaunch.training.early_stop import EvaluationHistory
+from axonlaunch.training.garbage import GarbageCollection
 from axonlaunch.training.nonfinite import raise_if_nonfinite
 from axonlaunch.training.peak_memory import PeakWatch, peak_memory_bytes
+from axonlaunch.training.profiling import StepProfiler
+from axonlaunch.training.stop_vote import StopVote
 
 
 @dataclass
@@ -39,11 +48,30 @@ class _Progress:
 
     loss: float | None = None
     eval_loss: float | None = None
+    evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
+    seen: torch.Tensor | int | None = 0
     tokens: int = 0
     seconds: float = 0.0
     since: float = field(default_factory=time.perf_counter)
     steps_since: int = 0
+    waited: float = 0.0
     started: bool = False
+
+    def leave_out_since(self, moment: float) -> None:
+        """Leave what was not a step, from a moment to now, out of the time a step takes."""
+        self.since += time.perf_counter() - moment
+
+    def logged(self, *, loss: float, tokens: int) -> tuple[float, float]:
+        """Take a logged step; return what a step took since the last one, and waited for data."""
+        now = time.perf_counter()
+        seconds = (now - self.since) / self.steps_since
+        waited = self.waited / self.steps_since
+        if self.started:  # the first step also pays for what is done once
+            self.tokens += tokens * self.steps_since
+            self.seconds += seconds * self.steps_since
+        self.started = True
+        self.loss, self.since, self.steps_since, self.waited = loss, now, 0, 0.0
+        return seconds, waited
 
 
 def fit(
@@ -54,10 +82,14 @@ def fit(
     world: World,
     monitor: Monitor,
     watch: PeakWatch,
+    profiler: StepProfiler,
+    use: DeviceUse,
     saver: Saver | None = None,
-    loss: float | None = None,
+    resumed: Checkpoint | None = None,
 ) -> Finished:
-    """Train until ``config.steps`` or until a rank asks to stop; every rank calls this.
+    """Train until the last step, or a rank asks to stop, or evaluations get no better.
+
+    Every rank calls this.
 
     Args:
         engine: Does a step; it may have done some already.
@@ -66,65 +98,62 @@ def fit(
         world: Who takes part.
         monitor: Follows this rank. Where it asks one to stop, all stop after the same step.
         watch: Finds the peak of this rank's memory.
+        profiler: Records the steps that it was asked for.
+        use: Reads what the device reports, at logged steps.
         saver: Writes checkpoints, as often as it says; None: there are none.
-        loss: Of the last step that the engine has done; None: it has done none, or it is not known.
+        resumed: What the engine's state was loaded from; None: it has done no step.
     """
-    progress = _Progress(loss=loss)
-    is_over = engine.step >= config.steps
-    interrupted = False
-    leaves_out = config.precision == "fp16"  # updates by gradients that are not finite
-    with closing(data.iterate(engine.step)) as batches, closing(Stragglers(world)) as stragglers:
-
-        def doing(phase: str) -> None:
-            monitor.beat(phase, step=engine.step)
-            stragglers.note(phase)
-
-        while engine.step < config.steps and not interrupted:
-            vote = _Vote(world, monitor.stop())
-            rate = engine.learning_rate()
-            doing("reading")
-            batch = next(batches)
-            doing("stepping")
+    num_steps = config.num_steps
+    with (
+        closing(data.iterate(engine.step)) as batches,
+        closing(Stragglers(world)) as stragglers,
+        GarbageCollection(config.gc_every) as collection,
+    ):
+        loop = _Loop(
+            engine=engine,
+            data=data,
+            config=config,
+            world=world,
+            monitor=monitor,
+            watch=watch,
+            profiler=profiler,
+            use=use,
+            batches=batches,
+            stragglers=stragglers,
+            vote=StopVote(world),
+            progress=_progress(resumed),
+        )
+        stopped = loop.is_exhausted
+        is_over = stopped or engine.step >= num_steps
+        interrupted = False
+        if config.eval_at_start and config.eval_batches and not engine.step:
+            loop.evaluate()
+        while engine.step < num_steps and not interrupted and not stopped:
             step = engine.step + 1
-            last = step == config.steps
-            is_logged = _due(step, config.log_every, last=last) or not progress.started
+            last = step == num_steps
             is_saved = saver is not None and _due(step, saver.every, last=last)
-            with watch.step(engine):
-                with naming_unknown_tokens(batch, data, step=engine.step):
-                    step_loss, tokens = engine.backward(batch)
-                if (is_logged or is_saved) and not leaves_out:
-                    raise_if_nonfinite(engine, step_loss, world=world)
-                result = StepResult(step_loss, tokens, *engine.update())
-            progress.steps_since += 1
-            if is_logged:
-                slowest = stragglers.slowest()
-                monitor.report(_measured(progress, result, step, rate, world, slowest))
-            else:
-                monitor.report(StepDone(step))
-            interrupted = vote.anyone()
+            is_logged = _due(step, config.log_every, last=last) or not loop.progress.started
+            interrupted = loop.step(step, is_logged=is_logged, is_saved=is_saved)
             if _due(step, config.eval_every, last=last) and config.eval_batches:
-                doing("evaluating")
-                monitor.report(_evaluate(engine, data, config, progress, world))
+                loop.evaluate()
+                if loop.is_exhausted and not last:
+                    stopped = True
+                    monitor.report(_stopped(loop.progress.evaluations, config))
             if saver is not None:
-                started = time.perf_counter()
-                doing("saving")
-                if interrupted and not leaves_out:
-                    raise_if_nonfinite(engine, step_loss, world=world)
-                if interrupted or is_saved:
-                    _save(saver, engine, config, progress, monitor)
-                _report(saver.close() if interrupted or last else saver.finished(), monitor)
-                _forget_time(progress, started)
-            del step_loss, tokens, result  # the next step's peak is its own
+                is_early = interrupted or stopped
+                loop.save(saver, is_early=is_early, is_due=is_saved, ends=is_early or last)
+            loop.loss = None  # the next step's peak is its own
+            collection.step_done(step)
+        profiler.finish()
         if is_over and config.eval_batches:  # it was stopped after its last save
-            doing("evaluating")
-            monitor.report(_evaluate(engine, data, config, progress, world))
-    speed = progress.tokens / progress.seconds if progress.seconds else None
+            loop.evaluate()
+    progress = loop.progress
     done = Finished(
         step=engine.step,
-        interrupted=interrupted and engine.step < config.steps,
+        interrupted=interrupted and not stopped and engine.step < num_steps,
         loss=progress.loss,
         eval_loss=progress.eval_loss,
-        tokens_per_s=speed,
+        tokens_per_s=progress.tokens / progress.seconds if progress.seconds else None,
         peak_memory_bytes=watch.peak_bytes(),
     )
     monitor.report(done)
@@ -132,88 +161,182 @@ def fit(
     return done
 
 
-def _measured(
-    progress: _Progress,
-    result: StepResult,
-    step: int,
-    rate: float,
-    world: World,
-    slowest: Straggler | None,
-) -> StepLogged:
-    """Read the step's numbers; this waits for the device, which unlogged steps never do."""
-    loss, tokens = float(result.loss), int(result.tokens)
-    norm = None if result.grad_norm is None else float(result.grad_norm)
-    now = time.perf_counter()
-    seconds = (now - progress.since) / progress.steps_since
-    if progress.started:  # the first step also pays for what is done once
-        progress.tokens += tokens * progress.steps_since
-        progress.seconds += seconds * progress.steps_since
-    progress.started = True
-    progress.loss, progress.since, progress.steps_since = loss, now, 0
-    return StepLogged(
-        step=step,
-        loss=loss,
-        lr=rate,
-        grad_norm=norm,
-        tokens=tokens,
-        tokens_per_s=tokens / seconds,
-        step_s=seconds,
-        peak_memory_bytes=peak_memory_bytes(world.device),
-        slowest=slowest,
+@dataclass(kw_only=True)
+class _Loop:
+    """What each round of the loop does: a step, and what may come after it.
+
+    Attributes:
+        loss: Of the step that was done last, on the device; None once nobody looks at it any more.
+        progress: Numbers of the run so far.
+    """
+
+    engine: Engine
+    data: Loader
+    config: TrainConfig
+    world: World
+    monitor: Monitor
+    watch: PeakWatch
+    profiler: StepProfiler
+    use: DeviceUse
+    batches: Iterator[Batch]
+    stragglers: Stragglers
+    vote: StopVote
+    progress: _Progress
+    loss: torch.Tensor | None = None
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether evaluations have got no better for as long as training waits for that."""
+        return self.progress.evaluations.is_exhausted(self.config.early_stop)
+
+    def step(self, step: int, *, is_logged: bool, is_saved: bool) -> bool:
+        """Do a step; return whether a rank was asked to stop after it."""
+        progress = self.progress
+        began = time.perf_counter()
+        with self.profiler.step(step):
+            progress.leave_out_since(began)
+            self.vote.cast(stop=self.monitor.stop())
+            rate = self.engine.learning_rate()
+            result = self._train(self._read(), is_checked=is_logged or is_saved)
+            progress.steps_since += 1
+            if progress.seen is not None:
+                progress.seen = progress.seen + result.tokens
+            if is_logged:
+                self._log(result, step=step, rate=rate)
+            else:
+                self.monitor.report(StepDone(step))
+            interrupted = self.vote.anyone()
+            ended = time.perf_counter()
+        progress.leave_out_since(ended)
+        return interrupted
+
+    def evaluate(self) -> None:
+        """Report the loss over what is held out, of each of its parts."""
+        started = time.perf_counter()
+        dataset = self.data.dataset
+        parts = getattr(dataset, "eval_parts", {})
+        sums = torch.zeros(max(1, len(parts)), 2, dtype=torch.float64, device=self.world.device)
+        for number, part in enumerate([*parts.values()] or [None]):
+            for batch in self.data.eval_batches(self.config.eval_batches, part=part):
+                self._begin("evaluating")
+                sums[number] += self.engine.evaluate(batch)
+        if self.world.world_size > 1:
+            dist.all_reduce(sums)
+        sums = sums.cpu()
+        means = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
+        total, count = sums.sum(0)
+        loss = float(total / count.clamp(min=1))
+        self.progress.eval_loss = loss
+        self.progress.evaluations.add(loss)
+        self.progress.leave_out_since(started)
+        self.monitor.report(
+            Evaluated(
+                self.engine.step,
+                loss,
+                int(count),
+                getattr(dataset, "unigram_entropy", None),
+                perplexity_of(loss) if dataset.kind == "tokens" else None,
+                dict(zip(parts, means, strict=False)),
+            )
+        )
+
+    def save(self, saver: Saver, *, is_early: bool, is_due: bool, ends: bool) -> None:
+        """Save where that is due or training ends, and report what was saved since.
+
+        Args:
+            saver: Writes it.
+            is_early: Training ends before its last step.
+            is_due: As often as configured, it is time to.
+            ends: Training ends.
+        """
+        started = time.perf_counter()
+        self._begin("saving")
+        if is_early:
+            self._refuse_nonfinite()
+        saved = []
+        if ends or is_due:
+            progress = self.progress
+            saved = saver.save(
+                self.engine.state_dict(),
+                step=self.engine.step,
+                samples=self.engine.step * self.config.global_batch_size,
+                loss=progress.loss,
+                eval_loss=progress.eval_loss,
+                tokens=None if progress.seen is None else int(progress.seen),
+                best_eval_loss=progress.evaluations.best,
+                evaluations_since=progress.evaluations.since,
+            )
+        for save in [*saved, *(saver.close() if ends else saver.finished())]:
+            self.monitor.report(Saved(save.step, str(save.path), save.seconds, save.stalled_s))
+        self.progress.leave_out_since(started)
+
+    def _begin(self, phase: str) -> None:
+        self.monitor.beat(phase, step=self.engine.step)
+        self.stragglers.note(phase)
+
+    def _read(self) -> Batch:
+        self._begin("reading")
+        began = time.perf_counter()
+        batch = next(self.batches)
+        self.progress.waited += time.perf_counter() - began
+        return batch
+
+    def _train(self, batch: Batch, *, is_checked: bool) -> StepResult:
+        self._begin("stepping")
+        with self.watch.step(self.engine):
+            with naming_unknown_tokens(batch, self.data, step=self.engine.step):
+                self.loss, tokens = self.engine.backward(batch)
+            if is_checked:
+                self._refuse_nonfinite()
+            return StepResult(self.loss, tokens, *self.engine.update())
+
+    def _refuse_nonfinite(self) -> None:
+        """Refuse to learn from, or to save, what is not finite, but where fp16 leaves it out."""
+        if self.config.precision != "fp16" and self.loss is not None:
+            raise_if_nonfinite(self.engine, self.loss, world=self.world)
+
+    def _log(self, result: StepResult, *, step: int, rate: float) -> None:
+        """Report the step's numbers; this waits for the device, which unlogged steps never do."""
+        progress = self.progress
+        times, slowest = self.stragglers.measured(step=step) or (None, None)
+        loss, tokens = float(result.loss), int(result.tokens)
+        norm = None if result.grad_norm is None else float(result.grad_norm)
+        seconds, waited = progress.logged(loss=loss, tokens=tokens)
+        self.monitor.report(
+            StepLogged(
+                step=step,
+                loss=loss,
+                lr=rate,
+                grad_norm=norm,
+                tokens=tokens,
+                tokens_per_s=tokens / seconds,
+                step_s=seconds,
+                peak_memory_bytes=peak_memory_bytes(self.world.device),
+                epoch=step * self.config.global_batch_size / self.data.dataset.num_samples,
+                tokens_seen=None if progress.seen is None else int(progress.seen),
+                data_wait_s=waited,
+                slowest=slowest,
+                **self.use.read(tokens_per_s=tokens / seconds),
+            )
+        )
+        if times is not None:
+            self.monitor.report(times)
+
+
+def _progress(resumed: Checkpoint | None) -> _Progress:
+    """Return the numbers of a run that begins, or that a checkpoint holds."""
+    if resumed is None:
+        return _Progress()
+    history = EvaluationHistory(resumed.best_eval_loss, resumed.evaluations_since)
+    return _Progress(loss=resumed.loss, evaluations=history, seen=resumed.tokens)
+
+
+def _stopped(evaluations: EvaluationHistory, config: TrainConfig) -> Noted:
+    return Noted(
+        f"train.early_stop={config.early_stop}: training ends, as {evaluations.since} evaluations "
+        f"found no lower loss than {evaluations.best:.4f}"
     )
-
-
-def _evaluate(
-    engine: Engine, data: Loader, config: TrainConfig, progress: _Progress, world: World
-) -> Evaluated:
-    started = time.perf_counter()
-    sums = torch.zeros(2, dtype=torch.float64)
-    for batch in data.eval_batches(config.eval_batches):
-        sums += engine.evaluate(batch)
-    if world.world_size > 1:
-        dist.all_reduce(sums)
-    progress.eval_loss = float(sums[0] / sums[1].clamp(min=1))
-    _forget_time(progress, started)
-    entropy = getattr(data.dataset, "unigram_entropy", None)
-    return Evaluated(engine.step, progress.eval_loss, int(sums[1]), entropy)
-
-
-def _save(
-    saver: Saver, engine: Engine, config: TrainConfig, progress: _Progress, monitor: Monitor
-) -> None:
-    saved = saver.save(
-        engine.state_dict(),
-        step=engine.step,
-        samples=engine.step * config.global_batch_size,
-        loss=progress.loss,
-        eval_loss=progress.eval_loss,
-    )
-    _report(saved, monitor)
-
-
-def _report(saved: list[Completed], monitor: Monitor) -> None:
-    for save in saved:
-        monitor.report(Saved(save.step, str(save.path), save.seconds, save.stalled_s))
-
-
-def _forget_time(progress: _Progress, started: float) -> None:
-    """Leave what was not a step out of the time a step takes."""
-    progress.since += time.perf_counter() - started
 
 
 def _due(step: int, every: int, *, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
-
-
-class _Vote:
-    """Whether any rank was asked to stop, summed while the step runs."""
-
-    def __init__(self, world: World, stop: bool) -> None:
-        self._asked = torch.tensor(int(stop))
-        self._work = dist.all_reduce(self._asked, async_op=True) if world.world_size > 1 else None
-
-    def anyone(self) -> bool:
-        """Return the same answer on every rank."""
-        if self._work is not None:
-            self._work.wait()
-        return bool(self._asked)

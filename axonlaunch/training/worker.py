@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import torch
-
 from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Checkpoint, Retention, storage
 from axonlaunch.checkpoint.fallback import Resumed, load_newest
@@ -20,17 +18,25 @@ from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import Backend, World
 from axonlaunch.comm.nccl import device_count
 from axonlaunch.config import RunConfig
+from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
+from axonlaunch.data.mix import TextMix
 from axonlaunch.data.text_rows import TextRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
 from axonlaunch.events import NOBODY, Finished, Listener, Monitor, SampleGenerated, Started
+from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.models.generation import generate
+from axonlaunch.training.arithmetic import configure_arithmetic
+from axonlaunch.training.conversation import Conversation
+from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
 from axonlaunch.training.loggers import RunLoggers
 from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
+from axonlaunch.training.profiling import StepProfiler
+from axonlaunch.training.sampling import TrainedText
 from axonlaunch.training.trainer import fit
 
 
@@ -50,7 +56,7 @@ def run(
         cpu_peak: Makes what finds the peak of a CPU's memory; None: it is not found.
     """
     monitor.beat("building", step=None)
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    configure_arithmetic(config.train)
     layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(
@@ -69,10 +75,16 @@ def run(
         load_initial_weights(engine, config.model, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
-    if world.is_main and isinstance(dataset, TextRows):
+    if world.is_main and isinstance(dataset, TextRows | TextMix):
         for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
             dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
+    use = DeviceUse(
+        world.device,
+        flops_per_token=_flops_per_token(config, engine, dataset),
+        peak=peak_flops(config.hardware or hardware_of(world.device), config.train),
+        devices=world.world_size,
+    )
     monitor.report(
         Started(
             run_dir=config.run_dir,
@@ -82,7 +94,7 @@ def run(
             samples=dataset.num_samples,
             counted=dataset.kind,
             step=engine.step,
-            steps=config.train.steps,
+            steps=config.train.num_steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
             corrupt=resumed.aside,
             notes=(
@@ -90,10 +102,12 @@ def run(
                 *notes,
                 *_swept(root, world),
                 *_notes(config, world),
+                *use.notes,
             ),
         )
     )
 
+    profiler = StepProfiler(config.train.profile, world=world, run_dir=Path(config.run_dir))
     saver = None
     if config.checkpoint.every:
         if world.is_main:
@@ -109,6 +123,7 @@ def run(
             every=config.checkpoint.every,
             layout=str(layout),
             background=config.checkpoint.async_save,
+            wrote=lambda: monitor.beat("saving", step=engine.step),
         )
     with loggers:
         finished = fit(
@@ -118,12 +133,27 @@ def run(
             world=world,
             monitor=monitor,
             watch=watch,
+            profiler=profiler,
+            use=use,
             saver=saver,
-            loss=None if resumed.checkpoint is None else resumed.checkpoint.loss,
+            resumed=resumed.checkpoint,
         )
         if not finished.interrupted:
             _sample(config, engine, dataset, monitor.report)
     return finished
+
+
+def _flops_per_token(config: RunConfig, engine: Engine, dataset: Dataset) -> float | None:
+    """Return what MFU counts; None where a sample is no sequence of tokens."""
+    if dataset.kind != "tokens":
+        return None
+    return training_flops_per_token(
+        parameters=engine.num_parameters,
+        looked_up=engine.num_looked_up,
+        layers=getattr(config.model, "num_hidden_layers", 0),
+        hidden_size=getattr(config.model, "hidden_size", 0),
+        positions=dataset.sample_shape[0],
+    )
 
 
 def _watch(
@@ -173,7 +203,7 @@ def _on_main(
     if not world.is_main:
         return lambda event: None, (), nullcontext()
     resumed_at = None if resumed is None else resumed.step
-    loggers = RunLoggers(config, resumed_at=resumed_at, report=report)
+    loggers = RunLoggers(config, world_size=world.world_size, resumed_at=resumed_at, report=report)
     return loggers, loggers.notes, loggers
 
 
@@ -182,6 +212,12 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
     if not config.sample.max_new_tokens or dataset.kind != "tokens" or not dataset.is_text:
         return
     prompt = config.sample.prompt
+    if isinstance(config.data, ChatConfig) and isinstance(dataset, TextRows | TextMix):
+        trained = TrainedText(engine.predict, dataset.sample_shape[0], dataset.tokenizer)
+        most = config.sample.max_new_tokens
+        conversation = Conversation(trained, tokens=most, seed=config.seed)
+        report(SampleGenerated(prompt, f"\n{conversation.answer(prompt)}"))
+        return
     tokens = generate(
         engine.predict,
         dataset.encode(prompt),
@@ -217,6 +253,11 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
         notes.append(
             f"strategy.fsdp.cpu_offload={offload}: the device is the CPU, "
             "so what is offloaded is in host memory already"
+        )
+    if config.train.profile.memory and world.device.type == "cpu":
+        notes.append(
+            "train.profile.memory=true: the device is the CPU, which has no allocator whose "
+            "history could be recorded"
         )
     if config.train.precision != "fp32" and world.device.type == "cpu":
         notes.append(

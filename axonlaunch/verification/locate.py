@@ -18,7 +18,7 @@ from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models.dtensor_regions import whole
-from axonlaunch.verification.compare import prepared_engine
+from axonlaunch.verification.layout_run import prepared_engine
 
 _TOLERANCE = 1e-4
 """Of a root mean square: far more than rounding, for what differs here differs in earnest."""

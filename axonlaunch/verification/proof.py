@@ -27,6 +27,7 @@ from axonlaunch.preflight.checks import find_issues
 from axonlaunch.system import cache
 from axonlaunch.verification import locate
 from axonlaunch.verification.compare import on_mock
+from axonlaunch.verification.plan import Plan
 from axonlaunch.verification.result import ParityResult, Proof, layout_of
 
 MOST_RANKS = 8
@@ -57,7 +58,7 @@ def prove(config: RunConfig) -> Proof:
         parameters = _refuse_unlike(config, small)
     except _NotReducibleError as why:
         return replace(proof, reason=str(why), seconds=time.monotonic() - began)
-    found = on_mock(small, STEPS)
+    found = on_mock(small, Plan(steps=STEPS))
     if not found.passed:
         raise ConfigError([_difference(config, small, found)])
     if file is not None:

@@ -17,6 +17,7 @@ from axonlaunch.planning import auto_strategy
 from axonlaunch.system import forked_call
 from axonlaunch.system.forkserver import Starter
 from axonlaunch.system.temporary_folders import temporary_folder
+from axonlaunch.verification.plan import Plan
 from axonlaunch.verification.result import ParityResult, Proof, failed, layout_of
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ def verify(
     config_name: str,
     config_dirs: Sequence[Path],
     steps: int,
+    fp64: bool = False,
 ) -> ParityResult:
     """Check a configuration, run its layout and one process, compare.
 
@@ -51,12 +53,14 @@ def verify(
         backend = "gloo" if config.train.compile else "mock"
         config = configuration.with_values(config, {"launch.backend": backend})
     config = forked_call.call(context, "axonlaunch.preflight.checks:resolve", config)
+    plan = Plan(steps=steps, beyond=True, fp64=fp64)
+    config = forked_call.call(context, "axonlaunch.verification.demands:demanding", config, plan)
     if config.launch.backend == "mock":
         verdict: ParityResult = forked_call.call(
-            context, "axonlaunch.verification.compare:on_mock", config, steps
+            context, "axonlaunch.verification.compare:on_mock", config, plan
         )
         return verdict
-    return _on_processes(context, config, steps)
+    return _on_processes(context, config, plan)
 
 
 def is_to_be_proved(config: RunConfig) -> bool:
@@ -105,10 +109,10 @@ def foresee_proof(context: Starter, config: RunConfig) -> Proof | None:
     return cast("Proof", forked_call.call(context, "axonlaunch.verification.proof:foresee", config))
 
 
-def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> ParityResult:
+def _on_processes(context: ForkServerContext, config: RunConfig, plan: Plan) -> ParityResult:
     with temporary_folder() as folder:
         run = "axonlaunch.verification.compare:"
-        arguments = (config, steps, str(folder))
+        arguments = (config, plan, str(folder))
         reference = forked_call.call(context, f"{run}save_reference", *arguments)
         if reference is not None:  # there is none: it says why
             return cast("ParityResult", reference)
@@ -118,7 +122,7 @@ def _on_processes(context: ForkServerContext, config: RunConfig, steps: int) -> 
         except forked_call.CallsFailedError as error:
             for rank, failure in error.errors.items():
                 _log.debug("rank %d failed", rank, exc_info=failure)
-            return failed(config, steps, _who(error.errors))
+            return failed(config, plan.steps, _who(error.errors))
         return cast("ParityResult", verdict)
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,16 +68,19 @@ class Contestant:
 
 
 @contextmanager
-def axonlaunch(work: Work) -> Iterator[Contestant]:
-    """Start ours."""
+def axonlaunch(work: Work, *, model: Sequence[str] = ()) -> Iterator[Contestant]:
+    """Start ours, with a GPT of the work's sizes or the model that overrides describe."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         words = [
             *(BIN / "axonlaunch", "train", f"strategy={work.strategy}", f"run_dir={run}"),
             *("data=synthetic_tokens", f"data.sequence_length={work.length}"),
-            *(f"model.hidden_size={work.hidden}", f"model.num_hidden_layers={work.layers}"),
-            *("model.num_attention_heads=4", f"train.global_batch_size={work.batch}"),
-            *(f"train.steps={work.steps}", f"train.log_every={work.log_every}"),
+            *(model or gpt(work)),
+            *(
+                f"train.global_batch_size={work.batch}",
+                f"train.steps={work.steps}",
+                f"train.log_every={work.log_every}",
+            ),
             *("train.eval_batches=0", "sample.max_new_tokens=0", "checkpoint.every=0"),
             f"launch.nproc={work.ranks}",
         ]
@@ -89,13 +92,19 @@ def axonlaunch(work: Work) -> Iterator[Contestant]:
             yield Contestant(process, Path(folder), run / "metrics.jsonl", started, is_rank)
 
 
+def gpt(work: Work) -> list[str]:
+    """Return overrides of the model that ``torchrun_train`` trains."""
+    sizes = [f"model.hidden_size={work.hidden}", f"model.num_hidden_layers={work.layers}"]
+    return [*sizes, "model.num_attention_heads=4"]
+
+
 @contextmanager
-def torchrun(work: Work) -> Iterator[Contestant]:
-    """Start the rival."""
+def torchrun(work: Work, *, script: Path = RIVAL) -> Iterator[Contestant]:
+    """Start a rival."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "seconds")
         words = [
-            *(BIN / "torchrun", "--standalone", f"--nproc-per-node={work.ranks}", RIVAL),
+            *(BIN / "torchrun", "--standalone", f"--nproc-per-node={work.ranks}", script),
             *(f"--strategy={work.strategy}", f"--steps={work.steps}", f"--batch={work.batch}"),
             *(f"--hidden={work.hidden}", f"--layers={work.layers}", f"--length={work.length}"),
             *(f"--log-every={work.log_every}", f"--out={out}"),

@@ -82,9 +82,9 @@ def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
     Raises:
         ConfigError: It is refused.
     """
-    from axonlaunch import config as configuration
+    from configured import run_config
+
     from axonlaunch.config.errors import plain
-    from axonlaunch.preflight import checks
 
     words = [
         *SETTINGS,
@@ -92,15 +92,14 @@ def chosen_of(kind: str, layout: str, *more: str) -> RunConfig:
         *LAYOUTS.get(layout, []),
         *more,
     ]
-    composed = configuration.compose(words)
-    typed = configuration.typed(composed.tree, composed.problems, origins=composed.origins)
-    return checks.resolve(typed)
+    return run_config(words)
 
 
 def prove(kind: str, layout: str) -> Row:
     """Train a class in a layout and in one process, and compare; or export it and load it again."""
     from axonlaunch.config import ConfigError
     from axonlaunch.verification.compare import on_mock
+    from axonlaunch.verification.plan import Plan
 
     try:
         chosen = chosen_of(kind, layout)
@@ -110,9 +109,9 @@ def prove(kind: str, layout: str) -> Row:
             with tempfile.TemporaryDirectory() as folder:
                 lost = hf_export.difference(chosen, Path(folder))
             return Row(kind, layout, "different" if lost else "equal", lost)
-        result, note = on_mock(chosen, STEPS), ""
+        result, note = on_mock(chosen, Plan(steps=STEPS)), ""
         if layout in INSTEAD and "got no gradient" in (result.failure or ""):
-            result = on_mock(chosen_of(kind, layout, *INSTEAD[layout]), STEPS)
+            result = on_mock(chosen_of(kind, layout, *INSTEAD[layout]), Plan(steps=STEPS))
             note = f"with {' '.join(INSTEAD[layout])}"
     except ConfigError as error:
         return Row(kind, layout, "refused", "; ".join(map(str, error.problems)))
@@ -131,8 +130,9 @@ def explanation(kind: str, result: ParityResult) -> str:
     too, so they may differ by some times as much.
     """
     from axonlaunch.verification.compare import on_mock
+    from axonlaunch.verification.plan import Plan
 
-    rounding = on_mock(chosen_of(kind, "", *ONE_BY_ONE), STEPS)
+    rounding = on_mock(chosen_of(kind, "", *ONE_BY_ONE), Plan(steps=STEPS))
     sizes = ("max_loss_difference", "max_gradient_difference", "max_parameter_difference")
     for name in sizes:
         allowed = max(result.tolerance, _BEYOND_ROUNDING * getattr(rounding, name))

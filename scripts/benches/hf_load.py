@@ -137,11 +137,10 @@ def on_rank(folder: str, layout: list[str], rank: int, ranks: int, meet: str) ->
 
 def configured(folder: str, layout: list[str], ranks: int) -> Any:
     """Return the checked configuration of a run that starts from a folder."""
-    from axonlaunch import config
-    from axonlaunch.preflight import checks
+    from configured import run_config
 
     words = ["model=hf", f"model.path={folder}", *DATA, *layout, f"launch.nproc={ranks}"]
-    return checks.resolve(config.load(words))
+    return run_config(words)
 
 
 def reading(folder: Path) -> float:

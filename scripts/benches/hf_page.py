@@ -12,9 +12,9 @@ from typing import Any
 
 import hf_tiny
 
-from axonlaunch.models.hf import proved
+from axonlaunch.verification import proved
 
-PAGE = Path(proved.__file__).parents[2] / "docs" / "huggingface.md"
+PAGE = Path(proved.__file__).parents[1] / "docs" / "huggingface.md"
 HEADINGS = {
     "fsdp 2": "fully sharded (FSDP)",
     "zero1 2": "optimizer states sharded (ZeRO-1)",
@@ -45,7 +45,8 @@ axonlaunch ls hf --like llama
 axonlaunch ls hf --like gemma --json
 axonlaunch verify model=hf 'model.config={{model_type: qwen3, vocab_size: 256, hidden_size: 64, \
 num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, \
-intermediate_size: 128}}' model.init=random strategy=tensor strategy.tensor.degree=2 launch.nproc=2
+intermediate_size: 128}}' \
+model.init=random strategy=tensor strategy.tensor.degree=2 launch.nproc=2
 ```
 
 How to train them: [models](models.md).

@@ -21,12 +21,12 @@ from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig, to_yaml, with_values
 from axonlaunch.config.model import HuggingFaceConfig
-from axonlaunch.engines.mesh_engine import model_state
 from axonlaunch.models.build import build_model
 from axonlaunch.models.dtensor_regions import whole
 from axonlaunch.models.hf import exported
 from axonlaunch.models.hf.conversion import Computed, conversion
 from axonlaunch.models.hf.structure import structure
+from axonlaunch.models.module_state import model_state
 
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=4"]
 

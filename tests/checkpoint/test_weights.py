@@ -21,9 +21,9 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import build_engine
-from axonlaunch.engines.mesh_engine import model_state
 from axonlaunch.models import hugging_face
 from axonlaunch.models.build import build_model
+from axonlaunch.models.module_state import model_state
 
 DATA = ["data=synthetic_tokens", "data.vocab_size=64", "data.sequence_length=16"]
 SMALL = ["model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4"]

@@ -11,7 +11,18 @@ from served import Server
 
 from axonlaunch.cli.doctor import _figures
 
-COMMANDS = ["train", "sample", "config", "schedule", "verify", "inspect", "ls", "doctor", "help"]
+COMMANDS = [
+    "train",
+    "profile",
+    "sample",
+    "config",
+    "schedule",
+    "verify",
+    "inspect",
+    "ls",
+    "doctor",
+    "help",
+]
 
 
 @pytest.fixture

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import axonlaunch as ax
+from axonlaunch.comm import gradient_bucket
 
 
 def test_tensors_lie_one_after_another_and_come_back_in_their_shapes() -> None:
@@ -99,3 +104,27 @@ def test_a_sum_in_a_smaller_type_does_not_overflow() -> None:
         return bucket.data.tolist()
 
     assert ax.World.mock(4).run(run) == [[60000.0]] * 4
+
+
+def test_many_small_tensors_of_one_rank_reach_the_others_in_few_messages() -> None:
+    shapes = [(3,), (2, 2), (), (600,), (5,)]
+
+    def run(world: ax.World) -> tuple[list[Tensor], int]:
+        made = [torch.full(shape, float(world.rank + n)) for n, shape in enumerate(shapes)]
+        made.append(torch.full((4,), world.rank, dtype=torch.int64))
+        group = world.default_group.torch_group
+        sent = 0
+
+        def broadcast(*args: Any, **kwargs: Any) -> Any:
+            nonlocal sent
+            sent += 1
+            return dist.broadcast(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gradient_bucket, "dist", SimpleNamespace(broadcast=broadcast))
+            gradient_bucket.broadcast_tensors(made, source=1, group=group, limit=2000)
+        return made, sent
+
+    for made, sent in ax.World.mock(2).run(run):
+        assert [tensor.unique().tolist() for tensor in made] == [[1 + n] for n in range(5)] + [[1]]
+        assert sent == 3  # fp32 up to 2000 bytes, the rest of it, int64

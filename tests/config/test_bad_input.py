@@ -87,7 +87,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "data.files=[x]",
         [
-            "data.files=[x]: there is no such key here, only in data=text or documents",
+            "data.files=[x]: there is no such key here, only in data=text, documents or chat",
         ],
     ),
     (
@@ -121,9 +121,9 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     (
-        "train.epochs=3",
+        "train.num_epochs=3",
         [
-            "train.epochs=3: there is no such key; did you mean train.steps?",
+            "train.num_epochs=3: there is no such key; did you mean train.epochs?",
         ],
     ),
     (
@@ -141,43 +141,43 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "train.steps=abc",
         [
-            "train.steps=abc: expected a whole number",
+            "train.steps=abc: expected a whole number or auto",
         ],
     ),
     (
         "train.steps=1.5",
         [
-            "train.steps=1.5: expected a whole number",
+            "train.steps=1.5: expected a whole number or auto",
         ],
     ),
     (
         "train.steps=1e3",
         [
-            "train.steps=1000.0: expected a whole number; write 1000",
+            "train.steps=1000.0: expected a whole number; write 1000 or auto",
         ],
     ),
     (
         "train.steps=true",
         [
-            "train.steps=true: expected a whole number",
+            "train.steps=true: expected a whole number or auto",
         ],
     ),
     (
         "train.steps=null",
         [
-            "train.steps=null: expected a whole number",
+            "train.steps=null: expected a whole number or auto",
         ],
     ),
     (
         "train.steps=[1]",
         [
-            "train.steps=[1]: expected a whole number",
+            "train.steps=[1]: expected a whole number or auto",
         ],
     ),
     (
         "train.steps={a:1}",
         [
-            "train.steps={a:1}: expected a whole number",
+            "train.steps={a:1}: expected a whole number or auto",
         ],
     ),
     (
@@ -483,7 +483,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "data=texts",
         [
-            "data=texts: there is no such option; did you mean text? known: auto, custom, digits, documents, python_source, synthetic_images, synthetic_tokens, text, tokens; plugins=[module] registers your own",
+            "data=texts: there is no such option; did you mean text? known: auto, chat, custom, digits, documents, python_source, synthetic_images, synthetic_tokens, text, tokens; plugins=[module] registers your own",
         ],
     ),
     (
@@ -591,7 +591,7 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "data.name=texts",
         [
-            "data.name=texts: there is no data 'texts'; did you mean text? known: custom, digits, documents, python_source, synthetic_images, synthetic_tokens, text, tokens",
+            "data.name=texts: there is no data 'texts'; did you mean text? known: chat, custom, digits, documents, python_source, synthetic_images, synthetic_tokens, text, tokens",
         ],
     ),
     (
@@ -992,8 +992,8 @@ def test_a_wrong_configuration_is_reported_in_exact_words(
 
 
 def test_a_key_like_none_here_is_not_taken_for_a_far_one_elsewhere() -> None:
-    with pytest.raises(ConfigError, match=r"train.epoc=3: there is no such key; keys of train: "):
-        config.load(["train.epoc=3"])
+    with pytest.raises(ConfigError, match=r"train.epz=3: there is no such key; keys of train: "):
+        config.load(["train.epz=3"])
 
 
 def test_an_unknown_primary_config_lists_those_there_are() -> None:

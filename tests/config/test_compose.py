@@ -12,6 +12,7 @@ from axonlaunch.config.schema import GROUPS
 NEEDS = {
     "text": ["data.files=[x.txt]"],
     "documents": ["data.files=[x.jsonl]"],
+    "chat": ["data.files=[x.jsonl]"],
     "tokens": ["data.path=x.bin"],
     "llama3_8b": ["data.path=x.bin"],
 }
@@ -24,6 +25,8 @@ def test_every_shipped_yaml_composes_and_has_a_summary(group: str, option: str) 
     needed += ["model.path=folder"] if option == "hf" else []
     needed += NEEDS.get(option, []) if group in ("data", "model", "experiment") else []
     needed = [] if group == "model" and option == "llama3_8b" else needed
+    if (group, option) == ("tokenizer", "train"):
+        needed = ["data=documents", *NEEDS["documents"]]
     config.load([f"{group}={option}", *needed])
     assert Composer().options(group)[option], "the first line of each YAML says what it is"
 

@@ -41,7 +41,7 @@ def test_no_key_is_without_a_meaning(group: str, kind: type) -> None:
 @pytest.mark.parametrize(
     ("key", "allowed"),
     [
-        ("train.steps", "whole number, at least 1"),
+        ("train.steps", "whole number, at least 1 | auto"),
         ("train.grad_clip", "number, above 0 | null"),
         ("train.precision", "fp32 | bf16 | fp16"),
         ("train.compile", "true | false"),

@@ -361,7 +361,7 @@ def test_each_dataset_says_what_a_model_must_fit(token_file, tmp_path):
         "synthetic_images": SyntheticImagesConfig(),
         "digits": DigitsConfig(),
     }
-    assert {*configs, "custom"} == {*DATASETS.names()}
+    assert {*configs, "chat", "custom"} == {*DATASETS.names()}
     for name, config in configs.items():
         dataset = build_dataset(config)
         assert dataset.is_text == DATASETS.facts(name).is_text

@@ -176,3 +176,13 @@ def test_what_can_not_be_shared_is_refused():
         loader(Numbers(), num_shards=2, shard=2)
     with pytest.raises(ValueError, match="global_batch_size=7: must be divisible by 2 shards"):
         list(loader(Numbers(), num_shards=2).eval_batches(batch_size=7))
+
+
+def test_for_a_device_every_batch_is_in_page_locked_memory(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch) or batch)
+    batches = loader(Numbers(), pin_memory=True)
+    assert batches.batch(0) is pinned[0]
+    assert list(batches.eval_batches()) == pinned[1:]
+    loader(Numbers()).batch(0)
+    assert len(pinned) == 3

@@ -9,26 +9,39 @@ import torch
 from configured import estimate_config, run_config
 from hf_families import without_folder
 from rank_engine import rank_engine
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from axonlaunch.comm import World
 from axonlaunch.config import ConfigError
+from axonlaunch.data import build_dataset
 from axonlaunch.models.build import build_model
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.memory.estimate import estimate
+from axonlaunch.preflight.model_outputs import head_problems
 from axonlaunch.verification import compare
+from axonlaunch.verification.plan import Plan
 
 CHUNK = "train.loss_chunk=5"  # divides neither a sample's 16 tokens nor a micro-batch's
 DATA = ["data=synthetic_tokens", "data.sequence_length=16", "train.global_batch_size=8"]
 GPT = ["model=gpt", "model.num_hidden_layers=4", "model.hidden_size=32", *DATA]
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
+CAPPED = {"final_logit_softcapping": 0.1}
+"""So low that logits of random weights are bent by it."""
 ZERO_BUBBLE = [
     *("strategy=pipeline", "launch.nproc=2"),
     "strategy.pipeline.schedule=zbv_zero_bubble",
 ]
 
 
-def test_loss_and_gradients_are_those_of_torch_s_cross_entropy() -> None:
-    chosen = run_config([*GPT, CHUNK, "strategy=single"])
+@pytest.mark.parametrize(
+    "words",
+    [GPT, [*without_folder("gemma2", **CAPPED), "data.sequence_length=16"]],
+    ids=["gpt", "gemma2"],
+)
+def test_loss_and_gradients_are_those_of_torch_s_cross_entropy(words: list[str]) -> None:
+    chosen = run_config([*words, CHUNK, "strategy=single"])
     model = build_model(chosen.model, seed=0)
 
     def run(world: World) -> None:
@@ -64,7 +77,7 @@ def test_loss_and_gradients_are_those_of_torch_s_cross_entropy() -> None:
     ids=lambda words: words[-1],
 )
 def test_every_layout_gives_what_one_process_gives_without_chunks(layout: list[str]) -> None:
-    verdict = compare.on_mock(run_config([*GPT, CHUNK, *layout]), 2)
+    verdict = compare.on_mock(run_config([*GPT, CHUNK, *layout]), Plan(steps=2))
     assert verdict.failure is None
     assert verdict.passed, verdict.differences
 
@@ -74,6 +87,9 @@ def test_every_layout_gives_what_one_process_gives_without_chunks(layout: list[s
     [
         ("qwen3", TENSOR, {}),
         ("gpt2", ZERO_BUBBLE, {"num_hidden_layers": 4}),
+        ("gemma2", TENSOR, CAPPED),
+        ("gemma2", ZERO_BUBBLE, {**CAPPED, "num_hidden_layers": 4}),
+        ("gemma2", ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"], CAPPED),
         ("mixtral", ["strategy=fsdp", "launch.nproc=2"], {"output_router_logits": True}),
     ],
 )
@@ -82,7 +98,7 @@ def test_models_of_transformers_do_too(
 ) -> None:
     batch = ["train.global_batch_size=8", "train.micro_batch_size=2"]
     verdict = compare.on_mock(
-        run_config(without_folder(kind, CHUNK, *batch, *layout, **changes)), 2
+        run_config(without_folder(kind, CHUNK, *batch, *layout, **changes)), Plan(steps=2)
     )
     assert verdict.failure is None
     assert verdict.passed, verdict.differences
@@ -90,7 +106,7 @@ def test_models_of_transformers_do_too(
 
 def test_bf16_computes_each_chunk_in_bf16() -> None:
     words = ["strategy=ddp", "launch.nproc=2", "train.precision=bf16"]
-    verdict = compare.on_mock(run_config([*GPT, CHUNK, *words]), 2)
+    verdict = compare.on_mock(run_config([*GPT, CHUNK, *words]), Plan(steps=2))
     assert verdict.passed, verdict.differences
 
 
@@ -122,10 +138,35 @@ def test_the_estimate_has_the_logits_of_one_chunk() -> None:
     assert peak("null") - peak(128) > 2.8 * (tokens - 128) * of_a_token
 
 
+class _Sorts(nn.Module):
+    """Uses its logits together, after the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 8)
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embedding(tokens))
+        return logits.sort(-1).values
+
+
+def test_a_model_that_uses_its_logits_together_is_refused() -> None:
+    spec = ModelSpec(build=lambda config: _Sorts(), loss=cross_entropy_sum, head="head")
+    chosen = run_config([*GPT, "strategy=single"])
+    dataset = build_dataset(chosen.data)
+    with torch.device("meta"):
+        model = _Sorts()
+    [problem] = head_problems(model, spec, dataset, chunk=16)
+    assert (
+        problem.message
+        == "the model uses its logits in sort after head, which takes them whole; use null"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (without_folder("gemma2"), "the model changes its logits after lm_head, as softcapping"),
         (["model=vit", "data=synthetic_images"], "which module makes the model's logits is not"),
     ],
 )

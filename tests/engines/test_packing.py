@@ -16,6 +16,7 @@ MODELS = {
     "llama": ["model=llama_debug", "model.hidden_size=32", "model.num_attention_heads=4"],
 }
 TENSOR = ["strategy=tensor", "strategy.tensor.degree=2"]
+CONTEXT = ["strategy.context.degree=2", "strategy.data_parallel=ddp"]
 PIPELINE = ["strategy=pipeline", "strategy.pipeline.degree=2"]
 LAYOUTS = {
     "ddp": (["strategy=ddp"], 2),
@@ -26,6 +27,10 @@ LAYOUTS = {
     "1f1b": (PIPELINE, 2),
     "zero_bubble": ([*PIPELINE, "strategy.pipeline.schedule=zbv_zero_bubble"], 2),
     "hybrid": (["strategy=hybrid", *TENSOR[1:], *PIPELINE[1:]], 8),
+    "context": (CONTEXT, 2),
+    "context_4": (["strategy.context.degree=4", *CONTEXT[1:]], 4),
+    "context_tensor": ([*TENSOR, "strategy.tensor.sequence_parallel=true", *CONTEXT], 4),
+    "context_pipeline": ([*PIPELINE, *CONTEXT, "train.activation_checkpointing=full"], 4),
     "recomputed": (["strategy=fsdp", "train.activation_checkpointing=full"], 2),
 }
 
@@ -52,18 +57,7 @@ def test_documents_of_a_row_change_what_is_learned() -> None:
     assert together.losses != single("gpt").losses
 
 
-def refused(*more: str) -> str:
-    with pytest.raises(ConfigError) as raised:
-        run_config([*words("gpt"), *more])
-    return str(raised.value)
-
-
 def test_what_can_not_keep_documents_apart_is_refused_before_a_rank_starts() -> None:
-    context = ["strategy.context.degree=2", "launch.nproc=2", "strategy.data_parallel=ddp"]
-    assert refused(*context) == (
-        "data.document_length=5: a row holds several documents, which divided attention does not "
-        "keep apart; use null, or strategy.context.degree=1 in place of 2"
-    )
     own = ["model=custom", "model.target=torch.nn:Embedding", "strategy=single"]
     given = "model.arguments={num_embeddings: 256, embedding_dim: 256}"
     with pytest.raises(ConfigError) as raised:
@@ -79,3 +73,16 @@ def test_an_estimate_of_packed_rows_needs_no_file() -> None:
     assert chosen.data.document_length == chosen.data.sequence_length == 1024
     chosen = estimate_config(["data=documents", "data.files=[none.jsonl]", "data.packing=none"])
     assert chosen.data.document_length is None
+
+
+def test_documents_of_a_model_of_transformers_are_not_divided() -> None:
+    pytest.importorskip("transformers")
+    sizes = "hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, vocab_size: 256"
+    sizes += ", num_key_value_heads: 2"
+    model = f"model.config={{model_type: qwen3, {sizes}, intermediate_size: 16, head_dim: 8}}"
+    with pytest.raises(ConfigError) as raised:
+        run_config(["model=hf", model, "model.init=random", *DATA, *CONTEXT, "launch.nproc=2"])
+    assert str(raised.value) == (
+        "data.document_length=5: a row holds several documents, which model=hf does not keep apart "
+        "where attention is divided; use null, or strategy.context.degree=1 in place of 2"
+    )

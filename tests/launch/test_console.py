@@ -19,6 +19,8 @@ STEP: dict[str, Any] = {
     "tokens_per_s": 1240.0,
     "step_s": 0.05,
     "peak_memory_bytes": 300 * 1024**2,
+    "epoch": 0.1,
+    "tokens_seen": 100,
 }
 
 

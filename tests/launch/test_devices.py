@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from configured import estimate_config, run_config
 
 from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError
+from axonlaunch.diagnostics.flight_recorder import Record
 from axonlaunch.launch.external.joining import devices_each
+from axonlaunch.launch.failures import hang
 from axonlaunch.launch.failures.report import Report
 from axonlaunch.launch.local import rank_process
 from axonlaunch.launch.local.heartbeat import HeartbeatTable
@@ -26,6 +30,7 @@ from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.preflight import checks
 from axonlaunch.system.authentication import Credentials
+from axonlaunch.training.peak_memory import DevicePeak
 from axonlaunch.training.worker import device_notes
 
 GIB = 2**30
@@ -217,3 +222,41 @@ def test_a_failure_is_of_this_rank_or_of_a_peer_by_its_text(
 ) -> None:
     assert ("connection" if rank_process._is_connection(error) else "error") == kind
     assert rank_process._cause(error) == cause
+
+
+# Its memory.
+
+
+def test_the_peak_is_that_of_the_second_step_and_those_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, log = torch.device("cuda", 0), []
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", log.append)
+    peak = DevicePeak(cuda)
+    for _ in range(3):
+        with peak.step(cast("Any", None)):
+            log.append("step")
+    assert log == ["step", cuda, "step", "step"]
+
+
+def test_the_record_of_a_rank_whose_stack_has_come_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's recorder asks the device what is done, for longer than a stack takes."""
+    log = tmp_path / "rank_0.log"
+    log.write_text("")
+    stack = (
+        "Current thread 0x1 (most recent call first):\n"
+        '  File "/x/axonlaunch/launch/local/rank_process.py", line 1 in main\n'
+    )
+    written = iter([stack, *[""] * 5, f"{hang._TOLD}{Record(begun={}, open=()).to_json()}\n"])
+
+    def sleep(seconds: float) -> None:
+        with log.open("a") as stream:
+            stream.write(next(written, ""))
+
+    monkeypatch.setattr(hang, "_ANSWER_S", 2.0)
+    clock = SimpleNamespace(sleep=sleep, monotonic=itertools.count().__next__)
+    monkeypatch.setattr(hang, "time", clock)
+    monkeypatch.setattr(hang.os, "kill", lambda pid, number: None)
+    assert hang.ask({0: os.getpid()}, {0: log})[0].record is not None

@@ -15,7 +15,7 @@ from served import Server, reached
 from axonlaunch import config
 from axonlaunch.config import Composed, ConfigError
 from axonlaunch.config.hardware import HardwareConfig
-from axonlaunch.doctor import measured_hardware
+from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.planning import auto_strategy
 from axonlaunch.system import cache
 

@@ -112,7 +112,14 @@ def shown(costs: list[float], *, ranks: list[int] | None = None) -> str:
         )
         show(
             StepLogged(
-                **step, step=number, grad_norm=None, tokens=1, peak_memory_bytes=0, slowest=slowest
+                **step,
+                step=number,
+                grad_norm=None,
+                tokens=1,
+                peak_memory_bytes=0,
+                epoch=0.1,
+                tokens_seen=1,
+                slowest=slowest,
             )
         )
     return " ".join(stream.getvalue().split())

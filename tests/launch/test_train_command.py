@@ -15,7 +15,10 @@ from axonlaunch import config as configuration
 from axonlaunch.config.layout import resolved
 from axonlaunch.launch.run_dir import default_name
 
-LINE = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "peak_memory_bytes"}
+LINE = {
+    *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "peak_memory_bytes"),
+    *("data_wait_s", "epoch", "tokens_seen"),
+}
 
 
 def test_a_run_leaves_what_the_contract_says(served: Command) -> None:

@@ -38,7 +38,7 @@ def test_it_passes_and_says_by_how_much(served: Command) -> None:
     assert len(reported["losses"]) == 2
     assert reported["differences"] == []
     text = served("verify", *TINY, "strategy=tensor").stdout
-    assert text.startswith("tensor 2 vs. single process, 4 steps\n")
+    assert text.startswith("tensor 2 vs. single process, 6 steps\n")
     assert text.endswith("passed\n")
 
 

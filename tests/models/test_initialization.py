@@ -1,4 +1,5 @@
 import math
+import threading
 
 import pytest
 import torch
@@ -240,3 +241,23 @@ def test_a_parameter_without_initializer_or_storage_is_named():
             seed=0,
             initializers={"weight": Constant(0), "bias": Constant(0)},
         )
+
+
+@pytest.mark.parametrize("initializer", DRAWN, ids=str)
+def test_bits_do_not_depend_on_the_number_of_threads(initializer):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = whole((3000, 70), initializer)
+        torch.set_num_threads(3)
+        names = set()
+
+        class Noted(Normal):
+            def draw(self, shape, generator):
+                names.add(threading.current_thread().name)
+                return initializer.draw(shape, generator)
+
+        assert torch.equal(whole((3000, 70), Noted(0.3)), alone)
+        assert threading.current_thread().name not in names
+    finally:
+        torch.set_num_threads(before)

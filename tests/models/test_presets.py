@@ -14,6 +14,7 @@ REQUIRED = {
     "model/hf": ["model.path=folder"],
     "data/text": ["data.files=[notes.txt]"],
     "data/documents": ["data.files=[notes.jsonl]"],
+    "data/chat": ["data.files=[notes.jsonl]"],
     "data/tokens": ["data.path=tokens.bin"],
 }
 

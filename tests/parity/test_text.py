@@ -1,4 +1,4 @@
-"""Training on documents equals a plain loop of transformers and torch, a document at a time."""
+"""Training on rows of text equals a plain loop of transformers and torch, a document at a time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import chat_templates
 import corpus
 import hf_families
 import hf_loops
@@ -32,9 +33,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder with its tokenizer in it, and 200 real rows beside it."""
     folder = tmp_path_factory.mktemp("model")
     hf_families.save("qwen3", folder, vocab_size=512)
-    corpus.save_tokenizer(folder)
-    corpus.write_jsonl(folder / "rows.jsonl", [dict(row) for row in corpus.functions()[:200]])
+    corpus.save_tokenizer(folder, chat_template=chat_templates.CHATML)
+    rows = [dict(row) for row in corpus.functions()[:200]]
+    corpus.write_jsonl(folder / "rows.jsonl", rows)
+    corpus.write_jsonl(folder / "chats.jsonl", [{"messages": chat(row)} for row in rows])
     return folder
+
+
+def chat(row: dict[str, str]) -> list[dict[str, str]]:
+    """A question about a function, and the answer by its documentation."""
+    return [
+        {"role": "user", "content": f"What does {row['name']} do?"},
+        {"role": "assistant", "content": row["doc"][:50].strip()},
+    ]
 
 
 def data(model: Path, packing: str) -> list[str]:
@@ -56,7 +67,7 @@ def plain_losses(model: Path, packing: str) -> list[float]:
     for batch in hf_loops.batches(chosen):
         optimizer.zero_grad()
         total, count = torch.zeros(()), 0
-        for tokens, targets in documents(batch):
+        for tokens, targets in documents(batch, texts(model)):
             logits = net(input_ids=tokens[None]).logits[0]
             total = total + F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
             count += int((targets != IGNORE_INDEX).sum())
@@ -66,19 +77,41 @@ def plain_losses(model: Path, packing: str) -> list[float]:
     return losses
 
 
-def documents(batch: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and targets of each document of a batch, without what rows are padded with."""
+@cache
+def texts(model: Path) -> list[list[int]]:
+    """The tokens of each text and of its end, by transformers alone."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [row["text"] for row in corpus.functions()[:200]]
+    return [[*tokens, tokenizer.eos_token_id] for tokens in tokenizer(rows)["input_ids"]]
+
+
+def documents(batch: Any, known: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The texts, or parts of them, that a batch holds, each with the token after every one.
+
+    What the batch itself says of targets plays no part, but where a part ends that is cut.
+    """
     found = []
-    for row, (tokens, targets) in enumerate(zip(batch.inputs, batch.targets, strict=True)):
+    for row, inputs in enumerate(batch.inputs.tolist()):
         starts = [0]
         if batch.positions is not None:
             starts = torch.nonzero(batch.positions[row] == 0).flatten().tolist()
-        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
-            counted = torch.nonzero(targets[start:end] != IGNORE_INDEX).flatten()
-            if len(counted):
-                last = start + int(counted[-1]) + 1
-                found.append((tokens[start:last], targets[start:last]))
+        for start, end in zip(starts, [*starts[1:], len(inputs)], strict=True):
+            part = inputs[start:end]
+            while part and part[-1] == 0:  # what rows are padded with
+                part.pop()
+            if part:
+                target = int(batch.targets[row, start + len(part) - 1])
+                assert any(target in following(text, part) for text in known)
+                found.append((torch.tensor(part), torch.tensor([*part[1:], target])))
     return found
+
+
+def following(text: list[int], part: list[int]) -> set[int]:
+    """The tokens that follow a part of a text in it; none where it is no part of it."""
+    ends = range(len(part), len(text))
+    return {text[end] for end in ends if text[end - len(part) : end] == part}
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
@@ -88,3 +121,80 @@ def test_losses_of_documents_are_those_of_transformers(
 ) -> None:
     losses = hf_loops.by_axonlaunch(model, LAYOUTS[layout], *data(model, packing))
     assert losses == pytest.approx(plain_losses(model, packing), rel=2e-5)
+
+
+def chats(model: Path, packing: str) -> list[str]:
+    words = ["data=chat", f"data.files=[{model}/chats.jsonl]", f"data.cache_dir={model}/cache"]
+    return [*words, f"data.packing={packing}", "data.sequence_length=128", "data.too_long=error"]
+
+
+@cache
+def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
+    """Where in the tokens of each chat the answer begins, by transformers alone."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = {}
+    for row in corpus.functions()[:200]:
+        messages = chat(dict(row))
+        whole = tokenizer.apply_chat_template(messages, return_dict=False)
+        question = tokenizer.apply_chat_template(
+            messages[:1], return_dict=False, add_generation_prompt=True
+        )
+        assert whole[: len(question)] == question
+        found[tuple(whole)] = [-100] * len(question) + whole[len(question) :]
+    return found
+
+
+@cache
+def plain_chat_losses(model: Path, packing: str) -> list[float]:
+    """Losses of transformers' model with its own labels, each chat run by itself."""
+    import transformers
+
+    chosen = run_config(
+        [*hf_loops.SETTINGS, f"model.path={model}", "strategy=single", *chats(model, packing)]
+    )
+    net: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = hf_loops.adamw(net.train())
+    losses = []
+    for batch in hf_loops.batches(chosen):
+        optimizer.zero_grad()
+        total, count = torch.zeros(()), 0
+        for tokens, labels in known_chats(batch, answers(model)):
+            counted = int((labels[1:] != IGNORE_INDEX).sum())
+            found = net(input_ids=tokens[None], labels=labels[None])
+            total, count = total + found.loss * counted, count + counted
+        (total / count).backward()
+        optimizer.step()
+        losses.append(total.item() / count)
+    return losses
+
+
+def known_chats(
+    batch: Any, known: dict[tuple[int, ...], list[int]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The chats, with their labels, whose tokens a batch has, by where they begin."""
+    found = []
+    for row, inputs in enumerate(batch.inputs.tolist()):
+        starts = [0]
+        if batch.positions is not None:
+            starts = torch.nonzero(batch.positions[row] == 0).flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], len(inputs)], strict=True):
+            tokens = tuple(inputs[start:end])
+            if any(tokens):  # 0 is what rows are padded with
+                [whole] = [
+                    one
+                    for one in known
+                    if tokens[: len(one) - 1] == one[:-1] and not any(tokens[len(one) - 1 :])
+                ]
+                found.append((torch.tensor(whole), torch.tensor(known[whole])))
+    return found
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_of_chats_are_those_of_transformers_with_labels_of_its_own(
+    layout: str, packing: str, model: Path
+) -> None:
+    losses = hf_loops.by_axonlaunch(model, LAYOUTS[layout], *chats(model, packing))
+    assert losses == pytest.approx(plain_chat_losses(model, packing), rel=2e-5)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -78,8 +79,13 @@ class Forked:
             environment: All variables that it sees.
             console: The file that takes what it prints; None keeps it for ``communicate``.
         """
-        self._outputs = [tempfile.NamedTemporaryFile("r") for _ in range(2)]  # noqa: SIM115
-        names = [console or output.name for output in self._outputs]
+        # A folder that removes itself, also where a test waits for nothing and closes nothing.
+        self._outputs = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._files = [Path(self._outputs.name, name) for name in ("output", "errors")]
+        weakref.finalize(self, self._outputs.cleanup)
+        for file in self._files:
+            file.touch()
+        names = [console or str(file) for file in self._files]
         # No daemon: it may have children.
         self._process = get_context("forkserver").Process(
             target=_run,
@@ -105,9 +111,7 @@ class Forked:
         if self.returncode is None:
             self._process.kill()
             raise subprocess.TimeoutExpired("a forked program", timeout or 0)
-        output, errors = [file.read() for file in self._outputs]
-        for file in self._outputs:
-            file.close()
+        output, errors = [file.read_text() for file in self._files]
         return output, errors
 
 

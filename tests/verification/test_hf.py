@@ -9,7 +9,8 @@ from configured import run_config
 from hf_families import FAMILIES
 
 from axonlaunch.config.errors import plain
-from axonlaunch.verification import compare
+from axonlaunch.verification import compare, reference
+from axonlaunch.verification.plan import Plan
 from axonlaunch.verification.result import ParityResult
 
 
@@ -17,7 +18,9 @@ def verify(kind: str, *overrides: str, **changes: Any) -> ParityResult:
     content = plain({**FAMILIES[kind], **changes}).replace(":", ": ")
     words = ["model=hf", f"model.config={content}", "model.init=random", "data=synthetic_tokens"]
     batch = ["data.sequence_length=16", "train.global_batch_size=8", "scheduler.warmup_steps=0"]
-    return compare.on_mock(run_config([*words, *batch, "launch.nproc=2", *overrides]), 2)
+    return compare.on_mock(
+        run_config([*words, *batch, "launch.nproc=2", *overrides]), Plan(steps=2)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer. returned a view")
@@ -45,6 +48,6 @@ def test_a_routers_loss_that_counts_otherwise_is_noticed(monkeypatch: pytest.Mon
 
     from axonlaunch.models.hf.spec import SPEC
 
-    monkeypatch.setattr(compare, "spec_for", lambda config: replace(SPEC, mixes_samples=False))
+    monkeypatch.setattr(reference, "spec_for", lambda config: replace(SPEC, mixes_samples=False))
     verdict = verify("mixtral", "strategy=ddp", output_router_logits=True, router_aux_loss_coef=1.0)
     assert not verdict.passed

@@ -17,7 +17,7 @@ from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.autograd import all_gather_from_group, collect_from
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.context.ring_attention import ring_attention
-from axonlaunch.models.attention import Attention, RotaryTable, SequenceParts
+from axonlaunch.models.attention import Attention, Packing, RotaryTable, SequenceParts
 from axonlaunch.models.spec import ModelSpec
 
 CHUNKS = 2
@@ -55,8 +55,9 @@ class ContextAxis:
 
     def split(self, batch: Batch) -> Batch:
         """Return this rank's positions of every sequence of a batch [B, T]."""
-        mine = self.positions(batch.inputs.shape[1])
-        return batch.map(lambda tensor: tensor[:, mine])
+        mine = self._of_whole(batch.inputs.shape[1])
+        # On the device: what is indexed on the host is in memory that a copy from waits for.
+        return batch.map(lambda tensor: tensor.to(mine.device, non_blocking=True)[:, mine])
 
     def join(self, outputs: Tensor) -> Tensor:
         """Return the whole sequences' outputs [B, T, ...] from every rank's part."""
@@ -75,15 +76,40 @@ class ContextAxis:
             return
         for module in model.modules():
             if isinstance(module, Attention):
-                module.attend = partial(ring_attention, group=self._group)  # type: ignore[method-assign]
+                module.attend = partial(self._attend, module)  # type: ignore[method-assign]
+        if spec.divides_documents:
+            knowing_documents: Any = model
+            knowing_documents.find_documents = self._find_documents
         for name in spec.positions or ():
             knowing = getattr(model, name, None)
             if isinstance(knowing, RotaryTable):
                 knowing.positions = self._of_part
             elif isinstance(knowing, nn.Module):
-                knowing.register_forward_pre_hook(
-                    lambda _, inputs: (self._of_part(len(inputs[0])).to(inputs[0].device),)
-                )
+                knowing.register_forward_pre_hook(self._own_positions)
+
+    def _own_positions(self, _: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        """Return a part's positions for 0 and on; those in documents are its own already."""
+        (given,) = inputs
+        return (given if given.ndim > 1 else self._of_part(len(given)).to(given.device),)
+
+    def _attend(
+        self, module: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Attend from a part to the whole; in packed rows, whose mask no ring knows, all at once.
+
+        Source: Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2, which gathers keys
+        and values for the sake of document masks.
+        """
+        if mask is None:
+            return ring_attention(q, k, v, group=self._group)
+        return Attention.attend(module, q, self.gather(k), self.gather(v), mask)
+
+    def _find_documents(self, positions: Tensor | None) -> Packing | None:
+        """Return where a part's documents lie in the whole rows."""
+        if positions is None:
+            return None
+        places = self._of_part(positions.shape[1]).to(positions.device)
+        return Packing.of_part(positions, self.join(positions), places)
 
     def _in_order(self, rank_by_rank: Tensor, *, dim: int) -> Tensor:
         """Return parts that lie one after another as the sequence that they make."""
@@ -92,7 +118,9 @@ class ContextAxis:
 
     def _of_part(self, length: int) -> Tensor:
         """Return a part's positions where the group computes: every layer asks for the same."""
+        return self._of_whole(length * self._group.size)
+
+    def _of_whole(self, length: int) -> Tensor:
         if length not in self._parts:
-            positions = self.positions(length * self._group.size)
-            self._parts[length] = positions.to(device_of(self._group))
+            self._parts[length] = self.positions(length).to(device_of(self._group))
         return self._parts[length]

@@ -11,18 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from axonlaunch.comm import ProcessGroup
+from axonlaunch.comm.gradient_bucket import broadcast_tensors
 from axonlaunch.comm.process_group import default_group
 from axonlaunch.engines.data_parallel.gradient_synchronizer import (
     GradientSynchronizer,
     GradSyncStrategy,
 )
-from axonlaunch.engines.optimizer.step import local_part
 
 # torch 2.13 renamed the argument, and warns of the old name.
 _BUFFERS_KEYWORD = (
@@ -177,20 +176,10 @@ class DDP(nn.Module):
         self.synchronizer.sync_all()
 
     def _copy_from_first(self, tensors: Iterable[Tensor]) -> None:
-        if self.group.size == 1:
-            return
-        with torch.no_grad():
-            works = [
-                dist.broadcast(
-                    local_part(tensor.detach()),
-                    src=self.group.ranks[0],
-                    group=self.group.torch_group,
-                    async_op=True,
-                )
-                for tensor in tensors
-            ]
-        for work in works:
-            work.wait()
+        if self.group.size > 1:
+            detached = (tensor.detach() for tensor in tensors)
+            first, group = self.group.ranks[0], self.group.torch_group
+            broadcast_tensors(detached, source=first, group=group)
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         """Let its bucket know, and ask autograd to finish when this backward ends."""

@@ -49,7 +49,8 @@ class _Share:
             self.parameters[number].grad = torch.zeros_like(self.parameters[number])
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         present = local_part(gradients[0]).new_ones(len(gradients))
-        present[self._absent] = 0.0
+        if self._absent:  # an index from the host, for which it waits until the device has it
+            present[self._absent] = 0.0
         has_room = self.bucket.add_all([*gradients, present])
         assert has_room
         self.bucket.start(group.torch_group)

@@ -25,6 +25,7 @@ from axonlaunch.config.optimizer import (
 from axonlaunch.config.optimizer_states import OptimizerState, ParameterFacts
 from axonlaunch.config.parameter_groups import options_of, with_options
 from axonlaunch.config.plugins import import_callable
+from axonlaunch.models.dtensor_regions import dtensor_of
 
 PEAK_LR = "initial_lr"
 """Option of a group that holds its peak learning rate, as torch's schedulers call it."""
@@ -153,14 +154,7 @@ def as_divided(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tenso
     stride = torch.empty(whole, device="meta").stride()
     if whole == parameter.shape:
         stride = parameter.stride()
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(whole),
-        stride=stride,
-    )
+    return dtensor_of(local, parameter.device_mesh, placements, shape=whole, stride=stride)
 
 
 def learning_rate(schedule: SchedulerConfig, step: int, *, peak: float, steps: int) -> float:

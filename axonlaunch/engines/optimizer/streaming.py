@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from axonlaunch.models.dtensor_regions import dtensor_of
+
 STREAMED: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose step streams."""
 
@@ -48,12 +50,14 @@ def stream_parameters(
             for group in groups:
                 for tensor in group["params"]:
                     if tensor.grad is not None:
-                        working = _brought(self, tensor, device or tensor.device, dtype)
+                        working, before = _brought(self, tensor, device or tensor.device, dtype)
                         self.param_groups = [{**group, "params": [working]}]
                         update()
-                        _taken_back(self, tensor, working, states_on or working.device)
+                        _taken_back(self, tensor, working, states_on or working.device, before)
         finally:
             self.param_groups = groups
+            if device is not None and device.type == "cuda":
+                wait_for_copies(device)
         return loss
 
     # A method, as torch's schedulers of learning rates expect.
@@ -63,26 +67,61 @@ def stream_parameters(
 
 def _brought(
     optimizer: Optimizer, tensor: Tensor, device: torch.device, dtype: torch.dtype | None
-) -> Tensor:
-    """Return a parameter on a device that stands in for one, with its gradient and states."""
+) -> tuple[Tensor, dict[str, object]]:
+    """Return a parameter on a device that stands in for one, and the states that it had elsewhere.
+
+    It has its gradient and states.
+    """
     dtype = dtype or tensor.dtype
     working = nn.Parameter(moved(tensor.detach(), device).to(dtype))
     assert tensor.grad is not None
     working.grad = moved(tensor.grad, device).to(dtype)
     states = optimizer.state.pop(tensor, {})
     optimizer.state[working] = {k: _place(v, device) for k, v in states.items()}
-    return working
+    return working, states
 
 
 @torch.no_grad()
 def _taken_back(
-    optimizer: Optimizer, tensor: Tensor, working: Tensor, states_on: torch.device
+    optimizer: Optimizer,
+    tensor: Tensor,
+    working: Tensor,
+    states_on: torch.device,
+    before: dict[str, object],
 ) -> None:
-    """Give a parameter what was made of the one that stood in for it."""
+    """Give a parameter what was made of the one that stood in for it.
+
+    Host memory that held a state before the update holds it again: to lock other memory for each
+    would take longer than the copy. The host does not wait for what is copied to it.
+    """
     if tensor.device != working.device or tensor.dtype != working.dtype:
-        tensor.detach().copy_(moved(working.detach(), tensor.device))
+        _copy(working.detach(), tensor.detach())
     states = optimizer.state.pop(working)
-    optimizer.state[tensor] = {k: _place(v, states_on) for k, v in states.items()}
+    optimizer.state[tensor] = {
+        key: _back(value, states_on, before.get(key)) for key, value in states.items()
+    }
+
+
+def _back(value: object, device: torch.device, held: object) -> object:
+    """Return a state where it is kept, in the tensor that held it if there is one."""
+    if not isinstance(value, Tensor) or not isinstance(held, Tensor) or value.device == device:
+        return _place(value, device)
+    if (held.device, held.shape, held.dtype) != (device, value.shape, value.dtype):
+        return _place(value, device)
+    _copy(value, held)
+    return held
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy values to a tensor of the same division."""
+    if isinstance(source, DTensor) and isinstance(target, DTensor):
+        source, target = source.to_local(), target.to_local()
+    target.copy_(source, non_blocking=True)
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until what was copied from a device is there: whoever reads it does not."""
+    torch.cuda.current_stream(device).synchronize()
 
 
 def _place(value: object, device: torch.device) -> object:
@@ -96,11 +135,10 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     local = tensor.to_local()
     if local.device == device:
         return tensor
-    return DTensor.from_local(
+    return dtensor_of(
         _copied(local, device),
         tensor.device_mesh,
         tensor.placements,
-        run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
     )
@@ -112,5 +150,5 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     Source: microsoft/DeepSpeed pull request 5301.
     """
     if not (tensor.is_cuda and device.type == "cpu"):
-        return tensor.to(device)
+        return tensor.to(device, non_blocking=True)  # to a device: its later work comes after it
     return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)

@@ -1,7 +1,8 @@
 """A loss whose logits exist for some tokens at a time: head and cross entropy, chunk by chunk.
 
 The head of a model passes its input on, and the loss applies it; backward recomputes each chunk's
-logits. Nothing is approximated. A model that changes its logits after the head is not for it.
+logits. Nothing is approximated. What a model does to each logit after the head, as softcapping, is
+done to those of a chunk.
 
 Source: Hsu et al., "Liger Kernel", 2024, section 3.2, and torchtitan's chunked loss; unlike theirs,
 no gradient of the head is kept between forward and backward, of which a pipeline would keep many.
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from axonlaunch.comm.autograd import collect_from
+from axonlaunch.engines.tensor.after_head import AfterHead
 from axonlaunch.engines.tensor.fused_region import enter_region
 from axonlaunch.engines.tensor.layers import ColumnParallelLinear
 from axonlaunch.models.loss import with_auxiliary_loss
@@ -41,9 +43,14 @@ class ChunkedLoss:
         self._chunk = chunk
         self._heads: list[_DeferredHead] = []
 
-    def defer(self, head: nn.Module) -> None:
-        """Let a head pass its input on; a rank has at most one that is called."""
-        self._heads.append(_DeferredHead(head))
+    def defer(self, head: nn.Module, module: nn.Module) -> None:
+        """Let a head pass its input on; a rank has at most one that is called.
+
+        Args:
+            head: What makes logits.
+            module: The model, or stage of one, whose forward calls it.
+        """
+        self._heads.append(_DeferredHead(head, module))
 
     @contextmanager
     def whole_logits(self) -> Iterator[None]:
@@ -86,8 +93,10 @@ class ChunkedLoss:
 class _DeferredHead:
     """A head that returns its input, and is applied later under the same autocast."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: nn.Module, module: nn.Module) -> None:
         self.is_deferred = True
+        self._after = AfterHead()
+        module.register_forward_hook(self._after.end, always_call=True)
         self._head = head
         self._apply = head.forward
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -102,7 +111,7 @@ class _DeferredHead:
             dtype = torch.get_autocast_dtype(kind)
             # Each chunk casts the weight for itself: a cache would keep what only forward made.
             self._autocast = lambda: torch.autocast(kind, dtype=dtype, cache_enabled=False)
-        return hidden
+        return self._after.begin(hidden)
 
     def entered(self, hidden: Tensor) -> Tensor:
         """Return hidden states as the head's columns read them: their gradient is summed once."""
@@ -117,7 +126,6 @@ class _DeferredHead:
         head = self._head
         with self._autocast():
             if not isinstance(head, ColumnParallelLinear):
-                found: Tensor = self._apply(hidden)
-                return found
-            logits = F.linear(hidden, *head.of_rank())
+                return self._after.apply(self._apply(hidden))
+            logits = self._after.apply(F.linear(hidden, *head.of_rank()))
         return collect_from(logits, head.axis.group, -1) if head.gather_output else logits

@@ -147,7 +147,7 @@ def submit(config: RunConfig, *, announce: Callable[[str], None]) -> tuple[int, 
     if shutil.which("sbatch") is None:
         message = "there is no sbatch here; submit from a node of the cluster"
         raise ConfigError([ConfigIssue("launch.name", message, "slurm")])
-    with run_dir.open_run_dir(config, announce=announce) as config:
+    with run_dir.open_run_dir(config, announce=announce, is_submitted=True) as config:
         folder = Path(config.run_dir)
         script = _write(config, folder)
     command = ["sbatch", "--parsable", str(script)]

@@ -29,6 +29,9 @@ SIGNAL = signal.SIGUSR1
 FLIGHT_RECORD = ".flight_record"
 """What a log's name ends in where it is not a log but torch's dump of collectives."""
 _ANSWER_S = 2.0
+_RECORD_S = 15.0
+"""For the record of a rank whose stack has come: NCCL's asks the device, which may be busy, what of
+each collective is done."""
 _TOLD = "axonlaunch collectives: "
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _RANK = re.compile(r"axonlaunch[/\\]launch[/\\](local[/\\]rank_process|external[/\\]rank)\.py")
@@ -93,8 +96,11 @@ def ask(pids: dict[int, int], logs: dict[int, Path]) -> dict[int, Whereabouts]:
             continue
     places: dict[int, Whereabouts] = {}
     silent = dict(pids)
-    deadline = time.monotonic() + _ANSWER_S
-    while silent and time.monotonic() < deadline:
+    asked = time.monotonic()
+    while silent:
+        waited = time.monotonic() - asked
+        if waited > (_RECORD_S if places.keys() & silent.keys() else _ANSWER_S):
+            break
         time.sleep(0.05)
         for rank, pid in list(silent.items()):
             written = _since(logs[rank], sizes[rank])

@@ -37,6 +37,7 @@ from axonlaunch.events import (
     StepDone,
     StepLogged,
     Straggler,
+    perplexity_of,
 )
 from axonlaunch.launch.failures.report import Crash, Report, plain_ranks
 from axonlaunch.system.formatting import quantity, size
@@ -176,6 +177,12 @@ class RunConsole:
     def _step(self, event: StepLogged) -> None:
         speed = f"{quantity(event.tokens_per_s)} {self._counted}/s"
         memory = f"{size(event.peak_memory_bytes)}{self._of_process}"
+        if event.mfu is not None:
+            speed += f"  {event.mfu:.1%} MFU"
+        if event.reserved_bytes is not None:
+            memory += f" of {size(event.reserved_bytes)} reserved"
+        if event.alloc_retries:
+            memory += f", {event.alloc_retries} retries"
         if self._progress is not None and self._task is not None:
             numbers = f"loss {event.loss:.3f}  {speed}  {memory}"
             self._progress.update(self._task, completed=event.step, numbers=numbers)
@@ -207,6 +214,10 @@ class RunConsole:
         versus = ""
         if event.unigram_entropy is not None:
             versus = f" [dim](byte-unigram entropy {event.unigram_entropy:.3f})[/dim]"
+        elif event.perplexity is not None:
+            of_each = [f"{name} {perplexity_of(loss):.4g}" for name, loss in event.sources.items()]
+            shown = ", ".join([f"perplexity {event.perplexity:.4g}", *of_each])
+            versus = f" [dim]({escape(shown)})[/dim]"
         self.line(f"step {event.step}  evaluation loss [bold]{event.eval_loss:.3f}[/bold]{versus}")
 
 

@@ -16,7 +16,7 @@ from axonlaunch import checkpoint
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.url import is_url
-from axonlaunch.events import Event, Listener, Started, StepLogged
+from axonlaunch.events import EVENTS, Event, Listener, Started, StepLogged, event_line
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
@@ -153,6 +153,7 @@ def finish_run(
             _say_refused("what an interrupted save has left could not be deleted", error)
     summary = finite(summary)
     is_written = _write(config, run_dir.SUMMARY, summary)
+    _append_event(config, "ended", {"status": status, "step": summary["steps"]})
     summary |= _estimated(config, record.prediction, console, is_done=status == "done")
     is_written = is_written and _write(config, run_dir.SUMMARY, summary)
     if finished is not None or outcome.killed:
@@ -187,6 +188,14 @@ def _log(config: RunConfig, text: str) -> None:
         _say_refused(text.partition("\n")[0], error)
 
 
+def _append_event(config: RunConfig, kind: str, fields: dict[str, Any]) -> None:
+    """Add a line to ``events.jsonl``, or say that it takes none."""
+    try:
+        append_text(Path(config.run_dir) / EVENTS, event_line(kind, fields))
+    except OSError as error:
+        _say_refused(f"{EVENTS} could not be written", error)
+
+
 def _say_refused(what: str, error: OSError) -> None:
     """Say what a full disk, or a folder that is gone, prevents; a run's end is reported anyway."""
     print(f"{what}: {plain_error(error)}", file=sys.stderr)
@@ -203,11 +212,12 @@ def _estimated(
         console.stop()
     else:
         prediction.wait(0)
-    if prediction.peak_bytes is None:
+    if prediction.estimate is None:
         text = f"summary.json has no predicted_peak_bytes: {prediction.reason}\n"
         _log(config, text + prediction.traceback)
         return {}
-    return {"predicted_peak_bytes": prediction.peak_bytes}
+    _write(config, run_dir.ESTIMATE, dataclasses.asdict(prediction.estimate))
+    return {"predicted_peak_bytes": prediction.estimate.peak_bytes}
 
 
 def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | None = None) -> None:
@@ -225,6 +235,10 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
         "followers": [{"rank": rank, "reason": reason} for rank, reason in crash.followers],
     }
     is_written = _write(config, run_dir.CRASH, content)
+    first = crash.first
+    _append_event(
+        config, "failed", {"rank": first.rank, "step": first.step, "reason": first.reason}
+    )
     # An estimate takes seconds, for which the failure summary does not wait.
     hint = hints.hint(crash.first, config, context)
     if hint:

@@ -84,7 +84,7 @@ def mask(
     Raises:
         ValueError: Samples are padded.
     """
-    if attention_mask is not None:
+    if attention_mask is not None and not library.hides_nothing(attention_mask):
         raise ValueError("a padded sequence can't be divided over ranks")
     found: _Division = getattr(config, NAME)
     whole = q_length * found.parts.ranks

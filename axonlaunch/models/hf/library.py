@@ -135,7 +135,9 @@ def _let_masks_keep_documents_apart() -> None:
 def _keeping_documents_apart(build: Any, masking: Any) -> Any:
     @functools.wraps(build)
     def build_mask(*, mask_function: Any, allow_is_causal_skip: bool = True, **given: Any) -> Any:
-        positions = _DOCUMENTS.get()
+        positions, padding = _DOCUMENTS.get(), given.get("attention_mask")
+        if padding is not None and is_fake(padding) and hides_nothing(padding):
+            given["attention_mask"] = None
         if positions is not None:
             documents = (positions == 0).cumsum(-1)
             mask_function = masking.packed_sequence_compatibility_function(
@@ -147,6 +149,14 @@ def _keeping_documents_apart(build: Any, masking: Any) -> Any:
         )
 
     return build_mask
+
+
+def hides_nothing(padding: Tensor) -> bool:
+    """Say whether a mask of padding shows all tokens.
+
+    Models are given tokens and no mask: one without values is what OPT made of ones until 5.17.
+    """
+    return is_fake(padding) or bool(padding.all())
 
 
 _LOOKING = ("dynamic", "longrope")

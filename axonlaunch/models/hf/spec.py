@@ -51,8 +51,7 @@ def adapt(spec: ModelSpec, config: HuggingFaceConfig) -> ModelSpec:
         tensor_plan=lambda module: tensor_plan(module, found.layers),
         initializers=lambda module: starts,
         max_positions=getattr(typed, "max_position_embeddings", None),
-        # By which a block finds its place in a cache, and its kind.
-        index_names=("layer_idx",) if len(set(found.kinds)) == 1 else (),
+        index_names=found.index_names,
         untraceable=untraceable(config),
         head=found.head,
         mixes_samples=bool(getattr(typed, "output_router_logits", False)),

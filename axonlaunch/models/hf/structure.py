@@ -9,7 +9,7 @@ import copy
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ from axonlaunch.models.hf import files
 from axonlaunch.models.hf.build import recorded, untraceable
 from axonlaunch.models.hf.sequence_mixing import why_undivided, why_unpackable
 from axonlaunch.models.initialization import Initializer
+from axonlaunch.models.repeated_blocks import representative
 from axonlaunch.models.spec import BlockFlow
 
 
@@ -60,6 +61,16 @@ class Structure:
         """Transformers' configuration of the model."""
         return self.model.config
 
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        """Attributes of a block that hold its number, by which it finds its place and its kind."""
+        return ("layer_idx",) if len(set(self.kinds)) == 1 else ()
+
+    @functools.cached_property
+    def representative(self) -> nn.Module:
+        """The model, with a few of its blocks where those are all alike."""
+        return representative(self.model, self.layers or "", index_names=self.index_names)
+
     @functools.cached_property
     def flow(self) -> BlockFlow:
         """What passes through the blocks, which pipelines cut between."""
@@ -67,19 +78,24 @@ class Structure:
             return BlockFlow(problem=self.no_layers)
         if self.untraceable:
             return BlockFlow(problem=self.untraceable)
-        return block_flow(self.model, layers=self.layers)
+        flow = block_flow(self.representative, layers=self.layers)
+        left_out = len(self.kinds) - len(flow.returns)
+        if flow.problem or not left_out:
+            return flow
+        first, inner, last = flow.returns
+        return replace(flow, returns=(first, *[inner] * (left_out + 1), last))
 
     @functools.cached_property
     def undivided(self) -> str:
         """Why sequences can't be divided over ranks; empty if they can."""
         if self.layers is None or self.untraceable:
             return self.no_layers or self.untraceable
-        return why_undivided(self.model, layers=self.layers)
+        return why_undivided(self.representative, layers=self.layers)
 
     @functools.cached_property
     def unpackable(self) -> str:
         """Why a row can't hold several documents; empty if it can."""
-        return self.no_layers or why_unpackable(self.model, layers=self.layers or "")
+        return self.no_layers or why_unpackable(self.representative, layers=self.layers or "")
 
 
 def structure(config: HuggingFaceConfig) -> Structure:

@@ -17,6 +17,7 @@ from axonlaunch.config.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models import fake_tensor_cache
+from axonlaunch.models.figures import model_figures
 from axonlaunch.models.parameter_facts import share_of_states
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
@@ -130,7 +131,8 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     """
     two = {"train.global_batch_size": 2 * SAMPLES, **of_ranks(2)}
     config = with_values(config, {"strategy.data_parallel": "fsdp", **two})
-    depths = (1, 2) if hasattr(config.model, "num_hidden_layers") else (0, 0)
+    figures = model_figures(config.model)
+    depths = (figures.period, 2 * figures.period) if figures.num_blocks else (0, 0)
     runs = []
     for mode in _MODES:
         changed = with_values(config, {"train.activation_checkpointing": mode})
@@ -141,7 +143,8 @@ def activations(config: RunConfig) -> dict[str, ActivationBytes]:
     activations_by_mode = {}
     for mode in _MODES:
         few, more = (next(traced) / SAMPLES for _ in depths)
-        activations_by_mode[mode] = ActivationBytes(more - few, _WITH_GRADIENT * (2 * few - more))
+        layer = (more - few) / figures.period
+        activations_by_mode[mode] = ActivationBytes(layer, _WITH_GRADIENT * (2 * few - more))
     return activations_by_mode
 
 
@@ -183,7 +186,7 @@ def peak_bytes(
     a_layer_keeps = divided * saved.layer
     if mode == "selective" and layout.tensor > 1:
         # It keeps what is gathered and reduced, twice each in a layer's forward.
-        hidden = getattr(config.model, "hidden_size", 0) * work.sample_length * _FP32 * half
+        hidden = work.hidden_size * work.sample_length * _FP32 * half
         a_layer_keeps += 2 * hidden * (1 + divided)
     in_flight = _in_flight(layout)
     kept_of_ends = saved.ends if layers else cut * in_flight * saved.ends

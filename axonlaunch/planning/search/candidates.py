@@ -17,6 +17,7 @@ from axonlaunch.config.errors import divisors
 from axonlaunch.config.layout import Layout, of_ranks
 from axonlaunch.config.plain import with_values
 from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.models.figures import ModelFigures, model_figures
 from axonlaunch.preflight.optimizer import layout_problems
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
@@ -89,9 +90,9 @@ def candidates(
         fixed: What the user has set of ``SEARCHED``.
         offloads: Whether a device has a host whose memory it could use.
     """
-    batch = config.train.global_batch_size
+    batch, figures = config.train.global_batch_size, model_figures(config.model)
     for tensor, pipeline, context in _degrees(
-        config, devices=devices, in_node=in_node, context=fixed.get(_CONTEXT)
+        config, figures, devices=devices, in_node=in_node, context=fixed.get(_CONTEXT)
     ):
         ranks = devices // (tensor * pipeline * context)
         if batch % ranks:
@@ -107,7 +108,7 @@ def candidates(
             _powers(batch // ranks),
             _RECOMPUTATION,
         ):
-            if not _fits(config, schedule, pipeline, batch // ranks // size):
+            if not _fits(figures.num_blocks, schedule, pipeline, batch // ranks // size):
                 continue
             if SCHEDULES[schedule].splits_backward and recompute != "none":
                 continue  # both halves of a backward would recompute
@@ -129,12 +130,10 @@ def candidates(
 
 
 def _degrees(
-    config: RunConfig, *, devices: int, in_node: int, context: int | None
+    config: RunConfig, figures: ModelFigures, *, devices: int, in_node: int, context: int | None
 ) -> Iterator[tuple[int, int, int]]:
-    model: Any = config.model
-    heads = getattr(model, "num_attention_heads", 0)  # without any, none are divided
-    shared = getattr(model, "num_key_value_heads", None) or heads
-    depth = getattr(model, "num_hidden_layers", 1)
+    heads = figures.num_attention_heads  # without any, none are divided
+    shared, depth = figures.num_key_value_heads, max(1, figures.num_blocks)
     length = getattr(config.data, "sequence_length", 1)
     batch, contexts = config.train.global_batch_size, [1]
     if context is not None:
@@ -190,12 +189,12 @@ def _sharded(kind: str, ranks: int, *, in_node: int, offloads: bool) -> Iterator
             yield settings | {"strategy.fsdp.replicate": ranks // in_node}
 
 
-def _fits(config: RunConfig, schedule: str, pipeline: int, micro_batches: int) -> bool:
+def _fits(num_blocks: int, schedule: str, pipeline: int, micro_batches: int) -> bool:
     if pipeline == 1:
         return True
     rule = SCHEDULES[schedule]
     stages = pipeline * rule.stages_per_rank
-    return stages <= getattr(config.model, "num_hidden_layers", 0) and rule.fits(
+    return stages <= num_blocks and rule.fits(
         micro_batches, degree=pipeline, stages_per_rank=rule.stages_per_rank
     )
 

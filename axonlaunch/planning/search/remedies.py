@@ -115,7 +115,7 @@ def search_changes(
         traced += 1
         if after is None or after.process_bytes > memory:
             continue
-        host = host_memory(altered, after.host_bytes)
+        host = host_memory(altered, after)
         if host is not None and host.fits is False:
             continue
         fitting.append(set(which))

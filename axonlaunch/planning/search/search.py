@@ -18,6 +18,7 @@ from axonlaunch.config.errors import plain
 from axonlaunch.config.hardware import GIB, HardwareConfig
 from axonlaunch.config.layout import num_ranks
 from axonlaunch.models import fake_tensor_cache
+from axonlaunch.models.figures import model_figures
 from axonlaunch.planning.memory.analytic import Formulas
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.records import Estimate, FitVerdict, Plan, Planned, verdict
@@ -91,7 +92,7 @@ def _needed(config: RunConfig, devices: int) -> list[str]:
     assert config.hardware is not None
     names = ["memory_gib", "devices_per_node", f"{config.train.precision}_tflops"]
     names += ["matrix_efficiency", "multiprocessors"]
-    if hasattr(config.model, "num_attention_heads"):
+    if model_figures(config.model).num_attention_heads:
         names.append("attention_efficiency")
     if not config.hardware.kernel_bytes:
         names += ["memory_bandwidth_gb_s", "memory_efficiency"]
@@ -231,7 +232,7 @@ def _estimated(
                 step_s=speed.step_s,
                 mfu=speed.mfu,
                 breakdown=speed.breakdown,
-                host_memory=host_memory(candidate.config, result.host_bytes),
+                host_memory=host_memory(candidate.config, result),
             )
         )
         if sum(planned.fits for planned in plans) == wanted:

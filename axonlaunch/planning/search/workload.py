@@ -8,7 +8,7 @@ from __future__ import annotations
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, num_ranks
-from axonlaunch.planning.records import HostMemory, Workload
+from axonlaunch.planning.records import Estimate, HostMemory, Workload
 
 
 def workload(config: RunConfig, *, searched: bool = False) -> Workload:
@@ -30,14 +30,20 @@ def workload(config: RunConfig, *, searched: bool = False) -> Workload:
     )
 
 
-def host_memory(config: RunConfig, bytes_per_rank: int) -> HostMemory | None:
-    """Return what a run keeps in host memory; None where nothing is offloaded to another memory.
+def host_memory(config: RunConfig, estimate: Estimate) -> HostMemory | None:
+    """Return what a run keeps in host memory; None where nothing is kept in another memory.
+
+    That is what is offloaded, and with ``checkpoint.async_save`` the copy of what is not, from
+    which saves are written.
 
     Args:
         config: With ``launch.nproc`` resolved.
-        bytes_per_rank: What the highest rank offloads.
+        estimate: Of the run.
     """
     hardware, nproc = config.hardware, config.launch.nproc
+    bytes_per_rank = estimate.host_bytes
+    if config.checkpoint.every and config.checkpoint.async_save:
+        bytes_per_rank += estimate.saved_bytes
     if not bytes_per_rank or (hardware is not None and hardware.is_cpu):
         return None
     assert nproc != "auto"

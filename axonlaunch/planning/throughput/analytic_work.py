@@ -57,8 +57,7 @@ class _Scaled:
         self._length = reference.sample_length
         self._samples = layout.micro_batch_size / layout.context
         self._type = FP32 if config.train.precision == "fp32" else HALF
-        hidden = getattr(config.model, "hidden_size", 0)
-        self._stream = self._samples * self._length * hidden * self._type
+        self._stream = self._samples * self._length * reference.hidden_size * self._type
 
     def work(self, layers: tuple[int, ...]) -> StepWork:
         """Return the whole step's work."""
@@ -79,7 +78,7 @@ class _Scaled:
                 (1.0, {}),
             )
         )
-        return StepWork(first, last, layers, self._reference.parameters, self._length)
+        return dataclasses.replace(self._reference, first=first, last=last, layers=layers)
 
     def _micro(self, share: Share, more: Work, *, part: float = 1.0) -> Share:
         work: Work = {}

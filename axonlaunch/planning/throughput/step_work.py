@@ -1,7 +1,7 @@
 """What one step does on the ranks of each pipeline stage, from traces of a few layers.
 
 Layers repeat and micro-batches repeat, so operations are counted at two depths and two numbers of
-micro-batches and follow a line in both. A pipeline over a model without ``num_hidden_layers`` is
+micro-batches and follow a line in both. A pipeline over a model that can't have fewer blocks is
 refused.
 
 An example, in floating-point operations: traces of 1 and 2 layers with 1 and 2 micro-batches count
@@ -28,6 +28,7 @@ from axonlaunch.config.layout import Layout, num_ranks, of_ranks
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.optimizer.step import local_part
 from axonlaunch.models import fake_tensor_cache
+from axonlaunch.models.figures import model_figures, of_blocks
 from axonlaunch.planning.throughput.operations import OperationTrace, Work, add
 from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.dry_run import FakeRank
@@ -35,9 +36,6 @@ from axonlaunch.planning.tracing.reduced_run import ReducedRun
 from axonlaunch.planning.tracing.untraceable import refusing_untraceable
 from axonlaunch.system import forked_map
 
-_DEPTH = "num_hidden_layers"
-_LAYERS = (1, 2)
-"""Layers of each stage of the traces."""
 SAMPLES = 11
 """Samples of a step on one device, from which layouts are estimated: several, for a BatchNorm can't
 take one, and a prime that divides no width, so that sizes which grow with samples stand out."""
@@ -89,7 +87,9 @@ class StepWork:
         last: Of the stage that computes the loss.
         layers: Layers of each stage, in order.
         parameters: Of the whole model.
-        samples_length: Positions of a sample; 1 where it is no sequence.
+        sample_length: Positions of a sample; 1 where it is no sequence.
+        hidden_size: Numbers of a position between layers; 0 where that is not known.
+        looked_up: Of the parameters, as ``models.flops`` counts them.
     """
 
     first: StageWork
@@ -97,14 +97,17 @@ class StepWork:
     layers: tuple[int, ...]
     parameters: int
     sample_length: int
+    hidden_size: int
+    looked_up: int = 0
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """One trace: operations of a step, bytes of gradients, parameters, a sample's length."""
+    """One trace: operations of a step, bytes of gradients, parameters, those looked up, length."""
 
     share: Share
     parameters: int
+    looked_up: int
     sample_length: int
 
 
@@ -119,12 +122,13 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
         ConfigError: The run can't be traced.
     """
     layout = Layout.of(config, world_size=world_size)
-    depth = getattr(config.model, _DEPTH, None)
-    if depth is None and layout.pipeline > 1:
-        message = f"its depth can't be varied for it has no {_DEPTH}; use 1"
+    figures = model_figures(config.model)
+    depth, period = figures.num_blocks, figures.period
+    if not depth and layout.pipeline > 1:
+        message = f"fewer blocks can't stand for all of those of {config.model.name}; use 1"
         raise ConfigError([ConfigIssue("strategy.pipeline.degree", message, layout.pipeline)])
     counts = (2, 3) if layout.pipeline > 1 else (1, 2)[: min(2, layout.micro_batches)]
-    depths = _LAYERS if depth is not None else (0,)
+    depths = (period, 2 * period) if depth else (0,)
     stages = min(2, layout.stages_per_rank)
     ranks = (0, 1) if layout.pipeline > 1 else (0,)
     runs = {
@@ -141,7 +145,7 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     if layout.pipeline > 1:
         functions.append(partial(_split, config))
     results = forked_map.map_forked(functions, memory=fake_tensor_cache.recipes)
-    layers = tuple(results[-1]) if layout.pipeline > 1 else (depth or 0,)
+    layers = tuple(results[-1]) if layout.pipeline > 1 else (depth,)
     traced = {
         (rank, *key): trace
         for (rank, keys), traces in zip(jobs, results, strict=False)
@@ -153,11 +157,19 @@ def step_work(config: RunConfig, *, world_size: int) -> StepWork:
     )
     at_depths = [traced[ranks[0], d, counts[0]].parameters for d in depths]
     parameters = at_depths[0]
-    if depth is not None:
-        of_a_layer = (at_depths[1] - at_depths[0]) // (stages * len(ranks))
-        parameters += of_a_layer * (depth - _LAYERS[0] * stages * len(ranks))
-    length = traced[ranks[0], depths[0], counts[0]].sample_length
-    return StepWork(first, last, layers, parameters, length)
+    if depth:
+        of_a_period = (at_depths[1] - at_depths[0]) // (stages * len(ranks))
+        parameters += of_a_period * (depth - period * stages * len(ranks)) // period
+    known = traced[ranks[0], depths[0], counts[0]]
+    return StepWork(
+        first,
+        last,
+        layers,
+        parameters,
+        known.sample_length,
+        hidden_size=figures.hidden_size,
+        looked_up=known.looked_up,
+    )
 
 
 def reduced_config(
@@ -192,7 +204,7 @@ def reduced_config(
         }
         world_size = 2 * world_size // layout.pipeline
     if layers:
-        settings[f"model.{_DEPTH}"] = layers * stages
+        settings |= of_blocks(config.model, layers * stages)
     return with_values(config, {**settings, **of_ranks(world_size)})
 
 
@@ -221,7 +233,8 @@ def _fit(at: dict[tuple[int, int], Share], *, stages: int) -> StageWork:
         layer[m] = nothing
         if len(depths) > 1:
             difference = at[depths[1], m].plus(at[depths[0], m], times=-1)
-            layer[m] = nothing.plus(difference, times=1 / stages)
+            between = stages * (depths[1] - depths[0])
+            layer[m] = nothing.plus(difference, times=1 / between)
         ends[m] = at[depths[0], m].plus(layer[m], times=-depths[0] * stages)
     step_ends, micro_ends = _by_micro_batches(ends)
     step_layer, micro_layer = _by_micro_batches(layer)
@@ -270,7 +283,9 @@ def _trace_one(config: RunConfig, world: World) -> _Traced:
     )
     sample = reduced.sample
     length = sample.shape[0] if sample.ndim == 1 else 1
-    return _Traced(Share(trace.work, gradient_bytes), dry.engine.num_parameters, length)
+    engine = dry.engine
+    share = Share(trace.work, gradient_bytes)
+    return _Traced(share, engine.num_parameters, engine.num_looked_up, length)
 
 
 def _split(config: RunConfig) -> list[int]:

@@ -6,11 +6,11 @@ It refuses what can't be traced and hardware without the figures it takes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from axonlaunch.config import RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.models.flops import training_flops_per_token
 from axonlaunch.planning.throughput.roofline import figure
 from axonlaunch.planning.throughput.step_time import StepTime
 from axonlaunch.planning.throughput.step_work import StepWork, step_work
@@ -59,16 +59,16 @@ def timed(config: RunConfig, hardware: HardwareConfig, work: StepWork) -> Throug
     mfu = None
     if work.sample_length > 1:
         peak = figure(hardware, f"{config.train.precision}_tflops") * 1e12
-        mfu = rate * flops_per_token(config.model, work) / peak
+        mfu = rate * flops_per_token(work) / peak
     return Throughput(seconds, rate, mfu, dict(times))
 
 
-def flops_per_token(model: Any, work: StepWork) -> float:
-    """Return the FLOPs that forward and backward of a token need: 6 N + 12 L H Q T.
-
-    N parameters, L layers, H heads of Q numbers, T positions, as if attention saw them all.
-
-    Source: Chowdhery et al., "PaLM", 2022, appendix B.
-    """
-    attention = 12 * sum(work.layers) * getattr(model, "hidden_size", 0) * work.sample_length
-    return float(6 * work.parameters + attention)
+def flops_per_token(work: StepWork) -> float:
+    """Return what ``training_flops_per_token`` does of a step's work."""
+    return training_flops_per_token(
+        parameters=work.parameters,
+        looked_up=work.looked_up,
+        layers=sum(work.layers),
+        hidden_size=work.hidden_size,
+        positions=work.sample_length,
+    )

@@ -25,6 +25,7 @@ from axonlaunch.engines.pipeline.split import stage_blocks
 from axonlaunch.engines.tensor.plan_checks import styled
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.models.parameter_facts import parameter_facts
+from axonlaunch.models.repeated_blocks import with_first_blocks
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.planning.tracing import extrapolate_depth
 
@@ -95,14 +96,11 @@ class ReducedRun:
 
     def build(self, num_blocks: int | None = None) -> nn.Module:
         """Return a model of as many of the first blocks, or ``num_blocks``, on the meta device."""
-        spec, fewer = spec_for(self.config.model), {}
-        count = num_blocks or self.num_blocks
-        if count < len(spec.blocks(self.model)):
-            assert spec.layers is not None
-            layers = self.model.get_submodule(spec.layers)
-            assert isinstance(layers, nn.ModuleList)
-            fewer[id(layers)] = copy.deepcopy(layers[:count])  # the others cost time
-        return copy.deepcopy(self.model, fewer)
+        spec, count = spec_for(self.config.model), num_blocks or self.num_blocks
+        if count == len(spec.blocks(self.model)):
+            return copy.deepcopy(self.model)
+        assert spec.layers is not None
+        return with_first_blocks(self.model, spec.layers, count)
 
     @property
     def schedule(self) -> PipelineSchedule:

@@ -12,6 +12,7 @@ from typing import Any
 from axonlaunch.config import RunConfig
 from axonlaunch.config.data import DATASETS, SyntheticImagesConfig, SyntheticTokensConfig
 from axonlaunch.config.registry import EntryPointError
+from axonlaunch.config.schema import TrainConfig
 from axonlaunch.config.tokenizer import TokenizerConfig
 
 _MISSING = "???"
@@ -39,6 +40,9 @@ def naming_files(tree: dict[str, Any]) -> dict[str, Any]:
 
 def replace_with_synthetic(config: RunConfig) -> RunConfig:
     """Return a configuration whose samples have the same shape and come from no file."""
+    if config.train.steps == "auto":  # an epoch of no file has any number of steps
+        train = dataclasses.replace(config.train, steps=TrainConfig.steps, epochs=None)
+        config = dataclasses.replace(config, train=train)
     if isinstance(config.data, SyntheticTokensConfig | SyntheticImagesConfig):
         return config
     facts = DATASETS.facts(config.data.name)

@@ -14,10 +14,19 @@ from typing import Any
 
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.loggers import LOGGERS
-from axonlaunch.events import Evaluated, Event, Listener, Noted, StepLogged
+from axonlaunch.events import (
+    EVENTS,
+    Evaluated,
+    Event,
+    Listener,
+    Noted,
+    StepLogged,
+    perplexity_of,
+)
 from axonlaunch.system.files import read_text, replace_text
 from axonlaunch.system.frame_origin import frame_owner
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
+from axonlaunch.training.loggers.event_log import EventLog
 from axonlaunch.training.loggers.jsonl import JSONLLogger
 
 __all__ = ["Logger", "RunInfo", "RunLoggers"]
@@ -35,11 +44,14 @@ class RunLoggers:
         notes: What is to be said of the files that were there.
     """
 
-    def __init__(self, config: RunConfig, *, resumed_at: int | None, report: Listener) -> None:
+    def __init__(
+        self, config: RunConfig, *, world_size: int, resumed_at: int | None, report: Listener
+    ) -> None:
         """Open ``metrics.jsonl``.
 
         Args:
             config: The run's.
+            world_size: Its ranks.
             resumed_at: Steps done in the checkpoint that was loaded; None: none was.
             report: Takes every event, and a note of each logger that fails.
 
@@ -48,6 +60,7 @@ class RunLoggers:
         """
         folder = Path(config.run_dir)
         self._jsonl = JSONLLogger(folder / "metrics.jsonl", resumed_at=resumed_at)
+        self._events = EventLog(folder, world_size=world_size)
         self._report = report
         self._state = folder / _STATE
         last, ids, unreadable = _earlier(self._state) if resumed_at is not None else (0, {}, ())
@@ -66,8 +79,9 @@ class RunLoggers:
         self._failed: set[str] = set()
 
     def __call__(self, event: Event) -> None:
-        """Write an event's numbers, and hand it on."""
+        """Write an event and its numbers, and hand it on."""
         self._jsonl(event)
+        self._attempt(EVENTS, "to be written", self._events, event)
         self._report(event)
         if not isinstance(event, StepLogged | Evaluated):
             return
@@ -116,7 +130,10 @@ class RunLoggers:
 def _numbers(event: StepLogged | Evaluated) -> dict[str, Number]:
     """Return what of an event is a number, under the names of ``metrics.jsonl``."""
     fields = asdict(event).items()
-    return {k: v for k, v in fields if k != "step" and isinstance(v, int | float)}
+    numbers = {k: v for k, v in fields if k != "step" and isinstance(v, int | float)}
+    for name, loss in event.sources.items() if isinstance(event, Evaluated) else ():
+        numbers |= {f"eval_loss/{name}": loss, f"perplexity/{name}": perplexity_of(loss)}
+    return numbers
 
 
 def _place(error: Exception) -> str:

@@ -9,8 +9,9 @@ import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from axonlaunch.events import Evaluated, Event, StepLogged
+from axonlaunch.events import Evaluated, Event, StepLogged, perplexity_of
 from axonlaunch.system.files import append_text, is_there, opened, replace
 from axonlaunch.system.strict_json import finite
 
@@ -62,11 +63,21 @@ class JSONLLogger:
     def __call__(self, event: Event) -> None:
         """Append an event that has numbers."""
         if isinstance(event, StepLogged):
-            line = asdict(event)
-            if event.slowest is None:
-                del line["slowest"]  # only where ranks were seen to wait for each other
+            # What this device does not report, or nobody saw, has no key.
+            line: dict[str, Any] = {
+                key: value
+                for key, value in asdict(event).items()
+                if value is not None or key in ("grad_norm", "tokens_seen")
+            }
         elif isinstance(event, Evaluated):
             line = {"step": event.step, "eval_loss": event.eval_loss}
+            if event.perplexity is not None:
+                line["perplexity"] = event.perplexity
+            if event.sources:
+                line["sources"] = {
+                    name: {"eval_loss": loss, "perplexity": perplexity_of(loss)}
+                    for name, loss in event.sources.items()
+                }
         else:
             return
         text = json.dumps(finite(line), allow_nan=False) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,8 @@ def test_heads_of_two_sizes_and_sinks_attend_as_they_do_whole(kind: str, tmp_pat
 
 
 REFUSED = {
-    "bloom": "it counts positions by itself",
-    "mamba2": "backbone.layers.0 lets tokens see others by convolution",
+    "bloom": r"counts positions by itself|running it on a part of one fails",  # as versions differ
+    "mamba2": r"backbone\.layers\.0 lets tokens see others by convolution",
     "falcon": "attention functions",
 }
 
@@ -84,7 +85,7 @@ def test_a_model_that_would_be_wrong_is_refused_before_anything_starts(kind: str
     (found,) = raised.value.problems
     assert found.key == "strategy.context.degree"
     assert "its sequences can't be divided" in found.message
-    assert REFUSED[kind] in found.message
+    assert re.search(REFUSED[kind], found.message)
 
 
 def test_one_block_of_a_kind_that_is_not_divided_is_enough_to_refuse() -> None:
@@ -108,7 +109,7 @@ def test_inspect_says_why_sequences_can_t_be_divided() -> None:
     found = inspect(run_config(without_folder("bloom")))
     (answer,) = (one for one in found.layouts if "context" in one.layout)
     assert not answer.legal
-    assert "counts positions by itself" in answer.reason
+    assert re.search(REFUSED["bloom"], answer.reason)
 
 
 class _Attends(nn.Module):

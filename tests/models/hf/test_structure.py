@@ -45,7 +45,7 @@ def test_blocks_ends_and_ties_are_found(kind: str) -> None:
     assert found.layers == layers
     assert found.flow.problem == ""
     assert list(found.flow.before) == before
-    assert list(found.flow.after) == [*after, "lm_head"]
+    assert list(found.flow.after) in ([*after, "lm_head"], [*after, "embed_out"])  # GPT-NeoX's once
     assert len(found.kinds) == 2
     assert dict(found.ties) == ({"lm_head.weight": f"{before[0]}.weight"} if kind in TIED else {})
 

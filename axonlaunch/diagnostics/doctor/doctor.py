@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from axonlaunch.config.hardware import GIB
-from axonlaunch.doctor import measured_hardware
+from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.temporary_folders import temporary_folder
@@ -22,7 +22,8 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
         ranks: So many are measured at once, for ``hardware=cpu``; None: nothing is measured.
     """
     with forkserver.warm() as context:
-        report: dict[str, Any] = forked_call.call(context, "axonlaunch.doctor.machine:machine")
+        look = "axonlaunch.diagnostics.doctor.machine:machine"
+        report: dict[str, Any] = forked_call.call(context, look)
         backends = {"gloo": _try_processes(context, "gloo", 2), "mock": _try_mock(context)}
         if report["nccl"]["available"] and report["devices"]:
             backends["nccl"] = _try_processes(context, "nccl", min(2, len(report["devices"])))
@@ -43,11 +44,11 @@ def _try_processes(context: ForkServerContext, backend: str, ranks: int) -> dict
     with temporary_folder() as folder:
         store = str(folder / "store")
         calls = [(backend, rank, ranks, store) for rank in range(ranks)]
-        return _try(context, "axonlaunch.doctor.machine:try_rank", calls, ranks)
+        return _try(context, "axonlaunch.diagnostics.doctor.machine:try_rank", calls, ranks)
 
 
 def _try_mock(context: ForkServerContext) -> dict[str, Any]:
-    return _try(context, "axonlaunch.doctor.machine:try_mock", [(2,)], 2)
+    return _try(context, "axonlaunch.diagnostics.doctor.machine:try_mock", [(2,)], 2)
 
 
 def _try(

@@ -1,0 +1,86 @@
+"""A copy of a run's state in host memory, from which a save is written while training continues."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from axonlaunch.models.dtensor_regions import dtensor_of
+
+_Name = tuple[str, ...]
+
+
+class HostCopies:
+    """Copies states to host memory; what a GPU copies to is page-locked, and kept for the next.
+
+    A copy to memory that is not page-locked is made in pieces through memory that is, and waited
+    for tensor by tensor; fresh memory is also paid for page by page.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[_Name, Tensor] = {}
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state, once it is complete.
+
+        What was returned before is no copy of its own state any more.
+
+        Args:
+            state: Nested, of tensors.
+        """
+        devices: set[torch.device] = set()
+        copied = self._copied(state, (), devices)
+        for device in devices:
+            _wait(device)
+        return copied
+
+    def _copied(
+        self, state: dict[str, Any], name: _Name, devices: set[torch.device]
+    ) -> dict[str, Any]:
+        return {
+            key: self._copied(value, (*name, key), devices)
+            if isinstance(value, dict)
+            else self._on_host(value.detach(), (*name, key), devices)
+            for key, value in state.items()
+        }
+
+    def _on_host(self, tensor: Tensor, name: _Name, devices: set[torch.device]) -> Tensor:
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if part.device.type == "cpu":
+            return tensor.to("cpu", copy=True)
+        kept = self._kept.get(name)
+        if kept is None or (kept.shape, kept.dtype) != (part.shape, part.dtype):
+            self._kept[name] = kept = page_locked(part)
+        kept.copy_(part, non_blocking=True)
+        devices.add(part.device)
+        if not isinstance(tensor, DTensor):
+            return kept
+        return dtensor_of(
+            kept,
+            tensor.device_mesh,
+            tensor.placements,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+
+def page_locked(tensor: Tensor) -> Tensor:
+    """Return page-locked host memory for a GPU's tensor, of its size to the byte.
+
+    torch's own allocator of such memory rounds up to powers of two, which may double it.
+    """
+    made = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+    if made.nbytes:
+        runtime: Any = torch.cuda.cudart()
+        address = made.data_ptr()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, made.nbytes, 1)))
+        weakref.finalize(made, runtime.cudaHostUnregister, address)
+    return made
+
+
+def _wait(device: torch.device) -> None:
+    torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,57 @@
+"""``axonlaunch compare``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from axonlaunch.cli.options import Json, print_json
+from axonlaunch.cli.run_folders import read_runs
+
+HELP = "Print what differs between runs: their configurations, and their results."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch compare runs/gpt-ddp runs/gpt-fsdp
+  axonlaunch compare runs/sweep/* --json
+"""
+
+
+def command(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN...", help="Folders of two runs, or of more.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Lay runs side by side."""
+    from axonlaunch.diagnostics.report.comparison import changed_settings, results
+    from axonlaunch.diagnostics.report.page_data import labels
+
+    if len(runs) < 2:
+        raise typer.BadParameter("give two runs, or more")
+    records = read_runs(runs)
+    given, found, names = changed_settings(records), results(records), labels(records)
+    if as_json:
+        print_json({"runs": names, "configuration": dict(given), "results": dict(found)})
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for title, rows in (("configuration", given), ("results", found)):
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        table.add_column(title, overflow="fold")
+        for name in names:
+            table.add_column(Text(name), justify="right", overflow="fold")
+        for key, values in rows:
+            table.add_row(key, *(Text(_short(value)) for value in values))
+        console.print(table if rows else f"{title}: nothing differs")
+        console.print()
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,133 @@
+"""``axonlaunch profile``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from axonlaunch.cli.options import Json, Trust, print_json
+
+if TYPE_CHECKING:
+    from axonlaunch.config import RunConfig
+    from axonlaunch.diagnostics.step_breakdown import Breakdown
+
+HELP = "Show where the profiled steps of a run went."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch train strategy=fsdp 'train.profile.steps=[10,13]' name=profiled
+  axonlaunch profile runs/profiled
+"""
+_SHOWN = 8
+"""Ranks that have a column; --json has all."""
+
+
+def command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run with train.profile.steps set.")
+    ],
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Show where the profiled steps of a run went."""
+    from axonlaunch import config as configuration
+    from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.config.layout import Layout, num_ranks
+    from axonlaunch.diagnostics import step_breakdown
+
+    paths = step_breakdown.traces(folder)
+    if not paths:
+        message = f"{folder}: no step was profiled; train with train.profile.steps=[FIRST,LAST]"
+        raise ConfigError([ConfigIssue("", message)])
+    config = configuration.read_frozen(folder, trusted=trust)
+    axes = Layout.of(config, world_size=num_ranks(config)).axes
+    several = [axis for axis, size in axes.items() if size > 1]
+    world = several[0] if len(several) == 1 else "world"
+    try:
+        found = [
+            step_breakdown.breakdown(step_breakdown.read_trace(path), rank=rank, world=world)
+            for rank, path in paths.items()
+        ]
+    except step_breakdown.UnreadableTraceError as error:
+        raise ConfigError([ConfigIssue("", str(error))]) from error
+    predicted, reason = _predicted(config)
+    if as_json:
+        print_json(
+            {
+                "ranks": [asdict(one) for one in found],
+                "predicted": predicted,
+                "not_predicted": reason or None,
+                "merged": str(folder / step_breakdown.PROFILE_FOLDER / step_breakdown.MERGED),
+            }
+        )
+        return
+    _show(folder, found, predicted, reason)
+
+
+def _predicted(config: RunConfig) -> tuple[dict[str, float] | None, str]:
+    """Return what ``plan`` predicts of the run's step, in the same parts, or why it does not."""
+    from axonlaunch.config import ConfigError
+
+    if config.hardware is None or config.hardware.is_cpu:
+        return None, "the run names no hardware with published figures (hardware=h100_80gb)"
+    from axonlaunch.launch.output.spinner import spinner
+    from axonlaunch.system import forked_call, forkserver
+
+    try:
+        with forkserver.warm() as context, spinner("predicting a step"):
+            parts: dict[str, float] = forked_call.call(
+                context, "axonlaunch.planning.throughput.predicted_parts:predicted_parts", config
+            )
+    except ConfigError as error:
+        return None, str(error)
+    return parts, ""
+
+
+def _show(
+    folder: Path, found: list[Breakdown], predicted: dict[str, float] | None, reason: str
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from axonlaunch.diagnostics import step_breakdown
+
+    console = Console(file=sys.stdout, highlight=False)
+    first, shown = found[0], found[:_SHOWN]
+    steps = f"step {first.first}" if first.steps == 1 else f"{first.steps} steps from {first.first}"
+    console.print(f"[bold]{folder.name}[/bold]: {steps}, mean of a step\n", soft_wrap=True)
+    columns: list[tuple[str, dict[str, float]]] = [(f"rank {o.rank}", o.parts) for o in shown]
+    if predicted is not None:
+        columns.append(("predicted", predicted))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for kind in _kinds([parts for _, parts in columns]):
+        table.add_row(kind, *(_cell(parts.get(kind, 0.0), parts) for _, parts in columns))
+    table.add_row("step", *(f"{sum(parts.values()) * 1e3:,.1f} ms" for _, parts in columns))
+    console.print(table)
+    if len(found) > _SHOWN:
+        console.print(f"\n{len(found) - _SHOWN} more ranks; --json has all")
+    if reason:
+        console.print(f"\nnot predicted: {reason}", markup=False)
+    merged = folder / step_breakdown.PROFILE_FOLDER / step_breakdown.MERGED
+    console.print(f"\ntrace {merged}: open it at https://ui.perfetto.dev", soft_wrap=True)
+
+
+def _kinds(columns: list[dict[str, float]]) -> list[str]:
+    """Return every row, in the order of ``KINDS``; axes of communication after one another."""
+    from axonlaunch.diagnostics.step_breakdown import KINDS
+
+    def place(kind: str) -> tuple[int, str]:
+        return next((n for n, known in enumerate(KINDS) if kind.startswith(known)), 0), kind
+
+    return sorted({kind for parts in columns for kind in parts}, key=place)
+
+
+def _cell(seconds: float, parts: dict[str, Any]) -> str:
+    whole = sum(parts.values())
+    return f"{seconds * 1e3:,.1f} ms {seconds / whole if whole else 0:4.0%}"

@@ -1,0 +1,56 @@
+"""``axonlaunch report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from axonlaunch.cli.options import Json, print_json
+from axonlaunch.cli.run_folders import read_runs
+from axonlaunch.launch.output.spinner import spinner
+
+HELP = "Write one HTML page of a run, or of several over each other."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch report runs/gpt-fsdp
+  axonlaunch report runs/gpt-fsdp runs/gpt-ddp --output both.html --open
+"""
+
+
+def command(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Folders of runs, or fsspec URLs of such."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The page; default: report.html in the first run's folder."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write one page that needs no server and no network: curves, memory, ranks, life, failure.
+
+    It can be made of a run that is still going, or that crashed.
+    """
+    from axonlaunch.diagnostics.report.page import page_of
+    from axonlaunch.diagnostics.report.page_data import labels, page_data
+    from axonlaunch.system.files import replace_text
+
+    with spinner("reading"):
+        records = read_runs(runs)
+        page = page_of(page_data(records), title=", ".join(labels(records)))
+    if output is None:
+        output = Path("report.html") if "://" in runs[0] else records[0].path / "report.html"
+    replace_text(output, page)
+    if as_json:
+        print_json({"page": str(output), "bytes": len(page.encode())})
+    else:
+        typer.echo(str(output))
+    if show:
+        import webbrowser
+
+        webbrowser.open(output.absolute().as_uri())

@@ -1,0 +1,40 @@
+"""Folders of runs that commands are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from axonlaunch.diagnostics.report.run_record import RunRecord
+
+
+def read_runs(given: Sequence[str]) -> list[RunRecord]:
+    """Read runs, which may be on other nodes' disks or in buckets.
+
+    Raises:
+        ConfigError: Some are no runs; all that are not are named.
+    """
+    from axonlaunch.config import ConfigError, ConfigIssue, meant_below_runs
+    from axonlaunch.config.url import is_url
+    from axonlaunch.diagnostics.report.run_record import NotARunError, read_run
+
+    found, problems = [], []
+    for text in given:
+        try:
+            found.append(_read_remote(text) if is_url(text) else read_run(Path(text)))
+        except NotARunError as error:
+            problems.append(ConfigIssue("", f"{error}{meant_below_runs(Path(text))}"))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _read_remote(url: str) -> RunRecord:
+    from axonlaunch.checkpoint.storage import reaching, storage_path
+    from axonlaunch.diagnostics.report.run_record import read_run
+
+    path = storage_path(url)
+    with reaching(path):
+        return read_run(path)

@@ -1,0 +1,101 @@
+"""A run as a terminal shows it: its figures, its loss as a curve, a bar for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import ConsoleDimensions, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_SHOWN_FACTS = ("step", "loss", "evaluation loss", "layout", "tokens/s", "in steps", "goodput")
+_STYLES = {"running": "cyan", "done": "green", "interrupted": "yellow"}
+
+
+def screen_of(run: dict[str, Any], size: ConsoleDimensions) -> RenderableType:
+    """Return what a terminal of a size shows of a run of ``page_data``."""
+    style = _STYLES.get(run["status"], "red")
+    parts: list[RenderableType] = [
+        Text.assemble((run["label"], "bold"), "  ", (run["status"], style)),
+        _facts(run),
+    ]
+    # Below the figures: headings, the axis' text, and an empty line where the cursor stays.
+    left = size.height - len(_rows(run)) - 8
+    if "loss" in run["series"]:
+        steps, values = run["series"]["loss"]
+        ranks = run["ranks"]
+        bars = min(len(ranks["worked"][0]), left // 2) if ranks else 0
+        parts += [Text("\nloss", style="bold"), curve(steps, values, size.width - 12, left - bars)]
+        if ranks:
+            parts += [Text("\nshare of time that each rank worked", style="bold")]
+            parts += _bars(ranks, bars, size.width - 30)
+    if run["crash"]:
+        parts.append(Text(f"\nrank {run['crash']['rank']}: {run['crash']['reason']}", style="red"))
+    return Group(*parts)
+
+
+def curve(
+    steps: Sequence[float], values: Sequence[float | None], width: int, height: int
+) -> RenderableType:
+    """Return a curve of block characters; a column for each part of the steps."""
+    columns = _columns(steps, values, max(10, width))
+    known = [value for value in columns if value is not None]
+    if not known or height < 2:
+        return Text("no values yet", style="dim")
+    low, high = min(known), max(known)
+    if low == high:
+        low -= 1.0  # a line at the top
+    span = high - low
+    eighths = [
+        None if value is None else 1 + round((value - low) / span * (8 * height - 1))
+        for value in columns
+    ]
+    rows = []
+    for row in reversed(range(height)):
+        filled = [0 if level is None else min(8, max(0, level - 8 * row)) for level in eighths]
+        edge = {height - 1: high, 0: low}.get(row)
+        label = f"{edge:>9.4g} " if edge is not None else " " * 10
+        rows.append(Text(label, style="dim") + Text("".join(_BLOCKS[n] for n in filled), "cyan"))
+    return Group(*rows, Text(f"{'':10}step {steps[0]:,} to {steps[-1]:,}", style="dim"))
+
+
+def _columns(
+    steps: Sequence[float], values: Sequence[float | None], width: int
+) -> list[float | None]:
+    """Return the mean of the values that fall into each column; where none does, the one before."""
+    held: list[list[float]] = [[] for _ in range(width)]
+    range_of = (steps[-1] - steps[0]) or 1
+    for step, value in zip(steps, values, strict=True):
+        if value is not None:
+            held[min(width - 1, int((step - steps[0]) / range_of * width))].append(value)
+    columns: list[float | None] = []
+    for column in held:
+        before = columns[-1] if columns else None
+        columns.append(sum(column) / len(column) if column else before)
+    return columns
+
+
+def _facts(run: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in _rows(run):
+        table.add_row(Text(name, style="dim"), Text(value))
+    return table
+
+
+def _rows(run: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in run["facts"] if name in _SHOWN_FACTS]
+
+
+def _bars(ranks: dict[str, Any], shown: int, width: int) -> list[RenderableType]:
+    """Return a bar for each of so many ranks, those first that worked most."""
+    latest = ranks["worked"][-1]
+    order = sorted(range(len(latest)), key=lambda rank: -latest[rank])[:shown]
+    machines = ranks["machines"]
+    return [
+        Text(f"rank {rank:<5}", style="dim")
+        + Text("█" * max(0, round(latest[rank] / 100 * max(10, width))), style="blue")
+        + Text(f" {latest[rank]}% {machines[rank] if rank < len(machines) else ''}")
+        for rank in sorted(order)
+    ]

@@ -1,0 +1,83 @@
+"""``axonlaunch watch``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+HELP = "Show a run while it trains: a page on loopback, or in the terminal."
+EXAMPLES = """Examples:
+
+\b
+  axonlaunch watch                       # the newest run below ./runs
+  axonlaunch watch runs/gpt-fsdp --open
+  axonlaunch watch --tui
+"""
+
+
+def command(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN", help="Its folder; default: the newest below ./runs.", show_default=False
+        ),
+    ] = None,
+    tui: Annotated[bool, typer.Option("--tui", help="Show it in this terminal.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="On loopback; 0: a free one.")] = 0,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Serve the run's page until Ctrl-C; it survives the run's end and its restarts."""
+    from axonlaunch.cli.run_folders import read_runs
+    from axonlaunch.diagnostics.report.newest import NewestData
+
+    path = run or _newest(Path("runs"))
+    [record] = read_runs([str(path)])
+    data = NewestData([record.path])
+    if tui:
+        _follow_in_terminal(data)
+        return
+    from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.diagnostics.report.server import RunServer
+
+    try:
+        server = RunServer(data, title=record.name, port=port)
+    except OSError as error:
+        message = f"--port {port}: can't listen on it ({error.strerror}); use another, or 0"
+        raise ConfigError([ConfigIssue("", message)]) from None
+    typer.echo(f"{record.path}: {server.url}  (Ctrl-C ends it)")
+    if show:
+        import webbrowser
+
+        webbrowser.open(server.url)
+    server.serve()
+
+
+def _newest(folder: Path) -> Path:
+    from axonlaunch.config import ConfigError, ConfigIssue
+    from axonlaunch.diagnostics.report.run_record import find_runs
+
+    runs = list(find_runs(folder))
+    if not runs:
+        raise ConfigError([ConfigIssue("", f"{folder} holds no run; name the folder of one")])
+    return max(runs, key=lambda run: (run.path / "config.yaml").stat().st_mtime).path
+
+
+def _follow_in_terminal(data: Callable[[], dict[str, Any]]) -> None:
+    import time
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from axonlaunch.cli.run_screen import screen_of
+
+    console = Console()
+    with Live(screen_of(data()["runs"][0], console.size), console=console, screen=True) as live:
+        while True:
+            time.sleep(1.0)
+            live.update(screen_of(data()["runs"][0], console.size))

@@ -1,0 +1,146 @@
+"""The messages of a row, in the forms that chats are published in.
+
+OpenAI's ``messages`` (role, content), ShareGPT's ``conversations`` (from, value), prompt and
+completion, Alpaca's instruction, input and output. It refuses what would be lost in silence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from axonlaunch.data.rows import Row
+
+Message = dict[str, Any]
+
+_LISTS = ("messages", "conversations")
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names of roles; others are the template's own."""
+_FORMS = "messages, conversations, prompt and completion, or instruction and output"
+_KINDS = {"list": "a list", "dict": "an object", "str": "text", "NoneType": "null"}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a template is given.
+
+    Attributes:
+        messages: Each with a role, and content or what else the template reads.
+        tools: JSON schemas of functions that may be called; None: there are none.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+
+def read_chat(row: Row | str, *, field: str | None) -> Chat:
+    """Return the chat of a row.
+
+    Args:
+        row: Of a file.
+        field: Name of the field that holds the messages; None: recognised.
+
+    Raises:
+        ValueError: It is none; the text says what was seen.
+    """
+    if isinstance(row, str):
+        raise ValueError(f"is text; a row of chat is an object with {field or _FORMS}")
+    messages = _messages(row, field)
+    system = row.get("system")
+    if isinstance(system, str) and system and messages[0].get("role") != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    tools = row.get("tools") or None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"tools is {_kind(tools)}, not a list of JSON schemas")
+    for number, message in enumerate(messages, start=1):
+        for text in (value for value in message.values() if isinstance(value, str)):
+            _refuse_surrogates(text, number)
+    return Chat(messages, tools)
+
+
+def _messages(row: Row, field: str | None) -> list[Message]:
+    if field is not None:
+        if field not in row:
+            raise ValueError(f"has no field {field}; it has {_fields(row)}")
+        return _of_list(field, row[field])
+    for name in _LISTS:
+        if row.get(name) is not None:
+            return _of_list(name, row[name])
+    if "prompt" in row and "completion" in row:
+        return [
+            {"role": "user", "content": _text(row, "prompt")},
+            {"role": "assistant", "content": _text(row, "completion")},
+        ]
+    if "instruction" in row and "output" in row:
+        if row.get("history"):
+            raise ValueError("has a history, which this form does not carry; write messages")
+        given = row.get("input")
+        more = "\n\n" + _text(row, "input") if given not in (None, "") else ""
+        return [
+            {"role": "user", "content": _text(row, "instruction") + more},
+            {"role": "assistant", "content": _text(row, "output")},
+        ]
+    raise ValueError(
+        f"has no {_FORMS}; it has {_fields(row)}; data.messages_field=NAME is for another name"
+    )
+
+
+def _of_list(name: str, content: Any) -> list[Message]:
+    if not isinstance(content, list):
+        raise ValueError(f"{name} is {_kind(content)}, not a list of messages")
+    if not content:
+        raise ValueError(f"{name} is empty")
+    return [_message(message, f"{name}[{place}]") for place, message in enumerate(content)]
+
+
+def _message(message: Any, where: str) -> Message:
+    """Return a message with OpenAI's keys."""
+    if not isinstance(message, dict):
+        raise ValueError(f"{where} is {_kind(message)}, not a message with role and content")
+    given = {key: value for key, value in message.items() if value is not None}
+    if "role" not in given and {"from", "value"} <= given.keys():
+        role = given.pop("from")
+        given = {"role": _ROLES.get(role, role), "content": given.pop("value"), **given}
+    if not isinstance(given.get("role"), str):
+        raise ValueError(f"{where} has no role; it has {_fields(message)}")
+    if given.get("weight", 1) != 1:
+        raise ValueError(f"{where} has weight={given['weight']}; weights of messages are not read")
+    given.pop("weight", None)
+    content = given.get("content")
+    if isinstance(content, list):
+        given["content"] = "".join(_part(part, where) for part in content)
+    elif content is None and len(given) == 1:
+        raise ValueError(f"{where} has no content; it has {_fields(message)}")
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"{where} has content that is {_kind(content)}, not text")
+    return given
+
+
+def _part(part: Any, where: str) -> str:
+    """Return the text of a part of OpenAI's content."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(f"{where} has a part of type {kind}; models of text take text alone")
+    return str(part["text"])
+
+
+def _text(row: Row, name: str) -> str:
+    if not isinstance(text := row[name], str):
+        raise ValueError(f"{name} is {_kind(text)}, not text")
+    return text
+
+
+def _refuse_surrogates(text: str, number: int) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = f"message {number} has half of a surrogate pair, which is no character"
+        raise ValueError(message) from None
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value).__name__, type(value).__name__)
+
+
+def _fields(row: dict[str, Any]) -> str:
+    return ", ".join(map(str, row)) or "none"

@@ -1,0 +1,22 @@
+"""Which encoder makes documents of rows, by the configuration of the data."""
+
+from __future__ import annotations
+
+from axonlaunch.config.documents import ChatConfig, DocumentsConfig, TextRowsConfig
+from axonlaunch.data.chat import ChatEncoder
+from axonlaunch.data.documents import DocumentEncoder
+from axonlaunch.data.encoding import Encoder
+from axonlaunch.data.tokenizer import Tokenizer
+
+
+def make_encoder(config: TextRowsConfig, tokenizer: Tokenizer) -> Encoder:
+    """Return what makes documents of a dataset's rows; no file is read.
+
+    Raises:
+        ConfigError: The tokenizer can't do it.
+    """
+    if isinstance(config, ChatConfig):
+        assistant_only = config.train_on == "assistant"
+        return ChatEncoder(tokenizer, field=config.messages_field, assistant_only=assistant_only)
+    assert isinstance(config, DocumentsConfig)
+    return DocumentEncoder(tokenizer, field=config.text_field)

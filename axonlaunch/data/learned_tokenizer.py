@@ -1,0 +1,137 @@
+"""A tokenizer that is learned from a run's own text: byte-level BPE, with a chat template.
+
+It is learned once for the files, the fields and the size, and kept beside the tokens; a run keeps a
+copy of its own. Rows that are none teach it nothing, and are reported when they are tokenised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from axonlaunch.config.documents import ChatConfig, DocumentsConfig, TextRowsConfig
+from axonlaunch.config.errors import ConfigError, ConfigIssue
+from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.data import token_cache
+from axonlaunch.data.chat_rows import read_chat
+from axonlaunch.data.encoding import OnProgress, Tokenising
+from axonlaunch.data.rows import BadRow, Row, RowReader, UnreadableFileError
+from axonlaunch.data.sources import SourceFile, find_sources
+from axonlaunch.data.tokenizer import Tokenizer, load_tokenizer
+
+_FORMAT = 1
+_LEARNED_FROM = 1 << 28
+"""Characters of text at most, the first ones: more of it changes few of the pairs that are most
+frequent, and takes memory."""
+_END, _STARTS, _ENDS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML, with marks of what the assistant says."""
+
+
+def load_or_learn(
+    tokenizer: TokenizerConfig, data: TextRowsConfig, *, report: OnProgress
+) -> Tokenizer:
+    """Return the tokenizer that a configuration names, learned from the data if it says so.
+
+    Raises:
+        ConfigError: It can't be read, or learned.
+    """
+    if tokenizer.name != "train":
+        return load_tokenizer(tokenizer)
+    if importlib.util.find_spec("transformers") is None:
+        message = "needs transformers; pip install 'axonlaunch[hf]'"
+        raise ConfigError([ConfigIssue("tokenizer.name", message, "train")])
+    configs = [*(data.sources().values() or [data])]
+    files = [(config, file) for config in configs for file in find_sources(config.files)]
+    named = [[one.name, one.size, one.stamp, _fields(config)] for config, one in files]
+    text = json.dumps([_FORMAT, "tokenizer", tokenizer.vocab_size, named])
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    complete = token_cache.folder_of(data.cache_dir) / f"tokenizer-{name}"
+    try:
+        _complete(complete, lambda folder: _learn(files, tokenizer.vocab_size, folder, report))
+    except UnreadableFileError as error:
+        raise ConfigError([ConfigIssue("data.files", str(error))]) from None
+    return load_tokenizer(TokenizerConfig(path=str(complete)))
+
+
+def _complete(complete: Path, write: Callable[[Path], None]) -> None:
+    """Make a folder by a name that is its own once it is complete, by one process of several."""
+    partial = complete.with_name(f"{complete.name}.partial")
+    while not complete.is_dir():
+        with token_cache.locked(partial, waits=lambda: None) as is_current:
+            if is_current and not complete.exists():
+                write(partial)
+                partial.rename(complete)
+
+
+def _learn(
+    files: list[tuple[TextRowsConfig, SourceFile]],
+    vocab_size: int,
+    folder: Path,
+    report: OnProgress,
+) -> None:
+    """Learn a tokenizer and save it as ``save_pretrained`` does."""
+    library: Any = importlib.import_module("tokenizers")
+    transformers: Any = importlib.import_module("transformers")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END, _STARTS, _ENDS],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(files, report), trainer)
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END)
+    made.chat_template = _CHAT_TEMPLATE
+    made.save_pretrained(folder)
+
+
+def _texts(files: list[tuple[TextRowsConfig, SourceFile]], report: OnProgress) -> Iterator[str]:
+    """Yield the text of rows, up to the most that a tokenizer is learned from."""
+    left = _LEARNED_FROM
+    for place, (config, file) in enumerate(files):
+        report(Tokenising(file.name, place / len(files), learns=True))
+        for _, row in RowReader(file):
+            for text in _texts_of(row, config):
+                if left <= 0:
+                    return
+                yield text[:left]
+                left -= len(text)
+
+
+def _texts_of(row: Row | str | BadRow, config: TextRowsConfig) -> Iterator[str]:
+    """Yield what a row says; nothing where it is none."""
+    if isinstance(row, BadRow):
+        return
+    if isinstance(config, ChatConfig):
+        try:
+            messages = read_chat(row, field=config.messages_field).messages
+        except ValueError:
+            return
+        texts = [message.get("content") for message in messages]
+    else:
+        assert isinstance(config, DocumentsConfig)
+        texts = [row if isinstance(row, str) else row.get(config.text_field)]
+    for text in texts:
+        if isinstance(text, str):
+            yield text.encode(errors="replace").decode()  # half of a surrogate pair is none
+
+
+def _fields(config: TextRowsConfig) -> str | None:
+    if isinstance(config, ChatConfig):
+        return config.messages_field
+    assert isinstance(config, DocumentsConfig)
+    return config.text_field

@@ -1,0 +1,60 @@
+"""What differs between runs: in what they were given, and in what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from axonlaunch.diagnostics.report.run_record import RunRecord
+
+_OWN = ("name", "run_dir")
+"""Of every run its own."""
+_ABSENT = "(absent)"
+
+
+def changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Return the keys whose values differ, each with the value of every run.
+
+    Args:
+        runs: Two or more.
+    """
+    keys = list(dict.fromkeys(key for run in runs for key in run.config))
+    rows = [(key, [_written(run.config, key) for run in runs]) for key in keys if key not in _OWN]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+    """Return what came of each run: a name, and the value of every run, None where it has none."""
+    return [
+        ("status", [run.status for run in runs]),
+        ("steps", [_last(run, "step") for run in runs]),
+        ("loss", [_last(run, "loss") for run in runs]),
+        ("evaluation loss", [_last_evaluation(run) for run in runs]),
+        ("lowest loss", [_lowest(run) for run in runs]),
+        ("tokens/s", [run.summary.get("tokens_per_s", _last(run, "tokens_per_s")) for run in runs]),
+        ("time to first step (s)", [run.summary.get("first_step_s") for run in runs]),
+        ("peak memory (bytes)", [run.summary.get("measured_peak_bytes") for run in runs]),
+        ("estimated (bytes)", [run.summary.get("predicted_peak_bytes") for run in runs]),
+    ]
+
+
+def _written(config: dict[str, Any], key: str) -> str:
+    if key not in config:
+        return _ABSENT
+    value = config[key]
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def _last(run: RunRecord, key: str) -> Any:
+    return run.steps[-1].get(key) if run.steps else None
+
+
+def _last_evaluation(run: RunRecord) -> Any:
+    return run.evaluations[-1].get("eval_loss") if run.evaluations else None
+
+
+def _lowest(run: RunRecord) -> float | None:
+    losses = [line["loss"] for line in run.steps if isinstance(line.get("loss"), int | float)]
+    return min(losses, default=None)

@@ -1,0 +1,391 @@
+"use strict";
+// Lays the data of the page out; what is drawn as a chart uPlot draws. Every text of a run is put in
+// as text, never as markup: a run's name or a sample may hold anything.
+(() => {
+  let data = JSON.parse(document.getElementById("data").textContent);
+  const page = document.getElementById("page");
+  const COLOURS = ["#2f7ed8", "#e8710a", "#2a9d55", "#b5479d", "#8a6d00", "#c62828", "#00838f", "#6d5bd0"];
+  const KINDS = { attempt: "#2a9d55", save: "#2f7ed8", evaluation: "#e8710a", failure: "#c62828" };
+  const view = { axis: "step", log: false, smooth: 0.9, raw: true, open: new Set() };
+  let charts = [];
+  let range = null; // of the horizontal axis, where one has zoomed in: the same in every chart
+
+  function element(tag, attributes = {}, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (name === "style") Object.assign(made.style, value);
+      else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+      else made.setAttribute(name, value);
+    }
+    made.append(...children.filter((child) => child !== null));
+    return made;
+  }
+
+  function section(title, ...children) {
+    const made = element("section", {}, element("h2", {}, title), ...children);
+    page.append(made);
+    return made;
+  }
+
+  function colour(name) {
+    return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  }
+
+  function bytes(value) {
+    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let unit = 0;
+    for (; Math.abs(value) >= 1024 && unit < units.length - 1; unit++) value /= 1024;
+    return `${unit ? value.toPrecision(3) : value} ${units[unit]}`;
+  }
+
+  function short(value) {
+    if (value === null || value === undefined) return "--";
+    const size = Math.abs(value);
+    if (Number.isInteger(value) && size < 1e15) return value.toLocaleString("en-US");
+    return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(5) : String(Number(value.toPrecision(7)));
+  }
+
+  function clock(seconds) {
+    const whole = Math.round(seconds);
+    const parts = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+    return parts.map((part) => String(part).padStart(2, "0")).join(":");
+  }
+
+  // The values of the horizontal axis for steps: the steps themselves, or the tokens or seconds that
+  // had gone by, which lie on a line between the points that the page holds.
+  function along(run, steps) {
+    if (view.axis === "step") return steps;
+    const [known, tokens, seconds] = run.progress;
+    const values = view.axis === "tokens" ? tokens : seconds;
+    let at = 0;
+    return steps.map((step) => {
+      while (at < known.length - 2 && known[at + 1] < step) at++;
+      const width = known[at + 1] - known[at];
+      const share = width > 0 ? (step - known[at]) / width : 0;
+      return known.length < 2 ? values[0] : values[at] + share * (values[at + 1] - values[at]);
+    });
+  }
+
+  // An exponential moving average by steps, corrected for its beginning, as TensorBoard's is.
+  function smoothed(steps, values) {
+    let mean = 0;
+    let weight = 0;
+    return values.map((value, index) => {
+      if (value === null) return null;
+      const keep = Math.pow(view.smooth, index ? Math.max(1, (steps[index] - steps[index - 1])) : 1);
+      mean = keep * mean + (1 - keep) * value;
+      weight = keep * weight + (1 - keep);
+      return weight > 0 ? mean / weight : value;
+    });
+  }
+
+  function lines(key) {
+    const found = [];
+    data.runs.forEach((run, index) => {
+      const name = data.runs.length > 1 ? `${run.label} ` : "";
+      const stroke = COLOURS[index % COLOURS.length];
+      const curve = run.series[key];
+      if (curve) {
+        const x = along(run, curve[0]);
+        const smooth = key === "loss" && view.smooth > 0 && curve[0].length > 2;
+        if (!smooth || view.raw) {
+          found.push({ label: `${name}${key}`, stroke: smooth ? `${stroke}70` : stroke, x, y: curve[1], width: 1 });
+        }
+        if (smooth) {
+          found.push({ label: `${name}smoothed`, stroke, x, y: smoothed(curve[0], curve[1]), width: 1.6 });
+        }
+      }
+      const evaluated = key === "loss" ? run.series.eval_loss : undefined;
+      if (evaluated) {
+        found.push({
+          label: `${name}evaluation`, stroke, x: along(run, evaluated[0]), y: evaluated[1],
+          width: 1, dash: [5, 4], points: true,
+        });
+      }
+    });
+    return found;
+  }
+
+  function ticks(value) {
+    const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+    for (const [size, unit] of units) {
+      if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(4))}${unit}`;
+    }
+    return String(Number(value.toPrecision(4)));
+  }
+
+  function horizontal(value) {
+    return view.axis === "seconds" ? clock(value) : ticks(value);
+  }
+
+  function axes(vertical) {
+    const drawn = { stroke: colour("--faint"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 } };
+    return [
+      { ...drawn, values: (u, values) => values.map(horizontal), space: 70 },
+      { ...drawn, size: 64, values: (u, values) => values.map((value) => (value === null ? "" : vertical(value))) },
+    ];
+  }
+
+  function zoom(min, max) {
+    range = min === null ? null : [min, max];
+    for (const chart of charts) {
+      const [low, high] = range ?? chart.whole;
+      if (chart.scales.x.min !== low || chart.scales.x.max !== high) chart.setScale("x", { min: low, max: high });
+    }
+  }
+
+  function chart(box, key, title) {
+    const drawn = lines(key);
+    const joined = uPlot.join(drawn.map((line) => [line.x, line.y]));
+    const memory = key === "peak_memory_bytes";
+    const log = view.log && drawn.every((line) => line.y.every((value) => value === null || value > 0));
+    const options = {
+      width: box.clientWidth, height: 240,
+      scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
+      axes: axes(memory ? bytes : ticks),
+      cursor: { sync: { key: "axonlaunch" }, drag: { x: true, y: false } },
+      series: [
+        { label: view.axis, value: (u, value) => (value === null ? "--" : view.axis === "seconds" ? clock(value) : short(value)) },
+        ...drawn.map((line) => ({
+          label: line.label, stroke: line.stroke, width: line.width, dash: line.dash, spanGaps: true,
+          points: { show: line.points || line.x.length === 1 ? true : undefined, size: 5 },
+          value: (u, value) => (memory && value !== null && value !== undefined ? bytes(value) : short(value)),
+        })),
+      ],
+      hooks: {
+        setSelect: [(u) => {
+          if (u.select.width > 4) zoom(u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x"));
+        }],
+      },
+    };
+    box.append(element("h3", {}, title));
+    const plot = new uPlot(options, joined, box);
+    plot.whole = [joined[0][0], joined[0][joined[0].length - 1]];
+    plot.over.addEventListener("dblclick", () => zoom(null, null));
+    return plot;
+  }
+
+  function drawCharts(holder) {
+    charts.forEach((one) => one.destroy());
+    holder.replaceChildren();
+    charts = [];
+    const shown = Object.entries(data.curves).filter(([key]) => data.runs.some((run) => run.series[key]));
+    const boxes = shown.map(([key]) => element("div", { class: "chart", "data-curve": key }));
+    holder.append(...boxes); // all of them first: how wide one is depends on the others
+    charts = shown.map(([key, title], index) => chart(boxes[index], key, title));
+    const wholes = charts.map((one) => one.whole);
+    const all = [Math.min(...wholes.map((one) => one[0])), Math.max(...wholes.map((one) => one[1]))];
+    charts.forEach((one) => { one.whole = all; });
+    if (range) zoom(...range);
+  }
+
+  function curves() {
+    if (!data.runs.some((run) => Object.keys(run.series).length)) return;
+    const holder = element("div", { class: "charts" });
+    const redraw = () => drawCharts(holder);
+    const axis = element("select", { id: "axis", onchange: (event) => { view.axis = event.target.value; range = null; redraw(); } },
+      ...[["step", "step"], ["tokens", "tokens"], ["seconds", "time in steps"]].map(([value, text]) => element("option", { value }, text)));
+    axis.value = view.axis;
+    const log = element("input", { type: "checkbox", id: "log", onchange: (event) => { view.log = event.target.checked; redraw(); } });
+    log.checked = view.log;
+    const raw = element("input", { type: "checkbox", id: "raw", onchange: (event) => { view.raw = event.target.checked; redraw(); } });
+    raw.checked = view.raw;
+    const smooth = element("input", {
+      type: "range", id: "smooth", min: "0", max: "0.99", step: "0.01", value: String(view.smooth),
+      onchange: (event) => { view.smooth = Number(event.target.value); redraw(); },
+    });
+    const tools = element("div", { class: "tools" },
+      element("label", {}, "by", axis),
+      element("label", {}, log, "logarithmic"),
+      element("label", {}, "smoothing", smooth),
+      element("label", {}, raw, "raw"),
+      element("button", { type: "button", id: "reset", onclick: () => zoom(null, null) }, "whole range"),
+      element("span", { class: "faint" }, "drag to zoom, double-click for the whole range"));
+    section("Curves", tools, holder);
+    redraw();
+  }
+
+  function table(head, rows) {
+    return element("div", { class: "scroll" }, element("table", {},
+      element("thead", {}, element("tr", {}, ...head.map((text) => element("th", {}, text)))),
+      element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text)))))));
+  }
+
+  // Stays open while the page of a run that trains is drawn again.
+  function folded(name, title, content) {
+    const made = element("details", {}, element("summary", {}, title), content);
+    made.open = view.open.has(name);
+    made.addEventListener("toggle", () => (made.open ? view.open.add(name) : view.open.delete(name)));
+    return made;
+  }
+
+  function headOf(run, several) {
+    const [[, status], ...facts] = run.facts;
+    const head = element("section", {},
+      element(several ? "h2" : "h1", {}, run.label),
+      element("p", {}, element("span", { class: `status ${run.status}` }, status)),
+      element("dl", { class: "facts" }, ...facts.map(([name, value]) =>
+        element("div", {}, element("dt", {}, name), element("dd", {}, value)))));
+    page.append(head);
+  }
+
+  function titled(run, title) {
+    return data.runs.length > 1 ? `${title}: ${run.label}` : title;
+  }
+
+  function memory(run) {
+    if (!run.memory) return;
+    const names = [...new Set(run.memory.ranks.flatMap((rank) => Object.keys(rank.parts)))];
+    const most = Math.max(run.memory.measured ?? 0, ...run.memory.ranks.map((rank) => rank.peak ?? 0), 1);
+    const estimated = run.memory.ranks.map((rank) => ({ title: `${rank.name}: ${bytes(rank.peak ?? 0)} estimated`, parts: rank.parts, text: bytes }));
+    const bars = parts(estimated, names, most);
+    if (run.memory.measured !== null) {
+      bars.push(element("div", {}, `highest rank: ${bytes(run.memory.measured)} measured`),
+        element("div", { class: "bar" }, element("span", { style: { width: `${100 * run.memory.measured / most}%`, background: colour("--faint") } })));
+    }
+    section(titled(run, "Peak memory"), key(names), ...bars);
+  }
+
+  function parts(bars, names, most) {
+    return bars.map((bar) => element("div", {},
+      element("div", {}, bar.title),
+      element("div", { class: "bar" }, ...names.map((name, index) => element("span", {
+        title: `${name} ${bar.text(bar.parts[name] ?? 0)}`,
+        style: { width: `${100 * (bar.parts[name] ?? 0) / most}%`, background: COLOURS[index % COLOURS.length] },
+      })))));
+  }
+
+  function key(names) {
+    return element("div", { class: "key" }, ...names.map((name, index) => element("span", {},
+      element("i", { style: { background: COLOURS[index % COLOURS.length] } }), name)));
+  }
+
+  function steps(run) {
+    if (!run.steps.length) return;
+    const names = [...new Set(run.steps.flatMap((rank) => Object.keys(rank.parts)))];
+    const text = (seconds) => `${short(Number((1000 * seconds).toPrecision(4)))} ms`;
+    const bars = run.steps.map((rank) => ({ title: `${rank.name}: ${text(rank.step_s)} a step`, parts: rank.parts, text }));
+    section(titled(run, "Profiled steps"), key(names), ...parts(bars, names, Math.max(...run.steps.map((rank) => rank.step_s), 1e-9)));
+  }
+
+  // uPlot's axes, cursor and legend; the cells are its own `draw` hook's.
+  function ranks(run) {
+    if (!run.ranks) return;
+    const { steps, worked, machines } = run.ranks;
+    const number = worked[0].length;
+    const made = section(titled(run, "Ranks"), element("p", { class: "faint" },
+      "Share of its time that each rank computed or waited for data, in the steps before each point. " +
+      "A row that stays darker than the others is a rank that they wait for."));
+    const box = element("div", { class: "chart", "data-curve": "ranks" });
+    made.append(box);
+    const mean = worked.map((column) => column.reduce((sum, share) => sum + share, 0) / number);
+    const slowest = worked.map((column) => column.indexOf(Math.max(...column)));
+    const cells = (u) => {
+      const height = u.bbox.height / number;
+      for (let at = 0; at < steps.length; at++) {
+        const begin = at ? u.valToPos((steps[at - 1] + steps[at]) / 2, "x", true) : u.bbox.left;
+        const end = at < steps.length - 1 ? u.valToPos((steps[at] + steps[at + 1]) / 2, "x", true) : u.bbox.left + u.bbox.width;
+        for (let rank = 0; rank < number; rank++) {
+          u.ctx.fillStyle = `hsl(214 70% ${94 - 0.62 * worked[at][rank]}%)`;
+          u.ctx.fillRect(begin, u.bbox.top + rank * height, Math.max(1, end - begin), height + 0.5);
+        }
+      }
+    };
+    new uPlot({
+      width: box.clientWidth, height: Math.min(420, 90 + 14 * number),
+      scales: { x: { time: false }, y: { range: () => [-0.5, number - 0.5], dir: -1 } },
+      axes: [axes(ticks)[0], {
+        stroke: colour("--faint"), size: 64, grid: { show: false },
+        splits: () => [...Array(number).keys()].filter((rank) => number <= 16 || rank % Math.ceil(number / 16) === 0),
+        values: (u, values) => values.map((rank) => `rank ${rank}`),
+      }],
+      series: [
+        { label: "step", value: (u, value) => short(value) },
+        { label: "mean", stroke: "transparent", points: { show: false }, value: (u, value) => (value === null ? "--" : `${Math.round(value)}%`) },
+        { label: "most", stroke: "transparent", points: { show: false },
+          value: (u, value, series, index) => (index === null ? "--" : `rank ${slowest[index]}${machines[slowest[index]] ? ` on ${machines[slowest[index]]}` : ""}: ${worked[index][slowest[index]]}%`) },
+      ],
+      hooks: { drawClear: [cells] },
+    }, [steps, mean, mean], box);
+  }
+
+  function life(run) {
+    if (!run.life.length) return;
+    const first = Math.min(...run.life.map((span) => span.start));
+    const last = Math.max(...run.life.map((span) => span.end), first + 1e-3);
+    const place = (seconds) => `${100 * (seconds - first) / (last - first)}%`;
+    const bar = element("div", { class: "life" }, ...run.life.map((span) => element("div", {
+      title: span.text, class: span.kind,
+      style: {
+        left: place(span.start), width: `${100 * (span.end - span.start) / (last - first)}%`, background: KINDS[span.kind],
+        top: span.kind === "attempt" ? "6px" : "34px", height: "22px",
+      },
+    })));
+    const kinds = [...new Set(run.life.map((span) => span.kind))];
+    const rows = run.life.map((span) => [clock(span.start - first), span.kind, span.text]);
+    section(titled(run, "Life"),
+      element("div", { class: "key" }, ...kinds.map((kind) => element("span", {}, element("i", { style: { background: KINDS[kind] } }), kind))),
+      bar, folded(`events of ${run.label}`, `${rows.length} events`, table(["after", "", ""], rows)));
+  }
+
+  function crash(run) {
+    if (!run.crash) return;
+    const found = run.crash;
+    const where = [found.machine ? `on ${found.machine}` : "", found.step === null ? "before the first step" : `after step ${found.step}`, found.doing ?? ""];
+    section(titled(run, "Failure"), element("div", { class: "card" },
+      element("p", {}, element("strong", {}, `rank ${found.rank} of ${found.world_size}: ${found.reason}`)),
+      element("p", { class: "faint" }, where.filter(Boolean).join(", ")),
+      found.hint ? element("p", {}, `hint: ${found.hint}`) : null,
+      found.traceback ? element("pre", {}, found.traceback) : null,
+      ...found.followers.map((text) => element("p", { class: "faint" }, text))));
+  }
+
+  function samples(run) {
+    if (!run.samples.length) return;
+    section(titled(run, "Samples"), ...run.samples.map((sample) => element("pre", {},
+      element("strong", {}, sample.prompt), sample.text)));
+  }
+
+  function notes(run) {
+    if (run.notes.length) section(titled(run, "Notes"), ...run.notes.map((text) => element("p", {}, text)));
+  }
+
+  function configuration(run) {
+    if (!run.config.length) return;
+    section(titled(run, "Configuration"), folded(`settings of ${run.label}`, `${run.config.length} settings`,
+      table(["key", "value"], run.config)));
+  }
+
+  function render() {
+    const top = window.scrollY;
+    charts.forEach((one) => one.destroy());
+    charts = [];
+    page.replaceChildren();
+    const several = data.runs.length > 1;
+    if (several) page.append(element("h1", {}, `${data.runs.length} runs`));
+    data.runs.forEach((run) => headOf(run, several));
+    data.runs.forEach(crash);
+    if (several) {
+      const names = data.runs.map((run) => run.label);
+      section("Results", table(["", ...names], data.results.map(([name, values]) => [name, ...values.map((value) => (typeof value === "number" ? short(value) : value ?? "--"))])));
+      section("What differs in the configurations", data.configurations.length
+        ? table(["key", ...names], data.configurations.map(([key, values]) => [key, ...values]))
+        : element("p", {}, "nothing"));
+    }
+    curves();
+    for (const show of [memory, steps, ranks, life, samples, notes, configuration]) data.runs.forEach(show);
+    window.scrollTo(0, top);
+  }
+
+  render();
+  let width = window.innerWidth;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth !== width) { width = window.innerWidth; render(); }
+  });
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
+  if (data.live) {
+    // A browser asks again by itself when the connection ends: a laptop that was closed catches up.
+    const source = new EventSource("events");
+    source.addEventListener("message", (event) => { data = JSON.parse(event.data); render(); });
+  }
+})();

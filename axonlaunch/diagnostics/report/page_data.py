@@ -1,0 +1,280 @@
+"""What a page shows of runs, as one JSON object; how it looks is the page's.
+
+Curves are thinned out so that a run of 100,000 steps stays below 2 MB and no peak is lost.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from axonlaunch.config.url import is_url
+from axonlaunch.diagnostics import step_breakdown
+from axonlaunch.diagnostics.report.comparison import changed_settings, results
+from axonlaunch.diagnostics.report.downsampling import kept
+from axonlaunch.diagnostics.report.life import goodput, spans, step_seconds
+from axonlaunch.diagnostics.report.run_record import RunRecord
+
+_BUCKETS = 800
+"""Of a curve: four points each, more than a screen has pixels."""
+_COLUMNS = 400
+"""Of the map of ranks."""
+_DIGITS = 7
+CURVES = {
+    "loss": "loss",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_s": "tokens/s",
+    "mfu": "MFU",
+    "step_s": "step time (s)",
+    "peak_memory_bytes": "memory (bytes)",
+}
+"""Keys of ``metrics.jsonl`` that are drawn, and the headings of their charts."""
+
+
+def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return what a page of these runs shows.
+
+    Args:
+        runs: One, or several to lay over each other.
+    """
+    return {
+        "curves": CURVES,
+        "runs": [_of_run(run, label) for run, label in zip(runs, labels(runs), strict=True)],
+        "configurations": changed_settings(runs) if len(runs) > 1 else [],
+        "results": results(runs) if len(runs) > 1 else [],
+    }
+
+
+def labels(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a name for each run, its path where two have the same name."""
+    names = [run.name for run in runs]
+    return [run.name if names.count(run.name) == 1 else str(run.path) for run in runs]
+
+
+def facts(run: RunRecord) -> list[tuple[str, str]]:
+    """Return what a run is, a name and a text each, for its head."""
+    started, summary = run.started, run.summary
+    launched: dict[str, Any] = next(iter(reversed(run.of_kind("launched"))), {})
+    tokens = sum(_tokens(run))
+    share = goodput(run)
+    versions = started.get("versions")
+    last = run.steps[-1] if run.steps else {}
+    rows: list[tuple[str, Any]] = [
+        ("status", run.status),
+        ("step", f"{last.get('step', 0):,} of {run.config.get('train.steps', '?')}"),
+        ("loss", _short(last.get("loss"))),
+        ("evaluation loss", _short(run.evaluations[-1]["eval_loss"]) if run.evaluations else None),
+        ("layout", started.get("layout")),
+        ("ranks", started.get("world_size")),
+        ("model", run.config.get("model.name")),
+        ("parameters", _thousands(started.get("parameters"))),
+        ("data", run.config.get("data.name")),
+        ("device", started.get("device")),
+        ("node", started.get("machine") or launched.get("machine")),
+        ("started", _moment(run.events[0]["time"]) if run.events else None),
+        ("in steps", _duration(step_seconds(run))),
+        (str(started.get("counted", "tokens")), _thousands(tokens)),
+        ("tokens/s", _thousands(summary.get("tokens_per_s") or last.get("tokens_per_s"))),
+        ("goodput", None if share is None else f"{share:.1%} of the time was in steps that count"),
+        ("proof", _proof(summary.get("proof"))),
+        (
+            "versions",
+            ", ".join(f"{k} {v}" for k, v in versions.items())
+            if isinstance(versions, dict)
+            else None,
+        ),
+        ("commit", launched.get("commit")),
+        ("folder", str(run.path)),
+    ]
+    return [(name, str(value)) for name, value in rows if value not in (None, "")]
+
+
+def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
+    return {
+        "label": label,
+        "status": run.status,
+        "facts": facts(run),
+        "series": _series(run),
+        "progress": _progress(run),
+        "memory": _memory(run),
+        "steps": _profiled(run),
+        "ranks": _ranks(run),
+        "life": [
+            {"kind": span.kind, "start": span.start, "end": span.end, "text": span.text}
+            for span in spans(run)
+        ],
+        "samples": [
+            {"prompt": str(event.get("prompt", "")), "text": str(event.get("text", ""))}
+            for event in run.of_kind("sample_generated")
+        ],
+        "crash": _crash(run),
+        "notes": [*run.notes, *(str(event.get("text")) for event in run.of_kind("noted"))],
+        "config": [[key, _plain(value)] for key, value in run.config.items()],
+    }
+
+
+def _series(run: RunRecord) -> dict[str, list[list[float | None]]]:
+    """Return ``{key: [steps, values]}`` of each curve that the run has."""
+    found: dict[str, list[list[float | None]]] = {}
+    for key in CURVES:
+        if any(key in line for line in run.steps):
+            found[key] = _thinned(run.steps, key)
+    if run.evaluations:
+        found["eval_loss"] = _thinned(run.evaluations, "eval_loss")
+    return found
+
+
+def _thinned(lines: Sequence[dict[str, Any]], key: str) -> list[list[float | None]]:
+    x = [line["step"] for line in lines]
+    y = [_finite(line.get(key)) for line in lines]
+    indices = kept(x, y, buckets=_BUCKETS)
+    return [[x[i] for i in indices], [_rounded(y[i]) for i in indices]]
+
+
+def _progress(run: RunRecord) -> list[list[float]]:
+    """Return steps, and the tokens and the seconds that had gone by then, for the other axes."""
+    steps, tokens, seconds = [0.0], [0.0], [0.0]
+    for line, counted in zip(run.steps, _tokens(run), strict=True):
+        done = max(0, line["step"] - steps[-1])
+        steps.append(line["step"])
+        tokens.append(tokens[-1] + counted)
+        seconds.append(seconds[-1] + (_finite(line.get("step_s")) or 0.0) * done)
+    every = max(1, len(steps) // _COLUMNS)
+    chosen = sorted({*range(0, len(steps), every), len(steps) - 1})
+    return [[_rounded(of[i]) or 0.0 for i in chosen] for of in (steps, tokens, seconds)]
+
+
+def _tokens(run: RunRecord) -> list[float]:
+    """Return the tokens between each logged step and the one before, as many a step as in it."""
+    found, before = [], 0
+    for line in run.steps:
+        found.append((_finite(line.get("tokens")) or 0.0) * max(0, line["step"] - before))
+        before = line["step"]
+    return found
+
+
+def _memory(run: RunRecord) -> dict[str, Any] | None:
+    """Return the estimated parts of each distinct rank, and the measured peak."""
+    ranks = run.estimate.get("ranks") if run.estimate else None
+    measured = _finite(run.summary.get("measured_peak_bytes"))
+    if not isinstance(ranks, list):
+        return None if measured is None else {"measured": measured, "ranks": []}
+    rows = []
+    for rank in ranks:
+        parts = rank.get("breakdown") if isinstance(rank, dict) else None
+        if isinstance(parts, dict):
+            numbers = {str(name): _finite(size) or 0.0 for name, size in parts.items()}
+            place = rank.get("coords")
+            coords = place.items() if isinstance(place, dict) else []
+            where = " ".join(f"{axis}={index}" for axis, index in coords if index)
+            name = f"rank {rank.get('rank')}" + (f" ({where})" if where else "")
+            rows.append({"name": name, "parts": numbers, "peak": _finite(rank.get("peak_bytes"))})
+    return {"measured": measured, "ranks": rows}
+
+
+def _profiled(run: RunRecord) -> list[dict[str, Any]]:
+    """Return where the steps of each profiled rank went; [] where none was profiled."""
+    if is_url(str(run.path)):
+        return []
+    found = []
+    for rank, path in step_breakdown.traces(run.path).items():
+        try:
+            trace = step_breakdown.read_trace(path)
+            one = step_breakdown.breakdown(trace, rank=rank, world="world")
+        except step_breakdown.UnreadableTraceError:
+            continue  # it is being written, or `axonlaunch profile` says what is wrong with it
+        found.append({"name": f"rank {rank}", "parts": one.parts, "step_s": one.step_s})
+    return found
+
+
+def _ranks(run: RunRecord) -> dict[str, Any] | None:
+    """Return the share of its time that each rank worked, by step; None if not measured."""
+    lines = [e for e in run.of_kind("rank_times") if _are_shares(e)]
+    if not lines:
+        return None
+    number = len(lines[-1]["compute"])
+    lines = [line for line in lines if len(line["compute"]) == number]
+    every = math.ceil(len(lines) / _COLUMNS)
+    lines = lines[::every]
+    machines = lines[-1].get("machines")
+    return {
+        "steps": [line["step"] for line in lines],
+        "machines": machines if isinstance(machines, list) else [],
+        "worked": [
+            [
+                round(100 * (data + compute))
+                for data, compute in zip(line["data"], line["compute"], strict=True)
+            ]
+            for line in lines
+        ],
+    }
+
+
+def _are_shares(event: dict[str, Any]) -> bool:
+    compute, data = event.get("compute"), event.get("data")
+    return (
+        isinstance(event.get("step"), int)
+        and isinstance(compute, list)
+        and isinstance(data, list)
+        and len(compute) == len(data) > 0
+        and all(isinstance(share, int | float) for share in (*compute, *data))
+    )
+
+
+def _crash(run: RunRecord) -> dict[str, Any] | None:
+    if run.crash is None:
+        return None
+    keys = ("rank", "world_size", "machine", "kind", "reason", "doing", "step", "traceback", "hint")
+    followers = run.crash.get("followers")
+    return {key: run.crash.get(key) for key in keys} | {
+        "followers": [
+            f"rank {one.get('rank')}: {one.get('reason')}"
+            for one in (followers if isinstance(followers, list) else [])
+            if isinstance(one, dict)
+        ]
+    }
+
+
+def _proof(proof: Any) -> str | None:
+    if not isinstance(proof, dict):
+        return None
+    return ", ".join(f"{key} {value}" for key, value in proof.items() if value not in (None, ""))
+
+
+def _finite(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _plain(value: Any) -> str:
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def _short(value: Any) -> str | None:
+    number = _finite(value)
+    return None if number is None else f"{number:.4f}"
+
+
+def _thousands(value: Any) -> str | None:
+    number = _finite(value)
+    return None if number is None else f"{round(number):,}"
+
+
+def _duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _moment(seconds: float) -> str:
+    moment = datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC)
+    return moment.strftime("%Y-%m-%d %H:%M:%S UTC")

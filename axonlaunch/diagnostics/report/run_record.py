@@ -1,0 +1,224 @@
+"""A run as its folder tells of it: whole, still running, crashed, or half written.
+
+Whatever is missing or can't be read is left out and named in ``notes``; nothing here raises for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from axonlaunch.config.plain import flatten, read_yaml
+from axonlaunch.events import EVENTS
+from axonlaunch.system.files import opened
+
+RunStatus = Literal["running", "done", "interrupted", "failed", "killed"]
+
+CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+CRASH, ESTIMATE = "crash.json", "estimate.json"
+FILES = (CONFIG, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE)
+"""Of a run's folder, all that is read."""
+_LARGEST = 1 << 30
+"""Bytes of a file of a run folder that are read: metrics of 100,000 steps are 30 MB."""
+_LARGEST_JSON = 1 << 24
+_STARTED, _ENDED = "started", "ended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run.
+
+    Attributes:
+        path: Its folder.
+        name: As its configuration has it, else the folder's.
+        status: How it ended, or that it runs; killed: it neither runs nor said how it ended.
+        config: Its frozen configuration by dotted key.
+        summary: ``summary.json``; {} where there is none, or it is of an earlier attempt.
+        crash: ``crash.json``; None where no rank failed.
+        estimate: ``estimate.json``: the estimated peak with its parts.
+        steps: Lines of ``metrics.jsonl`` with a loss, in the order of their steps.
+        evaluations: Lines with ``eval_loss``.
+        events: Lines of ``events.jsonl``, in the order in which they happened.
+        notes: What could not be read, and why.
+    """
+
+    path: Path
+    name: str
+    status: RunStatus
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    crash: dict[str, Any] | None = None
+    estimate: dict[str, Any] | None = None
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of one kind: started, saved, evaluated, failed, ended, ..."""
+        return [event for event in self.events if event.get("event") == kind]
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """What the latest attempt reported when its ranks were ready; {} where none did."""
+        return next(iter(reversed(self.of_kind(_STARTED))), {})
+
+
+class NotARunError(Exception):
+    """A path is no folder of a run."""
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run's folder.
+
+    Args:
+        path: The folder, of this node or of a remote place (``upath``).
+
+    Raises:
+        NotARunError: There is no such folder, or neither a configuration nor metrics in it.
+    """
+    notes: list[str] = []
+    files = _Files(path, notes)
+    config = files.config()
+    lines = files.lines(METRICS)
+    if config is None and not lines:
+        raise NotARunError(f"{path}: holds neither {CONFIG} nor metrics.jsonl of a run")
+    events = [
+        event
+        for event in files.lines(EVENTS)
+        if isinstance(event.get("event"), str) and _is_number(event.get("time"))
+    ]
+    summary = files.object(SUMMARY) or {}
+    crash = files.object(CRASH)
+    config = config or {}
+    status = _status(path, summary, crash, events)
+    if status in ("running", "killed"):
+        summary = {}  # an earlier attempt's
+    return RunRecord(
+        path=path,
+        name=str(config.get("name", path.name)),
+        status=status,
+        config=config,
+        summary=summary,
+        crash=crash,
+        estimate=files.object(ESTIMATE),
+        steps=_in_order(
+            [line for line in lines if _is_number(line.get("step")) and "loss" in line]
+        ),
+        evaluations=[
+            line for line in lines if _is_number(line.get("step")) and "eval_loss" in line
+        ],
+        events=events,
+        notes=notes,
+    )
+
+
+def find_runs(folder: Path) -> Iterator[RunRecord]:
+    """Yield the runs in a folder and in the folders below it; a run holds no other run."""
+    for parent, names, files in os.walk(folder):
+        if CONFIG in files:
+            yield read_run(Path(parent))
+            names.clear()
+        names.sort()
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process of this node holds a run's folder, which is asked without touching it.
+
+    A run locks ``logs`` while it lasts; trying that lock would refuse a run that starts just then.
+    """
+    try:
+        inode = (folder / "logs").stat().st_ino
+        with Path("/proc/locks").open(encoding="ascii") as stream:
+            return any(line.split()[5].rpartition(":")[2] == str(inode) for line in stream)
+    except (OSError, TypeError, IndexError):
+        return False
+
+
+def _status(
+    path: Path, summary: dict[str, Any], crash: dict[str, Any] | None, events: list[dict[str, Any]]
+) -> RunStatus:
+    """Say how a run ended; the latest attempt decides, and an older summary says nothing of it."""
+    if is_running(path):
+        return "running"
+    kinds = [event["event"] for event in events if event["event"] in (_STARTED, _ENDED, "failed")]
+    if kinds and kinds[-1] == _STARTED:
+        return "killed"
+    status = summary.get("status")
+    if status in ("done", "interrupted", "failed"):
+        return status  # type: ignore[no-any-return]
+    return "killed" if crash is None else "failed"
+
+
+def _in_order(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one line a step; of a step that was done again after a restart, the later one."""
+    return [line for _, line in sorted({line["step"]: line for line in steps}.items())]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass
+class _Files:
+    """Reads a run's files, and notes what it can't."""
+
+    folder: Path
+    notes: list[str]
+
+    def config(self) -> dict[str, Any] | None:
+        content = self._content(CONFIG, _LARGEST_JSON)
+        if content is None:
+            return None
+        try:
+            return flatten(read_yaml(content.decode()))
+        except (ValueError, RecursionError) as error:
+            self.notes.append(f"{CONFIG} can't be read: {error}")
+            return None
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        content = self._content(name, _LARGEST_JSON)
+        if content is None:
+            return None
+        try:
+            found = json.loads(content)
+            if not isinstance(found, dict):
+                raise TypeError("not an object")
+        except (ValueError, TypeError, RecursionError) as error:
+            self.notes.append(f"{name} can't be read: {error}")
+            return None
+        return found
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Return the whole lines of a file; half a one at its end is being written."""
+        content = self._content(name, _LARGEST)
+        found, unreadable = [], 0
+        for text in (content or b"").split(b"\n")[:-1]:
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if isinstance(line, dict):
+                found.append(line)
+            else:
+                unreadable += 1
+        if unreadable:
+            self.notes.append(f"{unreadable} of the lines of {name} can't be read")
+        return found
+
+    def _content(self, name: str, at_most: int) -> bytes | None:
+        try:
+            with opened(self.folder / name) as stream:
+                content = stream.read(at_most + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            self.notes.append(f"{name} can't be read: {error.strerror or error}")
+            return None
+        if len(content) > at_most:
+            self.notes.append(f"{name} is larger than {at_most} bytes: its beginning is shown")
+        return content[:at_most]

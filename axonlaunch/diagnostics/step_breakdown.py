@@ -1,0 +1,233 @@
+"""Where the steps of a profiled rank went, from the trace that it wrote; and traces put together.
+
+It reads what ``torch.profiler`` exports and imports no torch. At each moment of a step the rank
+does the first of what is running: a matrix product, attention, another kernel, an exchange that
+nothing hides; else it is idle. So the parts sum to the step.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROFILE_FOLDER = "profile"
+MERGED = "merged.json.gz"
+STEP = "axonlaunch step"
+WAIT = "axonlaunch wait"
+"""Category of an event in which the rank waits for others, which names the axis."""
+COMMUNICATION = "exposed communication"
+KINDS = ("matrix products", "attention", "other kernels", COMMUNICATION, "idle")
+
+_RANK = re.compile(r"rank_(\d+)\.json\.gz")
+_ATTENTION = re.compile(r"flash|fmha|attention|sdpa|_attn", re.IGNORECASE)
+_PRODUCT = re.compile(
+    r"gemm|cutlass|cublas|xmma|nvjet|wgmma|Cijk|triton_\w*mm|^aten::(mm|addmm|bmm|baddbmm|addbmm|"
+    r"convolution|_?conv\w*|mkldnn_\w+)$|^mkldnn::",
+    re.IGNORECASE,
+)
+_EXCHANGE = re.compile(r"^nccl|^rccl|ncclDevKernel|^c10d::|^_?c10d_functional::|^gloo:")
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_DATA_AXES = ("dp_replicate", "dp_shard", "cp", "dp")
+
+
+class UnreadableTraceError(ValueError):
+    """A file that is no trace of a profiled rank."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the steps of a rank went.
+
+    Attributes:
+        rank: Which.
+        first: The first step that was profiled.
+        steps: How many were.
+        step_s: Seconds of one, on average.
+        parts: Seconds of a step by what they went to; communication by its axis.
+    """
+
+    rank: int
+    first: int
+    steps: int
+    step_s: float
+    parts: dict[str, float]
+
+
+def traces(folder: Path) -> dict[int, Path]:
+    """Return the traces of a run's folder by rank."""
+    found = (
+        (_RANK.fullmatch(path.name), path)
+        for path in (folder / PROFILE_FOLDER).glob("rank_*.json.gz")
+    )
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """Read a trace.
+
+    Raises:
+        UnreadableTraceError: It is damaged, or no trace.
+    """
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as stream:
+            content = json.load(stream)
+        if isinstance(content, dict) and isinstance(content.get("traceEvents"), list):
+            return content
+    except (OSError, ValueError, EOFError) as error:
+        raise UnreadableTraceError(f"{path}: can't be read: {error}") from error
+    raise UnreadableTraceError(f"{path}: is no trace of torch.profiler")
+
+
+def breakdown(content: Mapping[str, Any], *, rank: int, world: str = "world") -> Breakdown:
+    """Say where the steps of a trace went.
+
+    Args:
+        content: Of the trace.
+        rank: Whose.
+        world: The axis that all ranks are on, where there is one: torch gives it no group of its
+            own.
+
+    Raises:
+        UnreadableTraceError: There is no step in it.
+    """
+    events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
+    steps = [event for event in events if str(event["name"]).startswith(STEP)]
+    steps = [event for event in steps if event.get("cat") == "user_annotation"]
+    if not steps:
+        raise UnreadableTraceError(f"the trace of rank {rank} has no step of axonlaunch in it")
+    start = min(float(step["ts"]) for step in steps)
+    end = max(float(step["ts"]) + float(step["dur"]) for step in steps)
+    on_device = [event for event in events if event.get("cat") in _ON_DEVICE]
+    if on_device:  # it works behind the host; the profiler waits for it before it stops
+        spans = [*_spans(on_device)]
+        end = max(end, max(span[1] for span in spans))
+    else:
+        spans = [*_innermost(events, thread=(steps[0]["pid"], steps[0]["tid"]))]
+    parts = {kind: 0.0 for kind in KINDS if kind != COMMUNICATION}
+    for kind, seconds in _partition(spans, start, end):
+        kind = kind.replace(f"{COMMUNICATION} world", f"{COMMUNICATION} {axis_of(world)}")
+        parts[kind] = parts.get(kind, 0.0) + seconds / len(steps) / 1e6
+    first = min(int(str(step["name"]).removeprefix(STEP)) for step in steps)
+    return Breakdown(rank, first, len(steps), (end - start) / len(steps) / 1e6, parts)
+
+
+_Span = tuple[float, float, str]
+
+
+def _spans(events: Iterable[Mapping[str, Any]]) -> Iterator[_Span]:
+    for event in events:
+        start = float(event["ts"])
+        yield start, start + float(event.get("dur", 0)), _kind(event)
+
+
+def _innermost(events: Sequence[Mapping[str, Any]], *, thread: tuple[Any, Any]) -> Iterator[_Span]:
+    """Yield what a thread of the host does: of operations inside others the innermost."""
+    operations = [
+        event
+        for event in events
+        if event.get("cat") == "cpu_op" and (event["pid"], event["tid"]) == thread
+    ]
+    open_: list[list[Any]] = []  # end, kind, and from when on nothing inside has covered it
+    for event in sorted(operations, key=lambda e: (float(e["ts"]), -float(e["dur"]))):
+        start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        yield from _closed(open_, start)
+        if open_:
+            yield open_[-1][2], start, open_[-1][1]
+        open_.append([end, _kind(event), start])
+    yield from _closed(open_, float("inf"))
+    yield from _spans(event for event in events if event.get("cat") == WAIT)
+
+
+def _closed(open_: list[list[Any]], until: float) -> Iterator[_Span]:
+    while open_ and open_[-1][0] <= until:
+        end, kind, covered = open_.pop()
+        yield covered, end, kind
+        if open_:
+            open_[-1][2] = end
+
+
+def _kind(event: Mapping[str, Any]) -> str:
+    name, arguments = str(event["name"]), event.get("args", {})
+    if event.get("cat") == WAIT or _EXCHANGE.search(name):
+        description = arguments.get("axis") or arguments.get("Process Group Description")
+        return f"{COMMUNICATION} {axis_of(str(description or ''))}"
+    if _ATTENTION.search(name):
+        return "attention"
+    return "matrix products" if _PRODUCT.search(name) else "other kernels"
+
+
+def axis_of(group: str) -> str:
+    """Return the axis of a group as torch describes it; the data axes are one, ``dp``."""
+    axis = group.removeprefix("mesh_")
+    if axis in _DATA_AXES:
+        return "dp"
+    return axis if axis and axis not in ("default_pg", "undefined") else "world"
+
+
+def _partition(spans: Iterable[_Span], start: float, end: float) -> Iterator[tuple[str, float]]:
+    """Yield what is done from one change to the next, and for how many microseconds."""
+    changes = sorted(
+        change
+        for begin, stop, kind in spans
+        if stop > start and begin < end and stop > begin
+        for change in ((max(begin, start), 1, kind), (min(stop, end), -1, kind))
+    )
+    running: dict[str, int] = {}
+    now = start
+    for moment, change, kind in changes:
+        if moment > now:
+            yield _foremost(running), moment - now
+            now = moment
+        running[kind] = running.get(kind, 0) + change
+        if not running[kind]:
+            del running[kind]  # so that what was begun first stands first
+    if end > now:
+        yield "idle", end - now
+
+
+def _foremost(running: Mapping[str, int]) -> str:
+    for kind in KINDS[:3]:
+        if kind in running:
+            return kind
+    return next(iter(running), "idle")
+
+
+def merge(folder: Path, *, offsets_ns: Mapping[int, int]) -> Path:
+    """Put the traces of a run's folder together, on the clock of the first.
+
+    Args:
+        folder: The run's.
+        offsets_ns: By how much each rank's clock is ahead of the first's.
+
+    Returns:
+        The file, in which each rank is a group of processes.
+    """
+    found = {rank: read_trace(path) for rank, path in traces(folder).items()}
+    zero = min(int(content.get("baseTimeNanoseconds", 0)) for content in found.values())
+    numbers: dict[tuple[int, str], int] = {}
+    events: list[dict[str, Any]] = []
+    for rank, content in found.items():
+        ahead = int(content.get("baseTimeNanoseconds", 0)) - zero - offsets_ns.get(rank, 0)
+        for event in content["traceEvents"]:
+            key = (rank, str(event.get("pid")))
+            number = numbers.setdefault(key, len(numbers) + 1)
+            moved = {**event, "pid": number}
+            if "ts" in event:
+                moved["ts"] = float(event["ts"]) + ahead / 1000
+            if "id" in event:
+                moved["id"] = f"{rank}/{event['id']}"
+            if event.get("name") == "process_name":
+                label = event.get("args", {}).get("name", "")
+                moved["args"] = {"name": f"rank {rank}: {label}"}
+            if event.get("name") == "process_sort_index":
+                moved["args"] = {"sort_index": number}
+            events.append(moved)
+    path = folder / PROFILE_FOLDER / MERGED
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as stream:
+        json.dump({"traceEvents": events, "baseTimeNanoseconds": zero}, stream)
+    return path

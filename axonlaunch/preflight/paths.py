@@ -1,0 +1,31 @@
+"""Where a run's model and tokenizer are, seen from any working folder.
+
+It reads no file; a model id of the Hugging Face Hub stays what it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from axonlaunch.config import RunConfig, with_values
+from axonlaunch.config.data import DATASETS
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.data.tokenizer import tokenizer_of
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return a configuration whose model and tokenizer are found from any working folder."""
+    model = config.model.path if isinstance(config.model, HuggingFaceConfig) else None
+    tokenizer = config.tokenizer.path
+    if DATASETS.facts(config.data.name).takes_tokenizer:
+        tokenizer = tokenizer_of(config).path
+    found = {"model.path": model, "tokenizer.path": tokenizer}
+    return with_values(
+        config, {key: _absolute(path) for key, path in found.items() if path is not None}
+    )
+
+
+def _absolute(path: str) -> str:
+    """Return the whole path of what is there; a model id stays what it is."""
+    here = Path(path).expanduser()
+    return str(here.absolute()) if here.exists() else path

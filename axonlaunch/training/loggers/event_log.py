@@ -1,0 +1,58 @@
+"""``events.jsonl``: what happened to a run beside its steps, in the order of time, for its report.
+
+A line of JSON an event, with the time in seconds since 1970. Attempts of a run follow each other in
+one file: each begins with ``started``. What a step measured is in ``metrics.jsonl``.
+"""
+
+from __future__ import annotations
+
+import platform
+import socket
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from axonlaunch.events import EVENTS, Event, Finished, Started, StepDone, StepLogged, event_line
+from axonlaunch.system.files import append_text
+
+
+class EventLog:
+    """Adds a run's events to a file of its folder; the main rank alone has one."""
+
+    def __init__(self, folder: Path, *, world_size: int) -> None:
+        """Prepare to write; nothing is written yet.
+
+        Args:
+            folder: The run's.
+            world_size: Ranks of this attempt.
+        """
+        self._path = folder / EVENTS
+        self._world_size = world_size
+
+    def __call__(self, event: Event) -> None:
+        """Add an event, but for a step's.
+
+        Raises:
+            OSError: The file can't be written.
+        """
+        if isinstance(event, StepDone | StepLogged | Finished):  # how it ended its launcher writes
+            return
+        fields: dict[str, Any] = asdict(event)
+        if isinstance(event, Started):
+            fields |= {"world_size": self._world_size, **_about_this_process()}
+        append_text(self._path, event_line(name_of(event), fields))
+
+
+def name_of(event: Event) -> str:
+    """Return the kind of an event: ``rank_times`` of a ``RankTimes``."""
+    name = type(event).__name__
+    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
+
+
+def _about_this_process() -> dict[str, Any]:
+    versions = {name: version(name) for name in ("axonlaunch", "torch")}
+    versions |= {"python": platform.python_version(), "torch": torch.__version__}
+    return {"machine": socket.gethostname(), "versions": versions}

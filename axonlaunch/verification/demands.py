@@ -1,0 +1,106 @@
+"""Makes a run demanding in the few steps that are compared, where its configuration is not.
+
+A run that accumulates nothing can't show that accumulation is right. What divides the work stays
+as it is; how much there is of it, and how the rate and the gradient's limit lie, is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from axonlaunch.config import RunConfig, with_values
+from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.config.plugins import import_plugins
+from axonlaunch.config.schedule_rules import SCHEDULES
+from axonlaunch.models.build import on_meta, spec_for
+from axonlaunch.preflight.checks import find_issues
+from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.reference import NoReferenceError, reference
+
+_ACCUMULATION = 2
+"""Micro-batches of a step, or rounds of a pipeline's schedule."""
+_WARMUP = 2
+_STEPS_LEFT = 4
+"""Steps that the run would have after those that are compared, so that the rate still falls."""
+_BUCKETS = 6
+_DECAY = 0.1
+_TRIED = 3
+"""Steps whose norms say where a limit lies that some gradients reach, and others don't."""
+
+
+def demanding(config: RunConfig, plan: Plan) -> RunConfig:
+    """Return a run in the same layout in which more would be seen.
+
+    Args:
+        config: Checked and resolved.
+        plan: How long it is.
+    """
+    import_plugins(config.plugins)
+    for settings in ({**_batch(config), **_update(config, plan)}, _update(config, plan)):
+        changed = with_values(config, settings)
+        if not find_issues(changed, devices=None):
+            return _with_clipping(changed)
+    return config
+
+
+def _batch(config: RunConfig) -> dict[str, Any]:
+    """Return a batch that each rank works on in several micro-batches, a pipeline in rounds."""
+    layout = Layout.of(config, world_size=num_ranks(config))
+    pipeline = config.strategy.pipeline
+    chosen = config.train.micro_batch_size
+    settings: dict[str, Any] = {}
+    in_round = 1
+    # Of one sample batch normalisation makes nothing.
+    size = 1 if layout.pipeline > 1 and spec_for(config.model).inputs == "tokens" else 2
+    if chosen != "auto":
+        size = chosen
+    if layout.pipeline > 1:
+        in_round = _round(layout) if pipeline.microbatches == "auto" else pipeline.microbatches
+        settings["strategy.pipeline.microbatches"] = in_round
+    settings["train.micro_batch_size"] = size
+    batch = layout.data_ranks * size * in_round * _ACCUMULATION
+    return {**settings, "train.global_batch_size": batch}
+
+
+def _round(layout: Layout) -> int:
+    """Return the micro-batches of the shortest round that fills the pipeline."""
+    rule, stages = SCHEDULES[layout.schedule], layout.num_stages
+    counts = range(stages, 4 * stages + 1)
+    shape = {"degree": layout.pipeline, "stages_per_rank": layout.stages_per_rank}
+    return next((count for count in counts if rule.fits(count, **shape)), stages)
+
+
+def _update(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """Return a rate that changes with each step, decay, and buckets that are full early."""
+    settings: dict[str, Any] = {"train.steps": plan.steps + _STEPS_LEFT}
+    schedule = config.scheduler
+    if schedule.name == "constant":  # its warm-up is all that changes
+        settings["scheduler.warmup_steps"] = plan.steps + _STEPS_LEFT
+    elif schedule.warmup_steps == "auto" or schedule.warmup_steps > _WARMUP:
+        settings["scheduler.warmup_steps"] = _WARMUP
+    if schedule.name == "wsd":
+        settings["scheduler.decay_steps"] = plan.steps + _STEPS_LEFT - _WARMUP
+    if getattr(config.optimizer, "weight_decay", None) == 0:
+        settings["optimizer.weight_decay"] = _DECAY
+    if Layout.of(config, world_size=num_ranks(config)).facts.section == "ddp":
+        parameters = on_meta(config.model, seed=config.seed).parameters()
+        size = 4 * sum(p.numel() for p in parameters) / _BUCKETS / 2**20
+        if 0 < size < config.strategy.ddp.bucket_size_mb:
+            settings["strategy.ddp.bucket_size_mb"] = size
+    return settings
+
+
+def _with_clipping(config: RunConfig) -> RunConfig:
+    """Put the limit of the gradient's norm where some steps reach it, and others do not."""
+    if config.train.grad_clip is None:
+        return config
+    try:
+        steps = reference(config, Plan(steps=_TRIED))[0].steps
+    except NoReferenceError:  # the comparison itself says why
+        return config
+    norms = sorted(step.norm for step in steps)
+    between = sum(norms[:2]) / 2
+    if not math.isfinite(between) or between <= 0:
+        return config
+    return with_values(config, {"train.grad_clip": float(f"{between:.2e}")})

@@ -1,0 +1,133 @@
+"""What both sides of a comparison are fed: uneven targets, and weights that start nowhere special.
+
+Even ones hide errors: with as many counted targets everywhere a mean of means is the mean, and a
+bias of zero may be added as often as one likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axonlaunch.config.data import IGNORE_INDEX
+from axonlaunch.data.dataset import Batch
+from axonlaunch.data.loader import Loader
+from axonlaunch.models.dtensor_regions import local_boxes
+
+_MOVED_BY = 0.1
+"""Deviation of what is added to biases and norms."""
+_FOLLOWING = 0.5
+"""Share of counted targets that are the next token, where rows are text."""
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
+def uneven(batch: Batch, *, first_row: int, step: int) -> Batch:
+    """Leave targets out, as many as a row's place in the global batch and the step say.
+
+    Of sequences [B, T] up to five eighths of each, of classes [B] every fourth row.
+
+    Args:
+        batch: Some rows of a global batch.
+        first_row: The place of the first of them in it.
+        step: Which global batch it is.
+    """
+    targets = batch.targets.clone()
+    for row in range(len(targets)):
+        place = first_row + row
+        if targets.ndim > 1:
+            length = targets.shape[1]
+            targets[row, : (place * 7 + step * 3) % 11 * length // 16] = IGNORE_INDEX
+        elif place % 4 == 3:
+            targets[row] = IGNORE_INDEX
+    return replace(batch, targets=targets)
+
+
+def data_problem(config: Any, loader: Loader, batch: Batch, *, step: int) -> str:
+    """Say what both sides would be wrong about alike; empty if the data is what it says.
+
+    Args:
+        config: Of the data.
+        loader: Of global batches.
+        batch: A step's.
+        step: Steps done before this one.
+    """
+    size, samples = loader.global_batch_size, loader.dataset.num_samples
+    here = set(loader.indices(step).tolist())
+    if samples >= (step + 1) * size:
+        if len(here) < size:
+            return f"the data: step {step + 1} reads a sample twice, with {samples} to read"
+        if step and here & set(loader.indices(step - 1).tolist()):
+            return f"the data: step {step + 1} reads samples of the step before"
+    if not type(config).__module__.startswith("axonlaunch.") or config.name == "custom":
+        return ""  # what somebody's own targets are is not known
+    if loader.dataset.kind != "tokens" or batch.targets.shape[1] < 2:
+        return ""
+    counted = batch.targets[:, :-1] != IGNORE_INDEX
+    follows = batch.targets[:, :-1][counted] == batch.inputs[:, 1:][counted]
+    if len(follows) and float(follows.float().mean()) < _FOLLOWING:
+        return "the data: targets are not the tokens that follow their inputs"
+    return ""
+
+
+@torch.no_grad()
+def move_vectors(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Move biases, norms and whatever else has one dim away from 0 and 1, in place.
+
+    By the name alone, so that every layout moves them alike.
+
+    Args:
+        parameters: Names in the whole model, and what a rank holds: plain, or DTensors.
+    """
+    for name, parameter in parameters:
+        if parameter.ndim != 1 or not parameter.is_floating_point() or not _numel(parameter):
+            continue
+        moved = _noise(name, parameter.shape) * _MOVED_BY
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        for box in local_boxes(parameter):
+            [(start, length)] = box.region
+            box.of(local).add_(moved[start : start + length].to(local))
+
+
+@torch.no_grad()
+def roughen(parameters: Mapping[str, Tensor], *, relative: float) -> None:
+    """Round parameters otherwise, in place: each element moves by at most this part of it."""
+    for name, parameter in parameters.items():
+        if parameter.is_floating_point():
+            factor = 1 + relative * (torch.rand(parameter.shape, generator=_generator(name)) - 0.5)
+            parameter.mul_(factor.to(parameter.dtype))
+
+
+def drop_nothing(modules: Iterable[nn.Module]) -> float:
+    """Turn dropout off: every layout draws it for other elements; return the largest rate."""
+    largest = 0.0
+    for module in (part for whole_module in modules for part in whole_module.modules()):
+        if isinstance(module, _DROPOUTS):
+            largest, module.p = max(largest, module.p), 0.0
+        for name, value in vars(module).items():
+            # What a module hands to functional.dropout: MultiheadAttention's dropout, and others'.
+            if "dropout" in name and isinstance(value, float):
+                largest = max(largest, value)
+                setattr(module, name, 0.0)
+    return largest
+
+
+def _numel(parameter: Any) -> int:
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return int(local.numel())
+
+
+def _noise(name: str, shape: torch.Size) -> Tensor:
+    return torch.randn(tuple(shape), generator=_generator(name))
+
+
+def _generator(name: str) -> torch.Generator:
+    seed = int.from_bytes(blake2b(name.encode(), digest_size=4).digest())
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,172 @@
+"""What all ranks' differences come to: passed, failed, or nothing proved.
+
+It compares nothing itself; a comparison that could not have failed is no pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import num_ranks
+from axonlaunch.verification.differences import ORDER, Difference
+from axonlaunch.verification.draws import draw_problems
+from axonlaunch.verification.layout_run import RankReport
+from axonlaunch.verification.reference import Reference
+from axonlaunch.verification.result import ParityResult, layout_of
+from axonlaunch.verification.tolerances import Tolerances
+
+_SAME = 1e-6
+"""Of a loss: what may change while it is the same."""
+_LISTED = 8
+"""Parameters that a reason names."""
+
+
+def judge(
+    config: RunConfig,
+    references: tuple[Reference, Reference],
+    reports: Iterable[RankReport],
+) -> ParityResult:
+    """Decide whether rounding explains what all ranks found, and whether it shows anything.
+
+    Args:
+        config: The layout's.
+        references: What one process computed, and again from weights rounded otherwise.
+        reports: What the ranks found.
+    """
+    reference, again = references
+    tolerances = Tolerances(config, reference, again)
+    reports = [*reports]
+    found = [difference for report in reports for difference in report.differences]
+    draws = [draw for report in reports for draw in report.draws]
+    found = [d for d in [*found, *_missing(reference, found)] if d.step <= tolerances.last_step]
+    wrong = _grouped([d for d in found if not tolerances.allows(d)])
+    wrong += draw_problems(config, draws)
+    worst = {kind: _worst(d for d in found if d.kind == kind) for kind in ORDER}
+    named = [d for kind in ("gradient", "parameter") if (d := worst[kind]) is not None]
+    proved = _proved(reference, found)
+    reason = "" if wrong else _nothing_proved(config, reference, proved, tolerances)
+    return ParityResult(
+        passed=not wrong and not reason,
+        verdict="failed" if wrong else "nothing proved" if reason else "passed",
+        reason=reason,
+        layout=layout_of(config),
+        steps=len(reference.steps),
+        tolerance=tolerances.base,
+        max_loss_difference=_size(worst["loss"]),
+        max_gradient_difference=_size(worst["gradient"]),
+        max_norm_difference=_size(worst["norm"]),
+        max_parameter_difference=_size(worst["parameter"]),
+        max_differences={kind: d.relative for kind, d in worst.items() if d is not None},
+        tolerances={kind: tolerances.of(d) for kind, d in worst.items() if d is not None},
+        worst_parameter=max(named, key=_size).name if named else None,
+        losses=[step.loss for step in reference.steps],
+        differences=wrong,
+        parameters=len(reference.start),
+        parameters_with_gradient=len(proved.with_gradient),
+        parameters_moved=len(proved.moved),
+        unproved_parameters=[
+            name
+            for name in reference.start
+            if name not in proved.with_gradient or name not in proved.moved
+        ],
+    )
+
+
+class _Proved:
+    """Parameters that the comparison says something about.
+
+    Attributes:
+        with_gradient: One that is not zero, on both sides.
+        moved: By the updates of one process.
+    """
+
+    def __init__(self, with_gradient: set[str], moved: set[str]) -> None:
+        self.with_gradient = with_gradient
+        self.moved = moved
+
+
+def _proved(reference: Reference, found: Sequence[Difference]) -> _Proved:
+    seen = {d.name for d in found if d.kind == "gradient" and d.relative < float("inf")}
+    nonzero = {
+        name
+        for step in reference.steps
+        for name, gradient in step.gradients.items()
+        if bool(gradient.any())
+    }
+    moved = {
+        name
+        for name, start in reference.start.items()
+        if not torch.equal(start, reference.end[name])
+    }
+    return _Proved(nonzero & seen, moved)
+
+
+def _nothing_proved(
+    config: RunConfig, reference: Reference, proved: _Proved, tolerances: Tolerances
+) -> str:
+    """Say why the comparison could not have failed; empty if it could."""
+    losses = [step.loss for step in reference.steps]
+    if num_ranks(config) == 1:
+        return "one rank was compared with one process; use launch.nproc=2 or a strategy of several"
+    if tolerances.last_step < 1:
+        return (
+            "rounding alone changes the first step by more than any layout would; "
+            "use another precision, or initial weights that a run would have"
+        )
+    if not any(bool(g.any()) for step in reference.steps for g in step.gradients.values()):
+        return "every gradient of one process is zero: the model's loss depends on no parameter"
+    if not proved.with_gradient:
+        return "no parameter has a gradient on both sides"
+    if not proved.moved:
+        if all(step.skipped for step in reference.steps):
+            return "no parameter moved: fp16 skipped every step; use more --steps"
+        rate = "" if any(step.rate for step in reference.steps) else ": the learning rate is 0"
+        return f"no parameter moved{rate}, so that no update was compared"
+    if len(losses) > 1 and max(losses) - min(losses) <= _SAME * abs(losses[0]):
+        return f"the loss is {losses[0]:.7g} in every step, whatever the samples and the weights"
+    return ""
+
+
+def _grouped(wrong: Sequence[Difference]) -> list[str]:
+    """Return a line for each quantity that differs, the earliest first, with the ranks."""
+    order = sorted(wrong, key=lambda d: (d.step, ORDER.index(d.kind)))
+    groups: dict[tuple[int, str, str], list[Difference]] = {}
+    for one in order:
+        groups.setdefault((one.step, one.kind, one.name), []).append(one)
+    return [_line(group) for group in groups.values()]
+
+
+def _line(group: Sequence[Difference]) -> str:
+    worst = max(group, key=_size)
+    ranks = sorted({one.rank for one in group})
+    where = "" if worst.seen is not None or len(ranks) > _LISTED else f" (rank {_listed(ranks)})"
+    return f"{worst}{where}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _worst(differences: Iterable[Difference]) -> Difference | None:
+    return max(differences, key=_size, default=None)
+
+
+def _size(difference: Difference | None) -> float:
+    return 0.0 if difference is None else difference.relative
+
+
+def _missing(reference: Reference, differences: Sequence[Difference]) -> Iterable[Difference]:
+    """Yield what no rank has: gradients, buffers and optimizer states."""
+    have = {(d.step, d.kind, d.name) for d in differences}
+    for number, step in enumerate(reference.steps, start=1):
+        if not step.skipped:
+            for name in step.gradients:
+                if (number, "gradient", name) not in have:
+                    yield Difference(number, "gradient", name, float("inf"))
+    for kind, names in (("buffer", reference.buffers), ("state", reference.states)):
+        for name in names:
+            if (reference.saved_step, kind, name) not in have:
+                yield Difference(reference.saved_step, kind, name, float("inf"))

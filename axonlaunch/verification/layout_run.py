@@ -1,0 +1,235 @@
+"""A rank's side of a comparison: the layout's engine does the steps, and each number is compared.
+
+It judges nothing; every rank compares what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from axonlaunch import checkpoint, data
+from axonlaunch.checkpoint.reader import read_whole_tensors, refuse_damage
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.weights import load_initial_weights
+from axonlaunch.comm import World
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import Layout
+from axonlaunch.data.dataset import Batch, sample_inputs
+from axonlaunch.data.loader import Loader, rank_loader
+from axonlaunch.data.unknown_tokens import naming_unknown_tokens
+from axonlaunch.engines.base import Engine
+from axonlaunch.engines.build import build_engine
+from axonlaunch.verification import inputs
+from axonlaunch.verification.differences import Difference, as_number, of_number, of_tensor
+from axonlaunch.verification.draws import Draw, recorder
+from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.reference import PREDICTED, Reference
+from axonlaunch.verification.tolerances import PARAMETER_FLOOR, floors, state_floors
+
+
+def prepared_engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
+    """Build a rank's engine without dropout, with its initial weights, and its data."""
+    layout = Layout.of(config, world_size=world.world_size)
+    dataset = data.build_dataset(config.data, config.tokenizer)
+    loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
+    engine = build_engine(config, world, sample=sample_inputs(dataset))
+    load_initial_weights(engine, config.model, world=world)
+    inputs.move_vectors(engine.named_parameters())
+    inputs.drop_nothing(engine.modules)
+    return engine, loader
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank found.
+
+    Attributes:
+        differences: Every quantity's, here.
+        draws: Random numbers that it drew in training.
+    """
+
+    differences: list[Difference]
+    draws: list[Draw]
+
+
+def compare(
+    config: RunConfig, world: World, reference: Reference, plan: Plan, *, folder: Path
+) -> RankReport:
+    """Run the same steps as one rank of the layout; return every quantity's difference here.
+
+    Args:
+        config: The layout's.
+        world: Its ranks; all of them call this.
+        reference: What one process computes.
+        plan: How long.
+        folder: Where a checkpoint may be written, the same for every rank.
+    """
+    run = _LayoutRun(config, world, reference, plan)
+    differences = [replace(one, rank=world.rank) for one in run.differences(folder)]
+    return RankReport(differences, run.draws)
+
+
+class _LayoutRun:
+    """One rank's run."""
+
+    def __init__(self, config: RunConfig, world: World, reference: Reference, plan: Plan) -> None:
+        self._config, self._world = config, world
+        self._reference, self._plan = reference, plan
+        self.draws: list[Draw] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Build an engine that knows nothing of what was before."""
+        config, rank = self._config, self._world.rank
+        self._engine, self._loader = prepared_engine(config, self._world)
+        self._recorder = recorder(config, self._engine.modules, rank=rank)
+
+    def differences(self, folder: Path) -> Iterator[Difference]:
+        """Yield what differs, in the order of what is done."""
+        plan = self._plan
+        for number in range(plan.saved):
+            if plan.beyond and number == plan.halfway:
+                yield from self._evaluation()
+            yield from self._step(number)
+        last = plan.saved - 1
+        yield from self._parameters(last, self._reference.parameters)
+        yield from self._states(last)
+        if not plan.beyond:
+            return
+        yield from self._checkpoint(folder)
+        for number in range(plan.saved, plan.steps):
+            yield from self._step(number)
+        if plan.saved < plan.steps:
+            yield from self._parameters(plan.steps - 1, self._reference.end)
+
+    def _uneven(self, batch: Batch, step: int) -> Batch:
+        """Return this rank's rows of a global batch with targets left out."""
+        layout = Layout.of(self._config, world_size=self._world.world_size)
+        first = layout.data_shard(self._world.rank) * len(batch.inputs)
+        return inputs.uneven(batch, first_row=first, step=step)
+
+    def _step(self, number: int) -> Iterator[Difference]:
+        engine, expected = self._engine, self._reference.steps[number]
+        yield of_number(number, "rate", engine.learning_rate(), expected.rate)
+        batch = self._uneven(self._loader.batch(number), number)
+        if self._recorder is not None:
+            self._recorder.step = number + 1
+        with naming_unknown_tokens(batch, self._loader, step=number):
+            loss, _ = engine.backward(batch)
+        if self._recorder is not None:
+            self.draws += self._recorder.draws
+            self._recorder.draws = []
+        yield of_number(number, "loss", float(loss), expected.loss)
+        gradients = list(self._gradients(number))
+        norm, skipped = engine.update()
+        yield of_number(number, "skip", float(skipped), float(expected.skipped))
+        if skipped and expected.skipped:
+            return
+        yield from gradients
+        if norm is not None:
+            yield of_number(number, "norm", float(norm), expected.norm)
+
+    def _gradients(self, number: int) -> Iterator[Difference]:
+        gradients = self._reference.steps[number].gradients
+        floor = floors(self._reference, number)
+        for name, parameter in self._engine.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None and parameter.requires_grad:
+                where = (number, "gradient", name)
+                expected = gradients.get(name)
+                # What one process has no gradient of may have one of zero elsewhere.
+                nothing = torch.zeros(parameter.shape) if expected is None else expected
+                yield of_tensor(where, gradient, nothing, floor=floor)
+
+    def _parameters(self, number: int, expected: dict[str, Tensor]) -> Iterator[Difference]:
+        for name, parameter in self._engine.named_parameters():
+            where = (number, "parameter", name)
+            yield of_tensor(where, parameter, expected[name], floor=PARAMETER_FLOOR)
+
+    def _states(self, number: int) -> Iterator[Difference]:
+        """Compare buffers and optimizer states."""
+        state, floor = self._engine.state_dict(), state_floors(self._reference.states)
+        for name, expected in self._reference.buffers.items():
+            if name in state["model"]:
+                where = (number, "buffer", name)
+                yield of_tensor(where, state["model"][name], expected, floor=PARAMETER_FLOOR)
+        for key, seen in state["optimizer"].items():
+            if key in self._reference.states:
+                where = (number, "state", key)
+                least = floor.get(key.rpartition(".")[2], 0.0)
+                yield of_tensor(where, seen, self._reference.states[key], floor=least)
+
+    def _evaluation(self) -> Iterator[Difference]:
+        """Compare the loss of the first held-out batch, and outputs for some of its samples."""
+        if self._reference.evaluation is None:
+            return
+        [held_out] = self._loader.eval_batches(1)
+        sums = self._engine.evaluate(self._uneven(held_out, 0))
+        if self._world.world_size > 1:
+            dist.all_reduce(sums)
+        loss, counted = self._reference.evaluation
+        half = self._plan.halfway - 1
+        yield of_number(half, "evaluation", float(sums[0] / sums[1].clamp(min=1)), loss)
+        yield of_number(half, "evaluation", float(sums[1]), counted)
+        whole_batch = Loader(
+            self._loader.dataset,
+            seed=self._config.seed,
+            global_batch_size=self._config.train.global_batch_size,
+        )
+        first = next(whole_batch.eval_batches(1)).inputs[:PREDICTED]
+        if self._reference.prediction is not None:
+            outputs = self._engine.predict(first)
+            where = (half, "prediction", "")
+            yield of_tensor(where, outputs, self._reference.prediction, floor=0.0)
+
+    def _checkpoint(self, folder: Path) -> Iterator[Difference]:
+        """Save, let one process read it, and continue from it with an engine that knows nothing."""
+        step = self._plan.saved
+        saver = Saver(
+            folder,
+            world=self._world,
+            retention=checkpoint.Retention(newest=1),
+        )
+        saver.save(self._engine.state_dict(), step=step, samples=0)
+        saver.close()
+        saved = checkpoint.find_checkpoint(folder)
+        assert saved is not None
+        if self._world.is_main:
+            yield from self._read_back(saved)
+        if self._world.world_size > 1:
+            dist.barrier()
+        self._begin()
+        state = self._engine.state_dict()
+        self._engine.load_state_dict(checkpoint.load_checkpoint(saved, state, world=self._world))
+
+    def _read_back(self, saved: checkpoint.Checkpoint) -> Iterator[Difference]:
+        """Compare what one process reads with what it would have saved itself."""
+        reference, number = self._reference, self._plan.saved - 1
+        refuse_damage(saved)
+        wanted: dict[str, dict[str, Tensor]] = {
+            "model": {**reference.parameters, **reference.buffers},
+            "optimizer": reference.states,
+        }
+        read: dict[str, dict[str, Any]] = {
+            section: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+            for section, tensors in wanted.items()
+        }
+        read["counters"] = {"step": torch.tensor(0)}
+        read_whole_tensors(saved, read)
+        floor = state_floors(reference.states)
+        for section, tensors in wanted.items():
+            for name, expected in tensors.items():
+                least = PARAMETER_FLOOR
+                if section == "optimizer":
+                    least = floor.get(name.rpartition(".")[2], 0.0)
+                where = (number, "checkpoint", f"{section}.{name}")
+                yield of_tensor(where, read[section][name], expected, floor=least)
+        steps = as_number(read["counters"]["step"]) or 0.0
+        yield of_number(number, "checkpoint", steps, float(self._plan.saved))

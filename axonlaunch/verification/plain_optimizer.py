@@ -1,0 +1,153 @@
+"""The update of a step in plain torch: the optimizers, their options, and the rate's formula.
+
+It is written from the definitions and shares no code with ``engines``, whose update it judges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from axonlaunch.config.optimizer import OPTIMIZERS, OWN_OPTIMIZERS, AdamWConfig
+from axonlaunch.config.plugins import import_callable
+from axonlaunch.models.spec import ModelSpec
+
+PEAK = "initial_lr"
+_NOT_OPTIONS = {"name", "groups", "state_dtype", "target", "arguments"}
+_CLASSES: dict[str, type[Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "nadam": torch.optim.NAdam,
+    "adafactor": torch.optim.Adafactor,
+    "muon": torch.optim.Muon,
+}
+
+
+class PlainLion(Optimizer):
+    """Lion (Chen et al., 2023, algorithm 2), one parameter after another."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            early, late = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                c = early * momentum + (1 - early) * p.grad
+                direction = c / (c.abs() + group["eps"]) if group["eps"] else c.sign()
+                p -= group["lr"] * (direction + group["weight_decay"] * p)
+                momentum.copy_(late * momentum + (1 - late) * p.grad)
+
+
+def plain_rate(schedule: Any, step: int, *, peak: float, steps: int) -> float:
+    """Return the rate of a step by the schedule's formula.
+
+    Args:
+        schedule: Its configuration.
+        step: Steps done before this one.
+        peak: Largest rate.
+        steps: Of the whole run.
+    """
+    warmup = schedule.warmup_steps
+    if warmup == "auto":
+        ratio = schedule.warmup_ratio
+        warmup = steps // 15 if ratio is None else round(steps * ratio)
+    if step < warmup:
+        return float(peak * (step + 1) / warmup)
+    if schedule.name == "constant":
+        return peak
+    final = schedule.final_lr_ratio
+    if schedule.name == "wsd":
+        decay = schedule.decay_steps or max(1, steps // 5)
+        left = min(1.0, (steps - 1 - step) / decay)
+        return float(peak * (final + (1 - final) * left))
+    done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    share = 1 - done if schedule.name == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return float(peak * (final + (1 - final) * share))
+
+
+def plain_optimizers(
+    config: Any, spec: ModelSpec, model: nn.Module, held: Mapping[str, Tensor]
+) -> list[Optimizer]:
+    """Build what updates a model: an optimizer for each class, a group for each parameter.
+
+    Args:
+        config: The run's optimizer.
+        spec: The model's, for which parameters are hidden matrices.
+        model: Whole.
+        held: What is updated, by the parameter's name.
+    """
+    blocks = tuple(f"{name}." for name in spec.blocks(model))
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    by_class: dict[Any, list[dict[str, Any]]] = {}
+    for name, parameter in model.named_parameters():
+        if name not in held:
+            continue
+        is_hidden = parameter.ndim == 2 and name.startswith(blocks) and id(parameter) not in tables
+        make, options = _chosen(config, name, parameter.ndim, is_hidden=is_hidden)
+        group = {"params": [held[name]], **options, PEAK: options["lr"]}
+        by_class.setdefault(make, []).append(group)
+    return [_made(make, groups) for make, groups in by_class.items()]
+
+
+def _made(make: Any, groups: list[dict[str, Any]]) -> Optimizer:
+    made: Optimizer = make(groups)
+    return made
+
+
+def _chosen(config: Any, name: str, ndim: int, *, is_hidden: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the class that updates a parameter, and its options.
+
+    Matrices decay and vectors do not; what a group of the configuration says comes before both.
+    """
+    own: dict[str, Any] = {}
+    for pattern, options in getattr(config, "groups", {}).items():
+        if fnmatchcase(name, pattern):
+            own |= options
+    scale = own.pop("lr_scale", 1.0)
+    if config.name == "muon":
+        algorithm = own.pop("algorithm", config.algorithm)
+        if algorithm == "adamw" or (algorithm == "auto" and not is_hidden):
+            peak = config.lr if config.adamw_lr is None else config.adamw_lr
+            config = AdamWConfig(
+                lr=own.pop("lr", peak),
+                weight_decay=config.weight_decay,
+                betas=config.adamw_betas,
+                eps=config.adamw_eps,
+            )
+            own = {key: value for key, value in own.items() if key == "weight_decay"}
+    options = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in _NOT_OPTIONS and not field.metadata.get("not_an_argument")
+    }
+    options |= getattr(config, "arguments", {})
+    if "weight_decay" in options and ndim < 2:
+        options["weight_decay"] = 0.0
+    options |= own
+    options["lr"] *= scale
+    return _class_of(config), options
+
+
+def _class_of(config: Any) -> Any:
+    if config.name == "lion":
+        return PlainLion
+    if config.name in OWN_OPTIMIZERS:
+        return _CLASSES[config.name]
+    if getattr(config, "target", None) is not None:
+        return import_callable("optimizer.target", config.target)
+    return OPTIMIZERS.get(config.name)  # one that a plug-in registered: a torch.optim.Optimizer

@@ -1,0 +1,34 @@
+"""How long a comparison is and what it covers, as the parent that has no torch can say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AFTER_CHECKPOINT = 2
+"""Steps of a run that is resumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How long a comparison is.
+
+    Attributes:
+        steps: Optimizer steps.
+        beyond: Whether an evaluation, a prediction and a checkpoint are compared too; the last two
+            steps are then those of a run that is resumed.
+        fp64: Whether the reference computes in float64.
+    """
+
+    steps: int
+    beyond: bool = False
+    fp64: bool = False
+
+    @property
+    def saved(self) -> int:
+        """Steps before the checkpoint, or before the last comparison of states."""
+        return max(1, self.steps - AFTER_CHECKPOINT) if self.beyond else self.steps
+
+    @property
+    def halfway(self) -> int:
+        """Steps before the evaluation."""
+        return self.saved // 2

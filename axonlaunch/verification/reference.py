@@ -1,0 +1,404 @@
+"""What one process computes of a run, in plain torch: the reference that layouts are held against.
+
+It imports nothing of ``engines``: the module, its loss as defined, ``torch.optim``,
+``clip_grad_norm_``, the schedule's formula and ``torch.amp``. What both sides had in common could
+be wrong on both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from axonlaunch import data
+from axonlaunch.checkpoint.weights import load_initial_weights
+from axonlaunch.comm import World
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import Layout, num_ranks
+from axonlaunch.data.dataset import IGNORE_INDEX, Batch
+from axonlaunch.data.loader import Loader
+from axonlaunch.data.unknown_tokens import naming_unknown_tokens
+from axonlaunch.models.build import build_model, initial_weights, spec_for
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelOutputs, ModelSpec, not_a_tensor
+from axonlaunch.verification import inputs
+from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plain_rate
+from axonlaunch.verification.plan import Plan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PREDICTED = 2
+"""Samples of a prediction."""
+
+
+class NoReferenceError(Exception):
+    """One process gives nothing to compare with."""
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """One step of the reference.
+
+    Attributes:
+        loss: Mean over the counted targets.
+        rate: The learning rate.
+        norm: Of the whole gradient before clipping.
+        skipped: fp16: the update was left out.
+        gradients: By parameter's name, before clipping; fp16's are multiplied by the loss scale.
+    """
+
+    loss: float
+    rate: float
+    norm: float
+    skipped: bool
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process computes.
+
+    Attributes:
+        steps: One after another.
+        start: Parameters before the first step, by name.
+        parameters: After the step that is saved, by name.
+        buffers: Persistent ones, then.
+        states: Of the optimizers then, ``<parameter>.<state>``.
+        end: Parameters after the last step.
+        evaluation: Mean loss and counted targets of the first held-out batch, halfway.
+        prediction: Outputs for ``PREDICTED`` samples of it, then.
+        dropout: Largest rate of dropout in the model, which is off here.
+        saved_step: Steps before the state that is saved.
+        halfway: Steps before the evaluation.
+    """
+
+    steps: list[ReferenceStep]
+    start: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    states: dict[str, Tensor]
+    end: dict[str, Tensor]
+    evaluation: tuple[float, float] | None = None
+    prediction: Tensor | None = None
+    dropout: float = 0.0
+    saved_step: int = 0
+    halfway: int = 0
+
+
+def reference(config: RunConfig, plan: Plan) -> tuple[Reference, Reference]:
+    """Run some steps in plain torch, and again from weights that are rounded otherwise.
+
+    What the two differ by is what rounding alone makes of this model, step by step.
+
+    Raises:
+        NoReferenceError: They fail, or the model is random by itself.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            first = _Run(config, plan)
+            found = first.run()
+            _refuse_random(found, _Run(config, plan))
+            return found, _Run(config, plan, roughness=_roughness(config)).run()
+    except NoReferenceError:
+        raise
+    except Exception as error:
+        raise NoReferenceError(
+            f"one process fails, without the layout: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _refuse_random(found: Reference, again: _Run) -> None:
+    """Run the first step another time.
+
+    Raises:
+        NoReferenceError: It gives something else.
+    """
+    expected, seen = found.steps[0], again.step(0)
+    if not math.isfinite(expected.loss):
+        raise NoReferenceError(f"the first loss of one process is {expected.loss}")
+    same = all(torch.equal(expected.gradients[n], g) for n, g in seen.gradients.items())
+    if seen.loss != expected.loss or not same:
+        raise NoReferenceError(
+            f"the model is random by itself: of the same weights and samples one process has a "
+            f"loss of {expected.loss:.7g}, then of {seen.loss:.7g}; let it draw nothing in "
+            "training, also not by numpy or Python's random"
+        )
+
+
+def _roughness(config: RunConfig) -> float:
+    """Return the distance of two neighbours of 1 in the lowest precision in use."""
+    train = config.train
+    lowest = (train.precision, train.param_dtype, config.strategy.reduce_dtype)
+    return max(torch.finfo(DTYPES[name]).eps for name in lowest)
+
+
+class _Run:
+    """A model and its optimizers, as a script of one process has them."""
+
+    def __init__(self, config: RunConfig, plan: Plan, *, roughness: float = 0.0) -> None:
+        self._config, self._plan = config, plan
+        self._spec = spec_for(config.model)
+        self._layout = Layout.of(config, world_size=num_ranks(config))
+        dataset = data.build_dataset(config.data, config.tokenizer)
+        self._loader = Loader(
+            dataset, seed=config.seed, global_batch_size=config.train.global_batch_size
+        )
+        self._dtype = torch.float64 if plan.fp64 else DTYPES[config.train.precision]
+        self.model = self._built()
+        inputs.move_vectors(self.model.named_parameters())
+        self._dropout = inputs.drop_nothing([self.model])
+        self._parameters = dict(self.model.named_parameters())
+        self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
+        self._start = _copies(self._parameters)
+        if roughness:
+            inputs.roughen(self._parameters, relative=roughness)
+        self._held = self._masters()
+        self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._held)
+        is_fp16 = config.train.precision == "fp16" and not plan.fp64
+        self._scaler = torch.amp.GradScaler("cpu", enabled=is_fp16)
+
+    def _built(self) -> nn.Module:
+        config = self._config
+        model = build_model(config.model, seed=config.seed)
+        if initial_weights(config.model) is not None:
+            World.mock(1).run(
+                lambda world: load_initial_weights(_Weights(model), config.model, world=world)
+            )
+        if self._plan.fp64:
+            model.double()
+        elif config.train.param_dtype != "fp32":
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(DTYPES[config.train.param_dtype])
+        return model.train()
+
+    def _masters(self) -> dict[str, Tensor]:
+        """Return what is updated: the parameters, or fp32 copies that each update is made in."""
+        if getattr(self._config.optimizer, "state_dtype", "parameter") != "fp32":
+            return dict(self._trained)
+        return {n: p.detach().float().clone() for n, p in self._trained.items()}
+
+    def run(self) -> Reference:
+        """Run every step."""
+        steps: list[ReferenceStep] = []
+        evaluation, prediction, saved = None, None, self._state()
+        for number in range(self._plan.steps):
+            if self._plan.beyond and number == self._plan.halfway:
+                evaluation, prediction = self._evaluate()
+            steps.append(self.step(number))
+            if number + 1 == self._plan.saved:
+                saved = self._state()
+        return Reference(
+            steps,
+            self._start,
+            *saved,
+            _copies(self._parameters),
+            evaluation,
+            prediction,
+            self._dropout,
+            self._plan.saved,
+            self._plan.halfway,
+        )
+
+    def step(self, number: int) -> ReferenceStep:
+        """Run forward and backward of every micro-batch, clip, update."""
+        config = self._config
+        torch.manual_seed(config.seed + number)
+        batch = self._batch(number)
+        counted = int((batch.targets != IGNORE_INDEX).sum())
+        total = 0.0
+        with naming_unknown_tokens(batch, self._loader, step=number):
+            for piece in self._pieces(batch):
+                loss = self._loss_sum(piece) / max(1, counted)
+                self._scaler.scale(loss).backward()
+                total += float(loss.detach())
+        if not number and not torch.equal(
+            torch.Generator().manual_seed(config.seed).get_state(), torch.get_rng_state()
+        ):
+            raise NoReferenceError(
+                "the model draws random numbers in training, and no two layouts draw alike; "
+                "turn that off in model.arguments (nn.Dropout is off here by itself)"
+            )
+        gradients = {n: p.grad.clone() for n, p in self._trained.items() if p.grad is not None}
+        rate = plain_rate(
+            config.scheduler, number, peak=config.optimizer.lr, steps=config.train.num_steps
+        )
+        norm, skipped = self._update(number)
+        return ReferenceStep(total, rate, norm, skipped, gradients)
+
+    def _batch(self, number: int) -> Batch:
+        """Return a step's global batch, uneven.
+
+        Raises:
+            NoReferenceError: The data is not what it says.
+        """
+        batch = self._loader.batch(number)
+        if problem := inputs.data_problem(self._config.data, self._loader, batch, step=number):
+            raise NoReferenceError(problem)
+        return inputs.uneven(batch, first_row=0, step=number)
+
+    def _update(self, number: int) -> tuple[float, bool]:
+        """Clip and update; return the gradient's norm, and whether fp16 left the update out."""
+        config = self._config
+        for name, held in self._held.items():
+            gradient = self._trained[name].grad
+            if held is not self._trained[name]:
+                held.copy_(self._trained[name].detach())
+                held.grad = None if gradient is None else gradient.float()
+        updated = [tensor for tensor in self._held.values() if tensor.grad is not None]
+        if updated:
+            for optimizer in self._optimizers:
+                self._scaler.unscale_(optimizer)
+        limit = math.inf if config.train.grad_clip is None else config.train.grad_clip
+        norm = float(nn.utils.clip_grad_norm_(updated, limit, foreach=False)) if updated else 0.0
+        skipped = self._scaler.is_enabled() and not math.isfinite(norm)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = plain_rate(
+                    config.scheduler, number, peak=group[PEAK], steps=config.train.num_steps
+                )
+            if not skipped:
+                optimizer.step()
+        if updated:
+            self._scaler.update()
+        with torch.no_grad():
+            for name, master in self._held.items():
+                if master is not self._trained[name]:
+                    self._trained[name].copy_(master)
+                master.grad = self._trained[name].grad = None
+        return norm, skipped
+
+    def _pieces(self, batch: Batch) -> Iterator[Batch]:
+        """Yield what one forward takes: all, or the layout's micro-batches where that matters.
+
+        Buffers are those that the samples of the first data rank move, as a layout's are.
+        """
+        mixes = self._spec.mixes_samples or _has_batch_norm(self.model)
+        rows = len(batch.inputs)
+        if not mixes and self._dtype in (torch.float32, torch.float64):
+            yield batch
+            return
+        share = rows // self._layout.data_ranks
+        kept: dict[str, Tensor] = {}
+        for start in range(0, rows, self._layout.micro_batch_size):
+            if start == share:
+                kept = _copies(self._buffers())
+            yield batch.rows(start, start + self._layout.micro_batch_size)
+        for name, buffer in self._buffers().items():
+            if kept:
+                buffer.copy_(kept[name])
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        return loss_sum(self._spec, self._outputs(batch), batch.targets)
+
+    def _outputs(self, batch: Batch) -> Any:
+        """Run forward in the run's arithmetic.
+
+        Replicas compute under autocast; shards are gathered in the lower precision, and so all of
+        their model computes in it.
+        """
+        given = {} if batch.positions is None else {"positions": batch.positions}
+        taken, dtype = batch.inputs, self._dtype
+        if dtype is torch.float64:
+            outputs = self.model(taken.double() if taken.is_floating_point() else taken, **given)
+        elif dtype is torch.float32:
+            outputs = self.model(taken, **given)
+        elif self._layout.facts.shards_parameters or self._config.train.param_dtype != "fp32":
+            cast = {
+                n: p.to(dtype) if p.is_floating_point() else p for n, p in self._parameters.items()
+            }
+            taken = taken.to(dtype) if taken.is_floating_point() else taken
+            outputs = functional_call(self.model, cast, (taken,), given)
+        else:
+            with torch.autocast("cpu", dtype=dtype):
+                outputs = self.model(taken, **given)
+        if not isinstance(outputs, Tensor | ModelOutputs):
+            raise NoReferenceError(str(not_a_tensor(outputs)))
+        return outputs
+
+    @torch.no_grad()
+    def _evaluate(self) -> tuple[tuple[float, float] | None, Tensor | None]:
+        """Return mean loss and counted targets of held-out samples, and outputs for some."""
+        batch = next(iter(self._loader.eval_batches(1)), None)
+        if batch is None:
+            return None, None
+        batch = inputs.uneven(batch, first_row=0, step=0)
+        modes = {part: part.training for part in self.model.modules()}
+        self.model.eval()
+        # Micro-batches are as large as the layout's, for models that mix samples.
+        size = self._layout.micro_batch_size
+        pieces = [batch.rows(start, start + size) for start in range(0, len(batch.inputs), size)]
+        total = sum(float(self._loss_sum(piece)) for piece in pieces)
+        counted = float((batch.targets != IGNORE_INDEX).sum())
+        outputs = self._outputs(Batch(batch.inputs[:PREDICTED], batch.targets[:PREDICTED]))
+        for part, mode in modes.items():
+            part.training = mode
+        logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+        return (total / max(1.0, counted), counted), logits.clone()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        saved = self.model.state_dict()
+        return {name: b for name, b in self.model.named_buffers() if name in saved}
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Return copies of parameters, buffers and optimizer states."""
+        names = {id(tensor): name for name, tensor in self._held.items()}
+        states = {
+            f"{names[id(p)]}.{key}": torch.as_tensor(value).detach().clone()
+            for optimizer in self._optimizers
+            for p, values in optimizer.state.items()
+            for key, value in values.items()
+        }
+        return _copies(self._parameters), _copies(self._buffers()), states
+
+
+def loss_sum(spec: ModelSpec, outputs: Any, targets: Tensor) -> Tensor:
+    """Return the loss's sum over counted targets, as its definition says.
+
+    Cross entropy is ``-log softmax(logits)[target]`` in fp32; an auxiliary loss counts as often as
+    targets do. A model's own loss is called.
+    """
+    if spec.loss is not cross_entropy_sum:
+        return spec.loss(outputs, targets)
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    counted = targets != IGNORE_INDEX
+    logits = logits[counted]
+    logits = logits if logits.dtype is torch.float64 else logits.float()
+    log_probabilities = logits - logits.logsumexp(-1, keepdim=True)
+    total = -log_probabilities.gather(-1, targets[counted].unsqueeze(-1)).sum()
+    if not isinstance(outputs, Tensor):
+        total = total + outputs.auxiliary_loss.to(total.dtype) * counted.sum()
+    return total
+
+
+@dataclass
+class _Weights:
+    """A model as what initial weights are loaded into."""
+
+    model: nn.Module
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers, a tied parameter once."""
+        known = self.model.state_dict()
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: tensor.detach() for name, tensor in named if name in known}
+
+    def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take values over."""
+        for name, tensor in self.model_state_dict().items():
+            tensor.copy_(state[name])
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(part, _BatchNorm) for part in model.modules())
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -1,0 +1,198 @@
+"""Tokenising beside datasets.map, what feeding batches costs a step, and the memory of a corpus.
+
+The corpus is the source of Python's library, as rows of JSON lines, repeated up to a size; the
+tokenizer is learned from it. Contestants run one after another in processes of their own, on as
+many cores, several times in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+MB, MIB = 10**6, 1 << 20
+ROW = 4000
+"""Characters of a row."""
+VOCABULARY = 8192
+
+
+def write_corpus(file: Path, size: int) -> Path:
+    """Write rows of at least so many bytes."""
+    written = 0
+    with file.open("w") as stream:
+        for number, text in enumerate(_texts()):
+            written += stream.write(json.dumps({"text": f"# {number}\n{text}"}) + "\n")
+            if written >= size:
+                return file
+    raise AssertionError("texts ended")
+
+
+def _texts() -> Iterator[str]:
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = [one.read_text(errors="ignore") for one in sorted(library.glob("*.py"))]
+    while True:
+        for source in sources:
+            yield from (source[at : at + ROW] for at in range(0, len(source), ROW))
+
+
+def learn_tokenizer(corpus: Path, folder: Path) -> Path:
+    """Learn a tokenizer from a corpus, as tokenizer=train does."""
+    from axonlaunch.config.documents import DocumentsConfig
+    from axonlaunch.config.tokenizer import TokenizerConfig
+    from axonlaunch.data.learned_tokenizer import load_or_learn
+
+    data = DocumentsConfig(files=[str(corpus)], cache_dir=str(folder))
+    chosen = TokenizerConfig(name="train", vocab_size=VOCABULARY)
+    load_or_learn(chosen, data, report=lambda state: None)
+    return next(folder.glob("tokenizer-*"))
+
+
+def by_axonlaunch(corpus: Path, tokenizer: Path, cores: int) -> tuple[float, int]:
+    """Return the seconds in which rows are tokenised, and the peak memory of the process, bytes."""
+    with tempfile.TemporaryDirectory() as cache:
+        words = [
+            *(str(BIN / "axonlaunch"), "data", "prepare", "--json", "data=documents"),
+            *(f"data.files=[{corpus}]", f"tokenizer.path={tokenizer}", f"data.cache_dir={cache}"),
+        ]
+        printed, peak = _run(words, cores)
+        assert printed["tokenised"]
+        return float(printed["seconds"]), peak
+
+
+def by_datasets(corpus: Path, tokenizer: Path, cores: int) -> tuple[float, float]:
+    """Return the seconds of ``datasets.map``, and those with reading the rows into Arrow."""
+    words = [sys.executable, __file__, "--rival", str(corpus), str(tokenizer), str(cores)]
+    with tempfile.TemporaryDirectory() as cache:
+        printed, _ = _run(words, cores, HF_DATASETS_CACHE=cache, HF_HUB_OFFLINE="1")
+    return printed["map_s"], printed["all_s"]
+
+
+def rival(corpus: str, tokenizer: str, cores: int) -> None:
+    """Tokenise as the documentation of datasets shows, and print how long it took."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    made = AutoTokenizer.from_pretrained(tokenizer)
+    datasets.disable_progress_bars()
+    began = time.perf_counter()
+    rows = datasets.load_dataset("json", data_files=corpus, split="train")
+    loaded = time.perf_counter()
+    rows.map(
+        lambda batch: made(batch["text"]),
+        batched=True,
+        num_proc=cores,
+        remove_columns=rows.column_names,
+    )
+    ended = time.perf_counter()
+    print(json.dumps({"map_s": ended - loaded, "all_s": ended - began}))
+
+
+def _run(words: list[str], cores: int, **variables: str) -> tuple[dict[str, Any], int]:
+    """Run a command; return what it printed, and the peak of its resident memory, bytes."""
+    threads = {"RAYON_NUM_THREADS": str(cores), "OMP_NUM_THREADS": str(cores)}
+    environment = {**os.environ, **threads, **variables}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        assert process.stdout is not None
+        printed: dict[str, Any] = json.loads(process.stdout.read())
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return printed, usage.ru_maxrss * 1024
+
+
+def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float]:
+    """Return the seconds that steps of a small GPT wait for batches, and those that they take."""
+    import torch
+
+    from axonlaunch import config
+    from axonlaunch.comm import World
+    from axonlaunch.config.layout import Layout
+    from axonlaunch.data import build_dataset
+    from axonlaunch.data.dataset import sample_inputs
+    from axonlaunch.data.loader import rank_loader
+    from axonlaunch.engines.build import build_engine
+    from axonlaunch.preflight import checks
+
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory() as cache:
+        words = ["data=documents", f"data.files=[{corpus}]", f"tokenizer.path={tokenizer}"]
+        words += [f"data.cache_dir={cache}", "data.sequence_length=512", "strategy=single"]
+        words += ["model=gpt", f"model.vocab_size={VOCABULARY}", "train.global_batch_size=8"]
+        words += ["model.max_position_embeddings=512", "launch.nproc=1", "checkpoint.every=0"]
+        chosen = checks.resolve(config.load(words))
+
+        def work(world: World) -> tuple[float, float]:
+            dataset = build_dataset(chosen.data, chosen.tokenizer)
+            engine = build_engine(chosen, world, sample=sample_inputs(dataset))
+            layout = Layout.of(chosen, world_size=1)
+            batches = rank_loader(chosen, dataset, layout=layout, rank=0).iterate()
+            waits, takes = [], []
+            for _ in range(steps + 1):
+                began = time.perf_counter()
+                batch = next(batches)
+                got = time.perf_counter()
+                engine.train_step(batch)
+                waits.append(got - began)
+                takes.append(time.perf_counter() - began)
+            batches.close()
+            return sum(waits[1:]), sum(takes[1:])
+
+        [found] = World.mock(1).run(work)
+        return found
+
+
+def main() -> None:
+    """Run it and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=int, default=200, help="megabytes of text to tokenise")
+    parser.add_argument("--memory-mb", type=int, default=4000, help="of the corpus of the memory")
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rival", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rival:
+        corpus, tokenizer, cores = arguments.rival
+        rival(corpus, tokenizer, int(cores))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = write_corpus(folder / "corpus.jsonl", arguments.mb * MB)
+        tokenizer = learn_tokenizer(corpus, folder / "learned")
+        ours, theirs = [], []
+        for _ in range(arguments.repeats):
+            ours.append(by_axonlaunch(corpus, tokenizer, arguments.cores)[0])
+            theirs.append(by_datasets(corpus, tokenizer, arguments.cores))
+        seconds = statistics.median(ours)
+        mapped, everything = (statistics.median(column) for column in zip(*theirs, strict=True))
+        size = corpus.stat().st_size / MB
+        print(f"tokenise {size:.0f} MB on {arguments.cores} cores")
+        print(f"  axonlaunch data prepare     {size / seconds:7.2f} MB/s")
+        for rival_name, took in (("datasets.map", mapped), ("with load_dataset", everything)):
+            ratio = f"ours is {took / seconds:.2f} of it"
+            print(f"  {rival_name:<26}  {size / took:7.2f} MB/s, {ratio}")
+        waits, takes = feeding(corpus, tokenizer, arguments.steps)
+        print(
+            f"feeding: a step of {takes / arguments.steps * 1e3:.0f} ms waits {waits / takes:.2%}"
+        )
+        corpus.unlink()
+        large = write_corpus(folder / "large.jsonl", arguments.memory_mb * MB)
+        _, peak = by_axonlaunch(large, tokenizer, arguments.cores)
+        print(
+            f"memory: a corpus of {arguments.memory_mb} MB takes {peak / MIB:.0f} MiB at its peak"
+        )
+
+
+if __name__ == "__main__":
+    main()

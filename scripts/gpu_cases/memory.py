@@ -1,0 +1,187 @@
+"""What rank 0 of a layout holds, on one device: real buffers and kernels, other ranks not there.
+
+Collectives of torch's ``fake`` process group do nothing, so values are garbage and memory is not.
+Three steps in a process of their own, the peak of the second and third, beside ``axonlaunch
+estimate`` of the same overrides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import table
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from axonlaunch import config as configuration
+from axonlaunch import data
+from axonlaunch.comm import Backend, World
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import Layout
+from axonlaunch.data.dataset import sample_inputs
+from axonlaunch.data.loader import rank_loader
+from axonlaunch.engines.build import Source, build_engine
+from axonlaunch.planning.memory.live_peak import CpuPeakMemory
+from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
+from axonlaunch.preflight.checks import resolve_anywhere
+from axonlaunch.training.arithmetic import configure_arithmetic
+from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
+
+MIB = 2**20
+LLAMA_1B = [
+    *("model=llama3_8b", "model.hidden_size=2048", "model.intermediate_size=8192"),
+    *("model.num_hidden_layers=16", "data.sequence_length=4096", "train.global_batch_size=2"),
+]
+BF16, SELECTIVE = "train.precision=bf16", "train.activation_checkpointing=selective"
+FULL, COMPILED = "train.activation_checkpointing=full", "train.compile=true"
+LLAMA_8B = ["model=llama3_8b", "data.sequence_length=8192", "train.global_batch_size=8", BF16]
+GPT = [
+    *("model=gpt", "model.hidden_size=768", "model.num_hidden_layers=12", "model.vocab_size=50257"),
+    *("model.num_attention_heads=12", "model.max_position_embeddings=1024"),
+    *("data=synthetic_tokens", "data.sequence_length=1024", "train.global_batch_size=16"),
+]
+
+CASES: dict[str, tuple[int, list[str]]] = {
+    "gpt2 fp32": (1, [*GPT, "strategy=single"]),
+    "gpt2 bf16": (1, [*GPT, "strategy=single", BF16]),
+    "1.2B": (1, [*LLAMA_1B, "strategy=single", BF16]),
+    "1.2B selective": (1, [*LLAMA_1B, "strategy=single", BF16, SELECTIVE]),
+    "1.2B full": (1, [*LLAMA_1B, "strategy=single", BF16, FULL]),
+    "1.2B compiled": (1, [*LLAMA_1B, "strategy=single", BF16, COMPILED]),
+    "1.2B fsdp 1": (1, [*LLAMA_1B, "strategy=fsdp", BF16]),
+    "1.2B fp32": (
+        1,
+        [*LLAMA_1B, "strategy=single", "data.sequence_length=2048", "train.global_batch_size=1"],
+    ),
+    "8B fsdp 8 full": (8, [*LLAMA_8B, "strategy=fsdp", FULL]),
+    "8B fsdp 8 selective": (8, [*LLAMA_8B, "strategy=fsdp", SELECTIVE]),
+    "8B fsdp 8 compiled": (8, [*LLAMA_8B, "strategy=fsdp", SELECTIVE, COMPILED]),
+    "8B zero2 8": (8, [*LLAMA_8B, "strategy=zero2", FULL]),
+    "8B hsdp 2x4": (8, [*LLAMA_8B, "strategy=hsdp", "strategy.fsdp.replicate=2", FULL]),
+    "8B fsdp 2 x tensor 4": (
+        8,
+        [*LLAMA_8B, "strategy=fsdp", "strategy.tensor.degree=4", "train.global_batch_size=2"],
+    ),
+    **{
+        f"1.2B offload {what}": (
+            1,
+            [*LLAMA_1B, "strategy=fsdp", BF16, SELECTIVE, f"strategy.fsdp.cpu_offload={what}"],
+        )
+        for what in ("params", "optimizer_states", "full")
+    },
+}
+TINY = [
+    *("model=llama_debug", "data=synthetic_tokens", "data.sequence_length=32"),
+    *("model.hidden_size=64", "train.global_batch_size=4", "hardware=cpu"),
+]
+CASES_OF_CPU: dict[str, tuple[int, list[str]]] = {
+    "fsdp 4": (4, [*TINY, "strategy=fsdp"]),
+    "fsdp 2 x tensor 2": (4, [*TINY, "strategy=fsdp", "strategy.tensor.degree=2"]),
+}
+
+
+def main() -> int:
+    """Measure and estimate every case."""
+    given = table.arguments(__doc__ or "")
+    cases = CASES if given.device == "cuda" else CASES_OF_CPU
+    if given.case:
+        ranks, overrides = cases[given.case]
+        sys.stdout.write(json.dumps(measured(overrides, ranks, torch.device(given.device, 0))))
+        return 0
+
+    def case(name: str) -> table.Row:
+        ranks, overrides = cases[name]
+        asked = [sys.executable, __file__, "--device", given.device, "--case", name]
+        ran = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            return table.Row(name, problem=_last_line(ran.stderr))
+        return compared(name, json.loads(ran.stdout), estimated(overrides, ranks))
+
+    return table.run([*cases], given.only, case)
+
+
+def measured(overrides: list[str], ranks: int, device: torch.device) -> dict[str, int]:
+    """Run three steps as rank 0 of some ranks; return bytes."""
+    config = resolve_anywhere(
+        replace_with_synthetic(configuration.load([*overrides, f"launch.nproc={ranks}"]))
+    )
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    world = World(rank=0, local_rank=0, world_size=ranks, device=device, backend=Backend.MOCK)
+    configure_arithmetic(config.train)
+    watch: PeakWatch = DevicePeak(device) if device.type == "cuda" else CpuPeakMemory(config)
+    _train(config, world, watch)
+    found = {"allocated": watch.peak_bytes() or 0}
+    if device.type == "cuda":
+        found["reserved"] = torch.cuda.max_memory_reserved(device)
+        found["process"] = _process_bytes()
+    return found
+
+
+def _train(config: RunConfig, world: World, watch: PeakWatch) -> None:
+    dataset = data.build_dataset(config.data, config.tokenizer)
+    layout = Layout.of(config, world_size=world.world_size)
+    is_cuda = world.device.type == "cuda"
+    loader = rank_loader(config, dataset, layout=layout, rank=0, pin_memory=is_cuda)
+    source = Source(storing=watch.storing)
+    engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
+    for step in range(3):
+        with watch.step(engine):
+            engine.train_step(loader.batch(step))
+
+
+def _process_bytes() -> int:
+    """Return what the driver says that this process holds of its device; 0 where it does not."""
+    asked = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+    held = dict(line.split(", ") for line in lines if ", " in line)
+    return int(held.get(str(os.getpid()), "0")) * MIB
+
+
+def estimated(overrides: list[str], ranks: int) -> dict[str, Any]:
+    """Return what ``axonlaunch estimate`` prints."""
+    words = [*overrides, f"launch.nproc={ranks}", "--json"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "axonlaunch", "estimate", *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def compared(name: str, found: dict[str, int], estimate: dict[str, Any]) -> table.Row:
+    """Return a row: allocated within 2% and 64 MiB, reserved within 5%; on a CPU 0.1%."""
+    pairs = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "process": "process_bytes"}
+    cells: dict[str, str] = {}
+    problems = []
+    for what, key in pairs.items():
+        if what not in found:
+            continue
+        ours, theirs = found[what], int(estimate[key])
+        off = (theirs - ours) / ours if ours else 0.0
+        cells[f"{what}, MiB"] = f"{ours / MIB:,.1f}"
+        cells[f"{what}, estimated"] = f"{theirs / MIB:,.1f} ({off:+.1%})"
+        slack = {"allocated": 0.02 * ours + 64 * MIB, "reserved": 0.05 * ours}.get(what)
+        if "reserved" not in found:
+            slack = 0.001 * ours  # of messages that nobody takes, some are freed earlier
+        if slack is not None and abs(theirs - ours) > slack:
+            problems.append(f"{what} is {off:+.1%} off")
+    return table.Row(name, cells, "; ".join(problems))
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it ended without a word"])[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

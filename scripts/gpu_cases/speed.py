@@ -1,0 +1,258 @@
+"""Tokens/s and MFU of axonlaunch, a hand-written loop and one as torchtitan's, interleaved.
+
+Each contestant trains the same model on the same tokens on one device: axonlaunch as a run does;
+``by hand`` with autocast; ``as torchtitan`` with fully_shard over one rank (embedding, blocks, norm
+with head), its bf16 policy, compiled blocks and loss where the case compiles, and garbage collected
+by hand. They take turns twice, as one alone fits the device; of each turn the first steps are
+dropped, and the median of the others counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import table
+import torch
+import torch.distributed as dist
+from memory import BF16, COMPILED, GPT, LLAMA_1B
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from axonlaunch import config as configuration
+from axonlaunch import data
+from axonlaunch.comm import Backend, World
+from axonlaunch.config import RunConfig
+from axonlaunch.config.layout import Layout
+from axonlaunch.data.dataset import Batch, sample_inputs
+from axonlaunch.data.loader import rank_loader
+from axonlaunch.engines.build import build_engine
+from axonlaunch.models.build import construct, initialize_weights
+from axonlaunch.models.flops import looked_up_parameters, training_flops_per_token
+from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
+from axonlaunch.preflight.checks import resolve_anywhere
+from axonlaunch.training.device_use import hardware_of, peak_flops
+
+STEPS, ROUNDS = 10, 4
+AGAINST_HAND, AGAINST_TITAN = 0.99, 0.97
+MFU = {"1.2B": 0.42, "1.2B compiled": 0.50}
+"""What is required on an H100."""
+CASES = {
+    "gpt2": [*GPT, "strategy=single", BF16],
+    "1.2B": [*LLAMA_1B, "strategy=single", BF16],
+    "1.2B compiled": [*LLAMA_1B, "strategy=single", BF16, COMPILED],
+}
+CASES_OF_CPU = {
+    "tiny": [
+        *("model=llama_debug", "data=synthetic_tokens", "data.sequence_length=32"),
+        *("model.hidden_size=64", "train.global_batch_size=4", "strategy=single", BF16),
+    ]
+}
+Step = Callable[[Batch], object]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all contestants do.
+
+    Attributes:
+        config: The run.
+        device: Where.
+        batches: A few, on the host, used again and again.
+    """
+
+    config: RunConfig
+    device: torch.device
+    batches: list[Batch]
+
+
+def main() -> int:
+    """Time every case."""
+    given = table.arguments(__doc__ or "")
+    cases = CASES if given.device == "cuda" else CASES_OF_CPU
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    is_cuda = given.device == "cuda"
+    device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    return table.run([*cases], given.only, lambda name: timed(name, cases[name], device))
+
+
+def timed(name: str, overrides: list[str], device: torch.device) -> table.Row:
+    """Time the contestants of one case."""
+    config = resolve_anywhere(
+        replace_with_synthetic(configuration.load([*overrides, "launch.nproc=1"]))
+    )
+    dataset = data.build_dataset(config.data, config.tokenizer)
+    layout = Layout.of(config, world_size=1)
+    loader = rank_loader(config, dataset, layout=layout, rank=0, pin_memory=device.type == "cuda")
+    work = Work(config, device, [loader.batch(step) for step in range(4)])
+    makers: dict[str, Callable[[Work], Step]] = {
+        "axonlaunch": lambda one: _axonlaunch(one, sample_inputs(dataset)),
+        "by hand": _by_hand,
+        "as torchtitan": _as_torchtitan,
+    }
+    passes, rounds, steps = (2, ROUNDS, STEPS) if device.type == "cuda" else (1, 2, 2)
+    seconds: dict[str, list[float]] = {who: [] for who in makers}
+    for _ in range(passes):
+        for who, make in makers.items():  # one at a time is in the device's memory
+            step = make(work)
+            own_gc = who == "as torchtitan"
+            times = [_round(step, work, steps, own_gc=own_gc) for _ in range(rounds)]
+            seconds[who] += times[1:]
+            del step
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    tokens = work.batches[0].targets.numel()
+    rates = {who: tokens / statistics.median(times) for who, times in seconds.items()}
+    return judged(name, rates, _flops(config, dataset.sample_shape[0]), _peak(config, device))
+
+
+def judged(
+    name: str, rates: dict[str, float], flops_per_token: float, peak: float | None
+) -> table.Row:
+    """Return a row; ratios and MFU are required where there is a device's peak."""
+    cells = {f"{who}, tokens/s": f"{rate:,.0f}" for who, rate in rates.items()}
+    ours = rates["axonlaunch"]
+    problems = []
+    for who, least in (("by hand", AGAINST_HAND), ("as torchtitan", AGAINST_TITAN)):
+        ratio = ours / rates[who]
+        cells[f"of {who}"] = f"{ratio:.3f}"
+        if peak is not None and ratio < least:
+            problems.append(f"{ratio:.3f} of {who}, {least} is required")
+    if peak is not None:
+        mfu = ours * flops_per_token / peak
+        cells["MFU"] = f"{mfu:.1%}"
+        if mfu < MFU.get(name, 0.0):
+            problems.append(f"MFU {mfu:.1%}, {MFU[name]:.0%} is required")
+    return table.Row(name, cells, "; ".join(problems))
+
+
+def _round(step: Step, work: Work, steps: int, *, own_gc: bool) -> float:
+    """Return the seconds of a step, on average."""
+    with _collected_by_hand() if own_gc else nullcontext():
+        _wait(work.device)
+        began = time.perf_counter()
+        for number in range(steps):
+            step(work.batches[number % len(work.batches)])
+        _wait(work.device)
+        return (time.perf_counter() - began) / steps
+
+
+@contextmanager
+def _collected_by_hand() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _flops(config: RunConfig, positions: int) -> float:
+    with torch.device("meta"):
+        model = construct(config.model, seed=0)
+    return training_flops_per_token(
+        parameters=sum(p.numel() for p in model.parameters()),
+        looked_up=looked_up_parameters(model),
+        layers=getattr(config.model, "num_hidden_layers", 0),
+        hidden_size=getattr(config.model, "hidden_size", 0),
+        positions=positions,
+    )
+
+
+def _peak(config: RunConfig, device: torch.device) -> float | None:
+    return peak_flops(hardware_of(device), config.train)
+
+
+def _axonlaunch(work: Work, sample: torch.Tensor) -> Step:
+    world = World(rank=0, local_rank=0, world_size=1, device=work.device, backend=Backend.MOCK)
+    return build_engine(work.config, world, sample=sample).train_step
+
+
+def _model(work: Work) -> Any:
+    with torch.device("meta"):
+        model = construct(work.config.model, seed=0)
+    initialize_weights(model, work.config.model, seed=0, device=work.device)
+    return model
+
+
+def _blocks(model: Any) -> list[Any]:
+    return list(model.layers)
+
+
+def _adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _by_hand(work: Work) -> Step:
+    model = _model(work)
+    if work.config.train.compile:
+        for block in _blocks(model):
+            block.compile()
+    optimizer = _adamw(model)
+
+    def step(batch: Batch) -> None:
+        inputs = batch.inputs.to(work.device, non_blocking=True)
+        targets = batch.targets.to(work.device, non_blocking=True)
+        with torch.autocast(work.device.type, dtype=torch.bfloat16):
+            logits = model(inputs)
+        F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _as_torchtitan(work: Work) -> Step:
+    model = _model(work)
+    mesh = init_device_mesh(work.device.type, (1,), mesh_dim_names=("dp_shard",))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    }
+    loss: Any = _cross_entropy
+    if work.config.train.compile:
+        for block in _blocks(model):
+            block.compile(fullgraph=True)
+        loss = torch.compile(loss)
+    tied = model.lm_head.weight is model.embed_tokens.weight
+    if not tied:
+        fully_shard(model.embed_tokens, **options)
+        fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
+    for block in _blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = _adamw(model)
+
+    def step(batch: Batch) -> None:
+        inputs = batch.inputs.to(work.device, non_blocking=True)
+        targets = batch.targets.to(work.device, non_blocking=True)
+        loss(model(inputs), targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

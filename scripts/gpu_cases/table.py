@@ -1,0 +1,72 @@
+"""What the parts share: their arguments, their rows, the table at the end and its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case and what came of it.
+
+    Attributes:
+        name: The case.
+        cells: By column.
+        problem: What is not as it has to be; empty where all is.
+    """
+
+    name: str
+    cells: dict[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """Parse what every part takes; without a device that is asked for, end with status 2."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", default="", metavar="PREFIX", help="cases whose name begins so")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.device == "cuda" and torch.cuda.device_count() == 0:
+        sys.stderr.write("error: torch sees no GPU here; --device cpu runs a small scale\n")
+        sys.exit(2)
+    return given
+
+
+def run(names: Sequence[str], only: str, case: Callable[[str], Row]) -> int:
+    """Run the cases, print each as it ends and all of them last; return the exit status."""
+    rows = []
+    for name in (one for one in names if one.startswith(only)):
+        row = case(name)
+        rows.append(row)
+        sys.stdout.write(f"{row.name}: {row.problem or 'as it has to be'}\n")
+        sys.stdout.flush()
+    columns = list(dict.fromkeys(column for row in rows for column in row.cells))
+    lines = [["case", *columns, "verdict"]]
+    lines += [
+        [row.name, *(row.cells.get(c, "") for c in columns), row.problem or "ok"] for row in rows
+    ]
+    sys.stdout.write(f"\n{where()}\n\n")
+    for number, line in enumerate(lines):
+        sys.stdout.write(f"| {' | '.join(line)} |\n")
+        if not number:
+            sys.stdout.write(f"|{' --- |' * len(line)}\n")
+    return int(not rows or any(row.problem for row in rows))
+
+
+def where() -> str:
+    """Return the device, driver and versions, which belong to every number."""
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return f"CPU, {versions}"
+    return f"{found.stdout.splitlines()[0]}, {versions}"

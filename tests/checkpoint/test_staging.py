@@ -1,0 +1,137 @@
+"""The copy from which a save in the background is written, of a GPU that is made up."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configured import estimate_config
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from axonlaunch.checkpoint import Retention, saver, staging
+from axonlaunch.checkpoint.dcp_writer import Writer
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.staging import HostCopies
+from axonlaunch.comm import World
+from axonlaunch.engines.optimizer import streaming
+from axonlaunch.models.dtensor_regions import dtensor_of
+from axonlaunch.planning.records import Estimate, RankEstimate
+from axonlaunch.planning.search.workload import host_memory
+
+META = torch.device("meta")
+"""Stands in for a GPU: its tensors are not the host's, and can be copied from."""
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of the made-up GPU."""
+    asked: list[str] = []
+
+    def page_locked(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(f"lock {tensor.nbytes}")
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    monkeypatch.setattr(staging, "page_locked", page_locked)
+    monkeypatch.setattr(staging, "_wait", lambda device: asked.append(f"wait for {device}"))
+    copy: Any = torch.Tensor.copy_
+
+    def copied(self: torch.Tensor, other: torch.Tensor, non_blocking: bool = False) -> Any:
+        if other.is_meta:
+            asked.append("copy" if non_blocking else "copy and wait")
+            return self
+        return copy(self, other, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    return asked
+
+
+def state(rows: int = 4) -> dict[str, Any]:
+    weights = {name: torch.empty(rows, 2, device=META) for name in ("a", "b")}
+    return {"model": weights, "optimizer": {"a.exp_avg": torch.empty(rows, 2, device=META)}}
+
+
+def test_of_a_gpu_buffers_are_kept_and_one_synchronisation_is_made(log: list[str]) -> None:
+    copies = HostCopies()
+    first = copies.copy(state())
+    assert log == ["lock 32", "copy"] * 3 + ["wait for meta"]
+    log.clear()
+    second = copies.copy(state())
+    assert log == ["copy"] * 3 + ["wait for meta"]
+    kept, again = first["optimizer"]["a.exp_avg"], second["optimizer"]["a.exp_avg"]
+    assert kept.data_ptr() == again.data_ptr()
+    log.clear()
+    copies.copy(state(rows=5))  # as fully_shard lays shards out again
+    assert log.count("lock 40") == 3
+
+
+def test_a_saver_keeps_them_from_save_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    def async_save(state: Any, *, storage_writer: Writer, **_: Any) -> Future[None]:
+        storage_writer.stage(state)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    monkeypatch.setattr(saver.dcp, "async_save", async_save)
+
+    def run(world: World) -> None:
+        saves = Saver(tmp_path, world=world, retention=Retention(newest=9), background=True)
+        for step in (1, 2):
+            saves.save(state(), step=step, samples=step)
+
+    World.mock(1).run(run)
+    assert [line for line in log if "lock" in line] == ["lock 32"] * 3
+
+
+def test_on_a_cpu_a_copy_is_fresh_and_nothing_of_it_is_kept(log: list[str]) -> None:
+    copies, held = HostCopies(), {"model": {"a": torch.ones(3)}}
+    copied = copies.copy(held)["model"]["a"]
+    held["model"]["a"].zero_()
+    assert copied.tolist() == [1.0] * 3
+    assert log == []
+
+
+# Parts in host memory of tensors that are divided over GPUs.
+
+
+@pytest.fixture
+def gpus() -> DeviceMesh:
+    return DeviceMesh("cuda", [0], mesh_dim_names=("dp",), _init_backend=False, _rank=0)  # type: ignore[call-arg]
+
+
+def test_a_part_in_host_memory_stays_there(gpus: DeviceMesh) -> None:
+    part = torch.ones(3, 2)
+    made = dtensor_of(part, gpus, [Replicate()], shape=(3, 2), stride=(2, 1))
+    assert made.to_local().data_ptr() == part.data_ptr()
+    assert (made.shape, made.stride(), made.dtype) == ((3, 2), (2, 1), part.dtype)
+    with pytest.raises(AssertionError, match="CUDA"):  # if not: delete dtensor_of
+        DTensor.from_local(part, gpus, [Replicate()], run_check=False)
+
+
+def test_what_is_offloaded_of_a_divided_tensor_is_not_copied_back(gpus: DeviceMesh) -> None:
+    part = torch.empty(3, 2, device=META)
+    on_device = dtensor_of(part, gpus, [Replicate()], shape=(3, 2), stride=(2, 1))
+    moved = streaming.moved(on_device, META)
+    assert moved is on_device
+    host = dtensor_of(torch.ones(3, 2), gpus, [Replicate()], shape=(3, 2), stride=(2, 1))
+    assert streaming.moved(host, META).to_local().is_meta
+
+
+# What it takes of the host's memory.
+
+
+def test_an_estimate_counts_it() -> None:
+    breakdown: Any = {"parameters": 100, "optimizer": 200, "activations": 1000}
+    of_rank = RankEstimate(rank=0, coords={}, peak_bytes=1300, host_bytes=7, breakdown=breakdown)
+    estimate = Estimate(2, {}, 1, 1300, 1300, 1300, [of_rank])
+    words = ["launch.nproc=2", "hardware=h100_80gb"]
+    saved = ["checkpoint.every=5", "checkpoint.async_save=true"]
+    for overrides, per_rank in (([], 7), (saved[:1], 7), (saved, 307)):
+        found = host_memory(estimate_config([*words, *overrides]), estimate)
+        assert found is not None
+        assert found.bytes_per_rank == per_rank

@@ -1,0 +1,66 @@
+"""A run on chats with nothing but their rows: its tokenizer, its answers, what is resumed."""
+
+from __future__ import annotations
+
+import json
+
+import corpus
+import pytest
+from command import Served
+from served import Server
+
+pytest.importorskip("transformers")
+
+MODEL = ["model=llama_debug", "model.hidden_size=16", "model.num_hidden_layers=1"]
+MODEL += ["model.num_attention_heads=2", "model.num_key_value_heads=2", "model.vocab_size=320"]
+DATA = ["data=chat", "data.files=[chats.jsonl]", "data.sequence_length=64", "tokenizer=train"]
+DATA += ["tokenizer.vocab_size=320"]
+SHORT = ["strategy=single", "launch.backend=mock", "train.global_batch_size=8", "name=chat"]
+SHORT += ["train.eval_batches=1", "sample.max_new_tokens=4", "sample.prompt=And?"]
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
+    """The command in a folder with a run of an epoch of 49 chats."""
+    command = Served(tmp_path_factory.mktemp("runs"), server)
+    rows = [{"prompt": f"What is {n} + 1?", "completion": f"{n + 1}."} for n in range(50)]
+    corpus.write_jsonl(command.folder / "chats.jsonl", rows)
+    command("train", *MODEL, *DATA, *SHORT, "train.epochs=1", "data.packing=none")
+    return command
+
+
+def test_an_epoch_is_resolved_to_steps_before_the_run_is_frozen(command: Served) -> None:
+    run = command.folder / "runs" / "chat"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 7
+    frozen = (run / "config.yaml").read_text()
+    assert "  steps: 7\n" in frozen
+    assert "  epochs: null\n" in frozen
+    assert (run / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_a_model_of_chats_answers_a_prompt_or_each_line(command: Served) -> None:
+    words = ["--chat", "--prompt", "What is 3 + 1?", "--tokens", "6", "--json"]
+    answered = json.loads(command("sample", "runs/chat", *words).stdout)["messages"]
+    assert [message["role"] for message in answered] == ["user", "assistant"]
+    assert answered[0]["content"] == "What is 3 + 1?"
+    assert "<|im_" not in answered[1]["content"]
+    assert json.loads(command("sample", "runs/chat", "--chat", "--json").stdout) == {"messages": []}
+
+
+def test_more_epochs_resume_with_the_tokenizer_that_was_learned(command: Served) -> None:
+    more = command("train", *MODEL, *DATA, *SHORT, "train.epochs=2", "data.packing=none").stdout
+    assert "steps 7 to 13" in more
+    corpus.write_jsonl(command.folder / "chats.jsonl", [{"prompt": "a", "completion": "b"}] * 60)
+    words = [*MODEL, *DATA, *SHORT, "train.epochs=3", "data.packing=none"]
+    error = command("train", *words, status=2).stderr
+    assert "is not the tokenizer that the run was trained with; use " in error
+
+
+def test_a_model_without_a_chat_template_is_not_talked_to(command: Served) -> None:
+    small = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+    words = ["strategy=single", "launch.backend=mock", "train.steps=1", "train.eval_batches=0"]
+    (command.folder / "text.txt").write_text("to be or not to be. " * 60)
+    data = ["data=text", "data.files=[text.txt]", "data.sequence_length=16"]
+    command("train", *small, *words, *data, "sample.max_new_tokens=0", "name=plain")
+    error = command("sample", "runs/plain", "--chat", "--prompt", "a", status=2).stderr
+    assert "have no chat template" in error

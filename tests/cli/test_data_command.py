@@ -1,0 +1,98 @@
+"""``axonlaunch data``: what it tokenises, and what it shows of it."""
+
+from __future__ import annotations
+
+import json
+
+import chat_templates
+import corpus
+import pytest
+from command import Served
+from served import Server
+
+pytest.importorskip("transformers")
+
+WORDS = ["data=chat", "data.files=[train.jsonl]", "data.cache_dir=cache", "data.sequence_length=96"]
+TOKENIZER = "tokenizer.path=tokenizer"
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Served:
+    """The command in a folder with 50 chats and a tokenizer."""
+    command = Served(tmp_path_factory.mktemp("data"), server)
+    corpus.save_tokenizer(command.folder / "tokenizer", chat_template=chat_templates.CHATML)
+    rows = [
+        {"prompt": f"What is {number} + 1?", "completion": f"Größe {number + 1}."}
+        for number in range(50)
+    ]
+    corpus.write_jsonl(command.folder / "train.jsonl", rows)
+    return command
+
+
+def test_what_counts_is_shown_between_brackets_where_there_is_no_colour(command: Served) -> None:
+    shown = command("data", "show", *WORDS, TOKENIZER, "data.packing=none", "--samples", "1").stdout
+    row, source, *lines = shown.splitlines()
+    number = int(row.removeprefix("row "))
+    assert source.startswith(f"{command.folder}/train.jsonl, row ")
+    assert lines[:6] == [
+        "<|im_start|>user↵",
+        f"What is {int(source.rpartition(' ')[2]) - 1} + 1?<|im_end|>↵",
+        "<|im_start|>assistant↵",
+        f"⟦Größe {int(source.rpartition(' ')[2])}.<|im_end|>↵",
+        "⟧",
+        "What counts is ⟦between brackets⟧.",
+    ]
+    assert 0 <= number < 49
+    assert lines[6].startswith("data: 50 documents, ")
+    assert "49 rows of 96 are " in lines[6]
+
+
+def test_rows_are_shown_to_programs_token_by_token(command: Served) -> None:
+    words = [*WORDS, TOKENIZER, "data.packing=best_fit", "--samples", "2", "--json"]
+    shown = json.loads(command("data", "show", *words).stdout)
+    assert (shown["documents"], shown["held_out_rows"], len(shown["samples"])) == (50, 1, 2)
+    for row in shown["samples"]:
+        for piece in row["pieces"]:
+            assert len(piece["tokens"]) == len(piece["texts"]) == len(piece["counted"])
+            texts = zip(piece["texts"], piece["counted"], strict=True)
+            counted = "".join(text for text, counts in texts if counts)
+            assert counted.startswith("Größe ")
+            assert counted.endswith(".<|im_end|>\n")
+
+
+def test_what_is_prepared_is_tokenised_once_and_reported(command: Served) -> None:
+    words = [*WORDS, TOKENIZER, "data.train_on=all"]
+    first, again = (
+        json.loads(command("data", "prepare", *words, "--json").stdout) for _ in range(2)
+    )
+    assert (first.pop("tokenised"), again.pop("tokenised")) == (True, False)
+    assert first.pop("seconds") > 0 < again.pop("seconds")
+    assert first == again
+    assert first["counted_tokens"] == first["tokens"] - 50
+    assert "it was tokenised before" in command("data", "prepare", *words).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["data=python_source"],
+            "data.name=python_source: its rows are not tokenised; use data=documents or chat",
+        ),
+        (WORDS, "tokenizer.path: null stands for bytes, which have no chat template; use a "),
+        (
+            [*WORDS, "model.path=nowhere"],
+            "tokenizer.path=nowhere: there is no such folder, seen from ",
+        ),
+        (
+            [*WORDS, TOKENIZER, "data.messages_field=dialog"],
+            "data.files: {folder}/train.jsonl, line 1: has no field dialog; it has prompt, compl",
+        ),
+    ],
+)
+def test_what_is_wrong_is_an_error_of_one_line(
+    words: list[str], message: str, command: Served
+) -> None:
+    error = command("data", "show", *words, status=2).stderr
+    assert error.startswith(f"error: {message.format(folder=command.folder)}")
+    assert error.count("\n") == 1

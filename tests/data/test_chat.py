@@ -1,0 +1,271 @@
+"""Chats of files: their forms, the tokens that count, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chat_templates
+import corpus
+import pytest
+
+from axonlaunch.config import ConfigError
+from axonlaunch.config.documents import ChatConfig
+from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.data import build_dataset
+from axonlaunch.data.dataset import IGNORE_INDEX
+from axonlaunch.data.text_rows import TextRows
+
+pytest.importorskip("transformers")
+
+CHAT = [
+    {"role": "system", "content": "You know Python."},
+    {"role": "user", "content": "What is a list?"},
+    {"role": "assistant", "content": "A sequence\nthat can be changed: größer."},
+    {"role": "user", "content": "And a tuple?"},
+    {"role": "assistant", "content": "One that can not."},
+]
+SAID = ["A sequence\nthat can be changed: größer.", "One that can not."]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], str]:
+    """Gives the folder of a tokenizer with a chat template."""
+    made: dict[str | None, str] = {}
+
+    def folder(template: str | None) -> str:
+        if template not in made:
+            content = None if template is None else getattr(chat_templates, template)
+            path = tmp_path_factory.mktemp(str(template))
+            made[template] = str(corpus.save_tokenizer(path, chat_template=content))
+        return made[template]
+
+    return folder
+
+
+Chats = Callable[..., TextRows]
+
+
+@pytest.fixture
+def chats(tmp_path: Path, folders: Callable[[str | None], str]) -> Chats:
+    """Makes a dataset of rows by a template, a chat a row."""
+
+    def make(rows: list[Any], template: str | None = "CHATML", **keys: Any) -> Any:
+        file = corpus.write_jsonl(tmp_path / "chats.jsonl", rows)
+        given = {"sequence_length": 200, "packing": "none", "held_out": 0, **keys}
+        config = ChatConfig(files=[str(file)], cache_dir=str(tmp_path / "cache"), **given)
+        return build_dataset(config, TokenizerConfig(path=folders(template)))
+
+    return make
+
+
+def tokens_and_counted(dataset: TextRows) -> list[tuple[list[int], list[int]]]:
+    """The tokens of each row, by its first target that counts, and those that count."""
+    batch = dataset.samples(range(dataset.num_samples), split="train")
+    return [
+        (inputs.tolist(), targets[targets != IGNORE_INDEX].tolist())
+        for inputs, targets in zip(batch.inputs, batch.targets, strict=True)
+    ]
+
+
+def written(folder: str, messages: list[dict[str, str]]) -> list[int]:
+    """The tokens that transformers makes of messages."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found: list[int] = tokenizer.apply_chat_template(messages, return_dict=False)
+    return found
+
+
+SINGLE = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "3"}]
+FORMS = {
+    "messages": {"messages": SINGLE, "id": 7},
+    "parts": {
+        "messages": [
+            {**SINGLE[0], "content": [{"type": "text", "text": "Add 1 and 2."}]},
+            SINGLE[1],
+        ]
+    },
+    "conversations": {
+        "conversations": [
+            {"from": "human", "value": "Add 1 and 2."},
+            {"from": "gpt", "value": "3"},
+        ]
+    },
+    "prompt": {"prompt": "Add 1 and 2.", "completion": "3"},
+    "alpaca": {"instruction": "Add 1 and 2.", "input": "", "output": "3"},
+    "absent": {"messages": None, "instruction": "Add 1 and 2.", "output": "3"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_the_messages_that_transformers_would_write(
+    form: str, chats: Chats, folders: Callable[[str | None], str]
+) -> None:
+    expected = written(folders("CHATML"), SINGLE)
+    [(tokens, counted)] = tokens_and_counted(chats([FORMS[form]], train_on="all"))
+    assert tokens[: len(expected) - 1] == expected[:-1]
+    assert counted == expected[1:]
+
+
+def test_alpacas_input_and_a_system_field_are_written_too(
+    chats: Chats, folders: Callable[[str | None], str]
+) -> None:
+    row = {"instruction": "Add.", "input": "1, 2", "output": "3", "system": "Be brief."}
+    expected = written(
+        folders("CHATML"),
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Add.\n\n1, 2"},
+            SINGLE[1],
+        ],
+    )
+    assert tokens_and_counted(chats([row], train_on="all"))[0][1] == expected[1:]
+
+
+def test_a_field_of_another_name_is_chosen_by_messages_field(chats: Chats) -> None:
+    dialog = {"dialog": SINGLE, "messages": "something else"}
+    assert chats([dialog], messages_field="dialog").num_samples == 1
+
+
+COUNTED = {
+    "CHATML": "".join(f"{text}<|im_end|>\n" for text in SAID),
+    "MARKED": "".join(f"{text}<|im_end|>\n" for text in SAID),
+    "INSTRUCT": "".join(f" {text}<|end|>" for text in SAID),
+    "REASONING": f"{SAID[0]}<|im_end|>\n<think>\n\n</think>\n\n{SAID[1]}<|im_end|>\n",
+}
+
+
+@pytest.mark.parametrize("template", COUNTED)
+def test_what_the_assistant_says_counts_up_to_the_end_of_each_turn(
+    template: str, chats: Chats, folders: Callable[[str | None], str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    messages = CHAT[1:] if template == "INSTRUCT" else CHAT
+    [(tokens, counted)] = tokens_and_counted(chats([{"messages": messages}], template))
+    expected = written(folders(template), messages)
+    assert tokens[: len(expected) - 1] == expected[:-1]
+    tokenizer = AutoTokenizer.from_pretrained(folders(template))
+    assert tokenizer.decode(counted) == COUNTED[template]
+
+
+def test_marks_of_a_template_are_read_as_transformers_reads_them(
+    chats: Chats, folders: Callable[[str | None], str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    rows = [CHAT[: 3 + 2 * (number % 2)] for number in range(5)]
+    tokenizer = AutoTokenizer.from_pretrained(folders("MARKED"))
+    theirs = tokenizer.apply_chat_template(
+        rows, return_dict=True, return_assistant_tokens_mask=True
+    )
+    expected = [
+        [token for token, counts in zip(ids[1:], mask[1:], strict=True) if counts]
+        for ids, mask in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True)
+    ]
+    found = tokens_and_counted(chats([{"messages": row} for row in rows], "MARKED"))
+    assert sorted(counted for _, counted in found) == sorted(expected)
+
+
+def test_tools_reach_the_template(chats: Chats, tmp_path: Path) -> None:
+    template = "{{ tools | tojson if tools else '' }}" + chat_templates.MARKED
+    folder = corpus.save_tokenizer(tmp_path / "tools", chat_template=template)
+    tool = {"type": "function", "function": {"name": "add"}}
+    rows = [{"messages": SINGLE, "tools": [tool]}, {"messages": SINGLE}]
+    file = corpus.write_jsonl(tmp_path / "tools.jsonl", rows)
+    config = ChatConfig(
+        files=[str(file)], cache_dir=str(tmp_path), packing="none", held_out=0, sequence_length=300
+    )
+    dataset: Any = build_dataset(config, TokenizerConfig(path=str(folder)))
+    texts = [dataset.decode(tokens) for tokens, _ in tokens_and_counted(dataset)]
+    assert [json.dumps(tool) in text for text in texts] == [True, False]
+
+
+BAD = [
+    ({"text": "a"}, "CHATML", "has no messages, conversations, prompt and completion, or "),
+    ({"messages": []}, "CHATML", "messages is empty"),
+    ({"messages": "a"}, "CHATML", "messages is text, not a list of messages"),
+    ({"messages": [{"role": "user"}]}, "CHATML", "messages[0] has no content; it has role"),
+    ({"messages": [{"content": "a"}]}, "CHATML", "messages[0] has no role; it has content"),
+    ({"messages": ["a"]}, "CHATML", "messages[0] is text, not a message with role and content"),
+    ({"prompt": None, "completion": "a"}, "CHATML", "prompt is null, not text"),
+    ({"messages": SINGLE[:1]}, "CHATML", "no token counts: its roles are user; write assistant"),
+    (
+        {"messages": CHAT},
+        "INSTRUCT",
+        "the chat template refuses it: Only user and assistant roles are supported!",
+    ),
+    ({"messages": CHAT}, "SILENT", "the chat template leaves out message 1, of role system"),
+    ({"messages": CHAT[1:]}, "CHANGING", "the chat template writes message 2 in another way when"),
+    ({"messages": CHAT[2:]}, "CHATML", "begins with the assistant, and the chat template has no"),
+    (
+        {"messages": [{**SINGLE[0], "content": [{"type": "image_url"}]}]},
+        "CHATML",
+        "messages[0] has a part of type image_url; models of text take text alone",
+    ),
+    (
+        {"messages": [SINGLE[0], {**SINGLE[1], "weight": 0}]},
+        "CHATML",
+        "messages[1] has weight=0; weights of messages are not read",
+    ),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "CHATML", "message 1 has half of a"),
+]
+
+
+@pytest.mark.parametrize(("row", "template", "reason"), BAD, ids=[case[2] for case in BAD])
+def test_a_bad_chat_is_reported_with_file_and_line_or_skipped_and_counted(
+    row: Any, template: str, reason: str, chats: Chats, tmp_path: Path
+) -> None:
+    good = {"prompt": "a", "completion": "b"}
+    with pytest.raises(ConfigError) as raised:
+        chats([good, row], template)
+    where = f"{tmp_path}/chats.jsonl, line 2: "
+    assert str(raised.value).startswith(f"data.files: {where}{reason}")
+    dataset = chats([good, row], template, on_bad_row="skip")
+    assert dataset.num_samples == 1
+    assert f"1 rows were left out, the first: {where}{reason}" in dataset.notes[-1]
+
+
+def test_all_tokens_of_a_chat_count_where_that_is_asked(chats: Chats) -> None:
+    assert chats([{"messages": CHAT[:2]}], train_on="all").num_samples == 1
+    assert chats([{"messages": CHAT[1:]}], "CHANGING", train_on="all").num_samples == 1
+
+
+def test_a_chat_of_which_nothing_that_counts_is_left_is_left_out_and_reported(chats: Chats) -> None:
+    long = [{"role": "user", "content": "word " * 300}, SINGLE[1]]
+    dataset = chats([{"messages": SINGLE}, {"messages": long}])
+    assert dataset.num_samples == 1
+    assert dataset.notes[1:] == (
+        "data.too_long=truncate: 1 documents were truncated",
+        "data: 1 of them were left out, as no token of what is left of them counts",
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (None, "null stands for bytes, which have no chat template; use a folder that has one"),
+        ("", "the tokenizer has no chat template; use that of the model's instruct version, or "),
+    ],
+)
+def test_a_tokenizer_without_a_chat_template_is_refused_before_a_file_is_read(
+    tokenizer: str | None, message: str, folders: Callable[[str | None], str]
+) -> None:
+    from axonlaunch.data.text_rows import untokenised
+
+    path = None if tokenizer is None else folders(None)
+    with pytest.raises(ConfigError) as raised:
+        untokenised(ChatConfig(files=["none.jsonl"]), TokenizerConfig(path=path))
+    assert str(raised.value).startswith(f"tokenizer.path: {message}")
+
+
+def test_packed_chats_count_the_same_tokens_as_each_by_itself(chats: Chats) -> None:
+    rows = [{"messages": CHAT[1 : 3 + 2 * (number % 2)]} for number in range(20)]
+    alone = sorted(token for _, counted in tokens_and_counted(chats(rows)) for token in counted)
+    for packing in ("concat", "best_fit"):
+        packed = chats(rows, packing=packing)
+        assert packed.num_samples < 20
+        assert alone == sorted(t for _, counted in tokens_and_counted(packed) for t in counted)

@@ -1,0 +1,87 @@
+"""``tokenizer=train``: what is learned from the data, and when it is learned again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import corpus
+import pytest
+
+from axonlaunch import config
+from axonlaunch.config import ConfigError
+from axonlaunch.config.documents import ChatConfig, DocumentsConfig
+from axonlaunch.config.tokenizer import TokenizerConfig
+from axonlaunch.data import build_dataset
+from axonlaunch.data.encoding import Tokenising
+
+pytest.importorskip("transformers")
+
+TRAIN = TokenizerConfig(name="train", vocab_size=600)
+
+
+def documents(folder: Path, states: list[Tokenising] | None = None, **keys: Any) -> Any:
+    """A dataset of 60 functions of Python's library."""
+    rows = [dict(row) for row in corpus.functions()[:60]]
+    file = folder / "rows.jsonl"
+    if not file.exists():
+        corpus.write_jsonl(file, rows)
+    given = {"cache_dir": str(folder / "cache"), "sequence_length": 64, **keys}
+    report = (lambda state: None) if states is None else states.append
+    return build_dataset(DocumentsConfig(files=[str(file)], **given), TRAIN, report=report)
+
+
+def test_a_tokenizer_of_the_given_size_is_learned_that_says_all_of_the_text(tmp_path: Path) -> None:
+    dataset = documents(tmp_path)
+    assert dataset.num_classes == 600
+    for row in corpus.functions()[:60]:
+        tokens = dataset.encode(row["text"] + " größe")
+        assert dataset.decode(tokens) == row["text"] + " größe"
+        assert len(tokens) < len(row["text"]) / 1.5, "pairs of bytes are tokens of their own"
+
+
+def test_it_is_learned_once_and_again_where_the_text_is_another(tmp_path: Path) -> None:
+    first = documents(tmp_path)
+    states: list[Tokenising] = []
+    again = documents(tmp_path, states)
+    assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
+    assert not states
+    other = documents(tmp_path, states, text_field="doc")
+    assert other.tokenizer.fingerprint != first.tokenizer.fingerprint
+    assert states[0].learns
+    assert str(states[0]).startswith("learning a tokenizer of ")
+
+
+def test_chats_need_no_more_than_their_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {n} + 1?", "completion": f"{n + 1}"} for n in range(30)]
+    file = corpus.write_jsonl(tmp_path / "chats.jsonl", rows)
+    chosen = ChatConfig(files=[str(file)], cache_dir=str(tmp_path), packing="none", held_out=0)
+    dataset: Any = build_dataset(chosen, TRAIN)
+    batch = dataset.samples([0], split="train")
+    tokens = [token for token in batch.targets[0].tolist() if token != -100]
+    assert dataset.tokenizer.decode(tokens, special=True).endswith("<|im_end|>\n")
+    answer = dataset.decode(tokens).strip()
+    assert f"What is {int(answer) - 1} + 1?" in dataset.decode(batch.inputs[0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["data=python_source"],
+            "tokenizer.name=train: data=python_source takes no tokenizer; use data=documents or ",
+        ),
+        (
+            ["data=documents", "data.files=[x.jsonl]", "tokenizer.path=folder"],
+            "tokenizer.path=folder: tokenizer=train reads no tokenizer; use ",
+        ),
+        (
+            ["data=documents", "data.files=[x.jsonl]", "tokenizer.vocab_size=200"],
+            "tokenizer.vocab_size=200: must be at least 300",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config.load(["tokenizer=train", *words])
+    assert str(raised.value).startswith(message)

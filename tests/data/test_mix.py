@@ -1,0 +1,195 @@
+"""Mixes of several sources of text: which row of which source a sample is."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import corpus
+import numpy as np
+import pytest
+from configured import run_config
+
+from axonlaunch import config
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.data import build_dataset
+from axonlaunch.data.loader import Loader
+from axonlaunch.data.mix import TextMix
+from axonlaunch.events import Evaluated, Monitor, StepLogged
+from axonlaunch.training import worker
+
+ROWS = {"a": 40, "b": 10}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files of rows of 8 bytes."""
+    for name, count in ROWS.items():
+        rows = [{"text": f"{name} {number:06}"} for number in range(count)]
+        corpus.write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    return tmp_path
+
+
+def words(folder: Path, *, a: str = "", b: str = "") -> list[str]:
+    """The keys of a mix of both files, a text a row."""
+    sources = f"{{a: {{files: [{folder}/a.jsonl]{a}}}, b: {{files: [{folder}/b.jsonl]{b}}}}}"
+    data = ["data=documents", f"data.mix={sources}", f"data.cache_dir={folder}/cache"]
+    return [*data, "data.packing=none", "data.sequence_length=7", "data.held_out=0"]
+
+
+def mixed(folder: Path, *more: str, a: str = "", b: str = "") -> TextMix:
+    dataset: Any = build_dataset(config.load([*words(folder, a=a, b=b), *more]).data)
+    return dataset
+
+
+def texts(dataset: TextMix, indices: Any, split: Any = "train") -> list[str]:
+    batch = dataset.samples(indices, split=split)
+    pairs = zip(batch.inputs, batch.targets, strict=True)
+    return [bytes([*inputs.tolist(), int(targets[-1])]).decode() for inputs, targets in pairs]
+
+
+def test_without_weights_or_epochs_each_row_is_seen_once(folder: Path) -> None:
+    dataset = mixed(folder)
+    found = texts(dataset, range(dataset.num_samples))
+    assert sorted(found) == sorted(f"{n} {i:06}" for n, count in ROWS.items() for i in range(count))
+
+
+def test_a_source_is_seen_as_often_as_its_epochs_say(folder: Path) -> None:
+    dataset = mixed(folder, a=", epochs: 0.5", b=", epochs: 2.5")
+    found = Counter(texts(dataset, range(dataset.num_samples)))
+    of = {name: [n for text, n in found.items() if text.startswith(name)] for name in ROWS}
+    assert of["a"] == [1] * 20
+    assert sorted(of["b"]) == [2] * 5 + [3] * 5
+    assert dataset.notes[0] == "data.mix: 45 rows: 44.4% a (0.5 epochs), 55.6% b (2.5 epochs)"
+
+
+def test_weights_are_shares_of_a_pass_in_which_each_row_is_seen(folder: Path) -> None:
+    dataset = mixed(folder, a=", weight: 2", b=", weight: 3")
+    found = Counter(texts(dataset, range(dataset.num_samples)))
+    assert sum(n for text, n in found.items() if text.startswith("a")) == 40
+    assert sum(n for text, n in found.items() if text.startswith("b")) == 60
+    assert {n for text, n in found.items() if text.startswith("b")} == {6}
+
+
+def test_the_order_depends_on_the_seed_and_the_sample_index_alone(folder: Path) -> None:
+    """What a run reads step by step does not depend on the ranks, nor on where it resumed."""
+    dataset = mixed(folder, b=", epochs: 3")
+
+    def read(steps: range, *, seed: int = 0, shards: int = 1) -> list[str]:
+        loaders = [
+            Loader(dataset, seed=seed, global_batch_size=4, num_shards=shards, shard=shard)
+            for shard in range(shards)
+        ]
+        return [
+            text
+            for step in steps
+            for loader in loaders
+            for text in texts(dataset, loader.indices(step))
+        ]
+
+    whole = read(range(20))
+    assert read(range(13, 20)) == whole[13 * 4 :]
+    assert read(range(20), shards=4) == whole
+    assert read(range(20), seed=1) != whole
+
+
+def test_rows_of_a_batch_have_the_order_of_their_indices(folder: Path) -> None:
+    dataset = mixed(folder)
+    indices = [45, 3, 41, 0, 49, 39]
+    assert texts(dataset, indices) == [texts(dataset, [index])[0] for index in indices]
+    assert texts(dataset, np.array(indices)) == texts(dataset, indices)
+
+
+def test_each_source_is_evaluated_by_itself(folder: Path) -> None:
+    chosen = run_config(
+        [
+            *words(folder, a=", held_out: 3", b=", held_out: 2"),
+            *("model=gpt", "model.hidden_size=16", "model.num_hidden_layers=1", "launch.nproc=2"),
+            *("model.num_attention_heads=2", "strategy=ddp", "train.steps=1", "checkpoint.every=0"),
+            *("train.global_batch_size=4", "sample.max_new_tokens=0", f"run_dir={folder}/run"),
+        ]
+    )
+    (folder / "run").mkdir()
+    [event] = evaluations(chosen)
+    assert event.eval_tokens == 5 * 7
+    assert event.sources.keys() == {"a", "b"}
+    weighted = (3 * event.sources["a"] + 2 * event.sources["b"]) / 5
+    assert event.eval_loss == pytest.approx(weighted)
+    for name, held_out in (("a", 3), ("b", 2)):
+        dataset: Any = build_dataset(chosen.data)
+        part = dataset.eval_parts[name]
+        assert {text[0] for text in texts(dataset, part, "eval")} == {name}
+        assert len(part) == held_out
+    line = (folder / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert '"sources": {"a": {"eval_loss": ' in line
+
+
+TINY = ["model=gpt", "model.hidden_size=16", "model.num_hidden_layers=1", "launch.nproc=2"]
+TINY += ["model.num_attention_heads=2", "train.global_batch_size=4", "sample.max_new_tokens=0"]
+TINY += ["train.log_every=1", "train.eval_batches=0", "scheduler=constant"]
+
+
+def losses(folder: Path, *more: str, stop_at: int | None = None) -> list[float]:
+    """The losses that a run on the mix has logged when it ends, or stops after a step."""
+    chosen = run_config([*words(folder, b=", epochs: 3"), *TINY, "train.epochs=1", *more])
+    run = Path(chosen.run_dir)
+    run.mkdir(exist_ok=True)
+    steps: list[int] = []
+
+    def report(event: Any) -> None:
+        if isinstance(event, StepLogged):
+            steps.append(event.step)
+
+    monitor = Monitor(report=report, stop=lambda: stop_at is not None and steps[-1:] == [stop_at])
+    World.mock(2).run(lambda world: worker.run(chosen, world, monitor=monitor))
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_stops_in_the_middle_of_a_mix_resumes_at_the_next_sample(folder: Path) -> None:
+    """To the bit in the layout that it stopped in, to rounding in another one."""
+    whole = losses(folder, "strategy=ddp", f"run_dir={folder}/whole", "checkpoint.every=100")
+    assert len(whole) == (40 + 3 * 10) // 4 + 1
+    for layout, exact in (("ddp", True), ("fsdp", False)):
+        run = [f"run_dir={folder}/{layout}", "checkpoint.every=100"]
+        before = losses(folder, "strategy=ddp", *run, stop_at=7)
+        assert len(before) < len(whole)
+        resumed = losses(folder, f"strategy={layout}", *run)
+        assert resumed == (whole if exact else pytest.approx(whole, rel=1e-5))
+
+
+def evaluations(chosen: RunConfig) -> list[Evaluated]:
+    """What the main rank reported of its evaluations."""
+    events: list[Any] = []
+    World.mock(2).run(
+        lambda world: worker.run(chosen, world, monitor=Monitor(report=events.append))
+    )
+    return [event for event in events if isinstance(event, Evaluated)]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "more", "message"),
+    [
+        (", weight: 1", "", [], "data.mix.b: has no weight, and a has; give it one"),
+        (", weight: 1", ", weight: 1, epochs: 2", [], "has weights and epochs, which follow from"),
+        ("", ", weight: 0", [], "data.mix.b.weight=0: must be above 0"),
+        ("", ", wieght: 1", [], "there is no option of a group 'wieght'; did you mean weight?"),
+        ("", ", packing: none", [], "data.mix.b.packing=none: there is no option of a group"),
+        ("", "", ["data.files=[c.jsonl]"], "data.mix names the files of each source; use one of"),
+        ("", ", held_out: ['{folder}/a.jsonl']", [], "a.jsonl is in data.mix.a.files too, and "),
+        ("", ", text_field: body", [], "data.mix.b.files: {folder}/b.jsonl, line 1: has no field"),
+    ],
+)
+def test_what_is_wrong_is_reported_by_source(
+    a: str, b: str, more: list[str], message: str, folder: Path
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        mixed(folder, *more, a=a, b=b.format(folder=folder))
+    assert message.format(folder=folder) in str(raised.value)
+
+
+def test_a_source_without_files_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.mix\.a\.files: names no file; write "):
+        config.load(["data=documents", "data.mix={a: {weight: 1}}"])

@@ -1,0 +1,229 @@
+"""The page in a real browser: it opens without an error, and shows what the run logged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import run_folder, write_lines
+
+from axonlaunch.diagnostics.report.newest import NewestData
+from axonlaunch.diagnostics.report.page import page_of
+from axonlaunch.diagnostics.report.page_data import page_data
+from axonlaunch.diagnostics.report.run_record import read_run
+from axonlaunch.diagnostics.report.server import RunServer
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.skipif(not (BROWSER and DRIVER), reason="chromium and chromedriver are not there"),
+    pytest.mark.timeout(180),
+]
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+OVER = 'document.querySelector("[data-curve={}] .u-over")'
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER or ""
+    profile = tmp_path_factory.mktemp("profile")
+    for argument in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={profile}",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(executable_path=DRIVER))
+    yield driver
+    driver.quit()
+
+
+def opened(browser: Any, folders: list[Path], *, width: int = 1280) -> None:
+    """Open the page of runs in a window of a width."""
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+    page = folders[0] / "report.html"
+    page.write_text(page_of(page_data([read_run(folder) for folder in folders]), title="runs"))
+    browser.get(page.as_uri())
+
+
+def complaints(browser: Any) -> list[str]:
+    return [entry["message"] for entry in browser.get_log("browser")]
+
+
+def finished(folder: Path) -> Path:
+    return run_folder(folder, ranks=8)
+
+
+def crashed(folder: Path) -> Path:
+    made = run_folder(folder, status="failed")
+    crash = {"rank": 1, "world_size": 2, "reason": "boom", "traceback": "Traceback ...", "step": 3}
+    (made / "crash.json").write_text(json.dumps(crash))
+    return made
+
+
+def resumed_on_other_nodes(folder: Path) -> Path:
+    made = run_folder(folder)
+    events: list[dict[str, Any]] = []
+    for attempt, ranks in enumerate((4, 2, 8)):
+        start = {"step": 10 * attempt, "world_size": ranks, "layout": f"fsdp {ranks}"}
+        events += [
+            {"time": 100 * attempt, "event": "launched", "machine": f"node-{attempt}"},
+            {"time": 100 * attempt + 1, "event": "started", **start},
+            {"time": 100 * attempt + 90, "event": "ended", "status": "interrupted"},
+        ]
+    write_lines(made / "events.jsonl", events)
+    return made
+
+
+def half_written(folder: Path) -> Path:
+    made = run_folder(folder, steps=1, status=None)
+    with (made / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 2, "l')
+    return made
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("make", [finished, crashed, resumed_on_other_nodes, half_written])
+def test_a_page_opens_without_a_complaint_and_fits_the_window(
+    make: Callable[[Path], Path], width: int, browser: Any, tmp_path: Path
+) -> None:
+    folder = make(tmp_path / "demo")
+    opened(browser, [folder], width=width)
+    assert browser.find_element("tag name", "h1").text == "demo"
+    assert browser.find_elements("css selector", "[data-curve=loss] canvas")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert complaints(browser) == []
+
+
+def test_hovering_shows_the_value_that_was_logged(browser: Any, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", steps=50, loss=lambda step: step / 7)
+    opened(browser, [folder])
+    shown = browser.execute_script(
+        f"""
+        const over = {OVER.format("loss")}, box = over.getBoundingClientRect();
+        const at = {{clientX: box.left + box.width, clientY: box.top + 50, bubbles: true}};
+        over.dispatchEvent(new MouseEvent("mouseenter", at));
+        over.dispatchEvent(new MouseEvent("mousemove", at));
+        return [...document.querySelectorAll("[data-curve=loss] .u-value")].map((e) => e.innerText);
+        """
+    )
+    assert shown[:2] == ["50", f"{50 / 7:.7g}"]
+
+
+def test_zooming_one_chart_zooms_all_and_the_whole_range_comes_back(
+    browser: Any, tmp_path: Path
+) -> None:
+    from selenium.webdriver import ActionChains
+
+    opened(browser, [run_folder(tmp_path / "demo", steps=100)])
+    hover = """
+        const over = document.querySelector("[data-curve=lr] .u-over");
+        const box = over.getBoundingClientRect();
+        const at = {clientX: box.left + 1, clientY: box.top + 50, bubbles: true};
+        over.dispatchEvent(new MouseEvent("mouseenter", at));
+        over.dispatchEvent(new MouseEvent("mousemove", at));
+        return Number(document.querySelector("[data-curve=lr] .u-value").innerText);
+    """
+    before = browser.execute_script(hover)
+    over = browser.execute_script(f"return {OVER.format('loss')}")
+    quarter = over.size["width"] // 4
+    chain = ActionChains(browser).move_to_element_with_offset(over, -quarter, 0).click_and_hold()
+    chain.move_by_offset(2 * quarter, 0).release().perform()
+    zoomed = browser.execute_script(hover)
+    browser.find_element("id", "reset").click()
+    after = browser.execute_script(hover)
+    assert (before, after) == (1, 1)
+    assert 20 < zoomed < 30
+    assert complaints(browser) == []
+
+
+def test_the_axis_and_the_scale_can_be_changed(browser: Any, tmp_path: Path) -> None:
+    opened(browser, [run_folder(tmp_path / "demo", steps=20)])
+    browser.execute_script(
+        """
+        const axis = document.getElementById("axis");
+        axis.value = "tokens";
+        axis.dispatchEvent(new Event("change"));
+        """
+    )
+    browser.find_element("id", "log").click()
+    [label, *_] = browser.find_elements("css selector", "[data-curve=loss] .u-label")
+    assert label.text.rstrip(":") == "tokens"
+    assert complaints(browser) == []
+
+
+def test_a_run_in_dark_mode_is_dark(browser: Any, tmp_path: Path) -> None:
+    def ground(scheme: str) -> str:
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        colour: str = browser.execute_script(
+            "return getComputedStyle(document.body).backgroundColor"
+        )
+        return colour
+
+    opened(browser, [run_folder(tmp_path / "demo")])
+    assert (ground("light"), ground("dark")) == ("rgb(255, 255, 255)", "rgb(18, 22, 27)")
+    assert complaints(browser) == []
+
+
+def test_no_text_of_a_run_is_run(browser: Any, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", name=HOSTILE, extra_config=f"seed: {HOSTILE!r}\n")
+    with (folder / "events.jsonl").open("a") as stream:
+        event = {"time": 2000, "event": "sample_generated", "prompt": HOSTILE, "text": HOSTILE}
+        stream.write(json.dumps(event) + "\n")
+    opened(browser, [folder])
+    assert browser.find_element("tag name", "h1").text == HOSTILE
+    assert browser.find_elements("tag name", "img") == []
+    assert HOSTILE in browser.find_element("tag name", "pre").text
+    assert complaints(browser) == []
+
+
+def test_two_runs_lie_over_each_other_beside_what_differs(browser: Any, tmp_path: Path) -> None:
+    folders = [run_folder(tmp_path / name, steps=n) for name, n in (("a", 10), ("b", 20))]
+    opened(browser, folders)
+    labels = [one.text for one in browser.find_elements("css selector", "[data-curve=lr] .u-label")]
+    assert [label.rstrip(":") for label in labels] == ["step", "a lr", "b lr"]
+    cells = [one.text for one in browser.find_elements("tag name", "td")]
+    assert cells[cells.index("train.steps") :][:3] == ["train.steps", "10", "20"]
+    assert complaints(browser) == []
+
+
+def test_the_page_of_a_run_that_trains_shows_what_is_new(browser: Any, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", steps=3, status=None)
+    server = RunServer(NewestData([folder]), title="demo")
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        browser.get(server.url)
+        with (folder / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps({"step": 777, "loss": 0.125, "step_s": 0.1}) + "\n")
+        shown = browser.execute_async_script(
+            """
+            const done = arguments[0];
+            const look = () => {
+              if (document.body.innerText.includes("777 of 3")) done(true);
+              else setTimeout(look, 100);
+            };
+            look();
+            """
+        )
+        assert shown
+        assert complaints(browser) == []
+        browser.get("about:blank")
+    finally:
+        server.close()
+        thread.join()

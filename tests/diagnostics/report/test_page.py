@@ -1,0 +1,100 @@
+"""The page holds what the folder holds, in a file that fetches nothing and runs nobody's text."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from run_folders import run_folder
+
+from axonlaunch.diagnostics.report.page import as_script_data, page_of
+from axonlaunch.diagnostics.report.page_data import facts, page_data
+from axonlaunch.diagnostics.report.run_record import read_run
+
+HOSTILE = "</script><img src=x onerror=alert(1)><!--"
+
+
+def shown(page: str) -> dict[str, object]:
+    [text] = re.findall(r'id="data">(.*?)</script>', page, flags=re.DOTALL)
+    found: dict[str, object] = json.loads(text)
+    return found
+
+
+def test_the_page_of_100_000_steps_and_64_ranks_is_small_and_keeps_the_peak(
+    tmp_path: Path,
+) -> None:
+    peaks = {51_234: 99.5}
+    loss = lambda step: peaks.get(step, 1.0)  # noqa: E731
+    run = read_run(run_folder(tmp_path / "long", steps=100_000, ranks=64, loss=loss))
+    data = page_data([run])
+    assert len(page_of(data, title="long")) < 2_000_000
+    steps, values = data["runs"][0]["series"]["loss"]
+    assert values[steps.index(51_234)] == 99.5
+    assert len(steps) < 5000
+
+
+def test_hostile_text_stays_text_wherever_it_stands(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", name=HOSTILE, extra_config=f"seed: {HOSTILE!r}\n")
+    with (folder / "events.jsonl").open("a") as stream:
+        event = {"time": 2000, "event": "sample_generated", "prompt": HOSTILE, "text": HOSTILE}
+        stream.write(json.dumps(event) + "\n")
+    page = page_of(page_data([read_run(folder)]), title=HOSTILE)
+    assert HOSTILE not in page
+    assert page.count("<img") == 0
+    assert page.count("<script") == page.count("</script>") == 3
+    assert HOSTILE in json.dumps(shown(page)).encode().decode("unicode_escape")
+
+
+def test_what_a_script_element_holds_is_read_back_as_it_was() -> None:
+    data = {"text": "</script> & <!-- \u2028 ü"}
+    text = as_script_data(data)
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == data
+
+
+def test_the_page_names_no_address_but_its_own_parts(tmp_path: Path) -> None:
+    page = page_of(page_data([read_run(run_folder(tmp_path / "demo"))]), title="demo")
+    [policy] = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy.startswith("default-src 'none'; ")
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    assert "unsafe-eval" not in policy
+    assert policy.count("'sha256-") == 2
+
+
+def test_a_crash_card_has_the_rank_the_reason_and_the_hint(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", status="failed")
+    crash = {"rank": 3, "world_size": 4, "reason": "out of memory", "hint": "less", "step": None}
+    (folder / "crash.json").write_text(json.dumps(crash))
+    found = page_data([read_run(folder)])["runs"][0]
+    assert (found["status"], found["crash"]["reason"]) == ("failed", "out of memory")
+
+
+def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
+    folder = tmp_path / "early"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("name: early\n")
+    data = page_data([read_run(folder)])
+    assert data["runs"][0]["series"] == {}
+    assert page_of(data, title="early")
+
+
+def test_numbers_that_are_no_numbers_leave_gaps(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", steps=3, loss=lambda step: None if step == 2 else 1.0)
+    assert page_data([read_run(folder)])["runs"][0]["series"]["loss"] == [[1, 2, 3], [1, None, 1]]
+
+
+def test_two_runs_of_one_name_are_called_by_their_folders(tmp_path: Path) -> None:
+    runs = [read_run(run_folder(tmp_path / str(n), name="demo")) for n in (1, 2)]
+    found = page_data(runs)
+    assert [run["label"] for run in found["runs"]] == [str(tmp_path / "1"), str(tmp_path / "2")]
+    assert found["configurations"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("status", "done"), ("step", "30 of 30"), ("commit", "a" * 40), ("tokens", "3,000")],
+)
+def test_the_head_says(name: str, text: str, tmp_path: Path) -> None:
+    assert dict(facts(read_run(run_folder(tmp_path / "demo"))))[name] == text

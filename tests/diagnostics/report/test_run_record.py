@@ -1,0 +1,130 @@
+"""A run's folder is read whole, half written, crashed or damaged; what is missing is said."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+from run_folders import run_folder, write_lines
+
+from axonlaunch.diagnostics.report.comparison import changed_settings, results
+from axonlaunch.diagnostics.report.life import goodput, spans, step_seconds
+from axonlaunch.diagnostics.report.run_record import NotARunError, find_runs, is_running, read_run
+
+
+def test_a_finished_run_is_read_as_it_was_written(tmp_path: Path) -> None:
+    run = read_run(run_folder(tmp_path / "demo", steps=20))
+    assert (run.name, run.status, len(run.steps)) == ("demo", "done", 20)
+    assert run.config["train.steps"] == 20
+    assert [line["eval_loss"] for line in run.evaluations] == [1.5]
+    assert run.notes == []
+
+
+def test_a_run_that_said_nothing_of_its_end_was_killed(tmp_path: Path) -> None:
+    assert read_run(run_folder(tmp_path / "demo", status=None)).status == "killed"
+
+
+def test_an_older_summary_says_nothing_of_an_attempt_that_was_killed(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo")
+    with (folder / "events.jsonl").open("a") as stream:
+        stream.write(json.dumps({"time": 2000, "event": "started", "step": 30}) + "\n")
+    run = read_run(folder)
+    assert (run.status, run.summary) == ("killed", {})
+
+
+def test_a_run_whose_folder_a_process_holds_is_running_and_is_not_disturbed(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", status=None)
+    lock = os.open(folder / "logs", os.O_RDONLY)
+    assert not is_running(folder)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert is_running(folder)
+    assert read_run(folder).status == "running"
+    os.close(lock)
+    assert not is_running(folder)
+
+
+def test_half_a_line_at_the_end_is_being_written_and_is_left_out(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", steps=5)
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 6, "lo')
+    run = read_run(folder)
+    assert (len(run.steps), run.notes) == (5, [])
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "summary.json", "config.yaml"])
+def test_a_file_that_is_none_is_named_and_the_rest_is_read(name: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo")
+    (folder / name).write_bytes(b"\xff\xfe[]{\n\n")
+    [note, *_] = read_run(folder).notes
+    assert name in note
+
+
+def test_a_file_that_is_a_link_or_a_fifo_is_not_followed_nor_waited_for(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo")
+    (folder / "summary.json").unlink()
+    (folder / "summary.json").symlink_to("/etc/passwd")
+    (folder / "events.jsonl").unlink()
+    os.mkfifo(folder / "events.jsonl")
+    notes = " ".join(read_run(folder).notes)
+    assert "summary.json can't be read: is not a regular file" in notes
+    assert "events.jsonl can't be read: is not a regular file" in notes
+
+
+def test_a_folder_without_a_run_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(NotARunError, match=r"holds neither config\.yaml nor metrics\.jsonl"):
+        read_run(tmp_path)
+
+
+def test_a_step_that_was_done_again_after_a_restart_counts_once(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", steps=10)
+    lines = [{"step": step, "loss": 1.0, "step_s": 1.0} for step in (1, 2, 3, 2, 3, 4)]
+    write_lines(folder / "metrics.jsonl", lines)
+    run = read_run(folder)
+    assert [line["step"] for line in run.steps] == [1, 2, 3, 4]
+    assert step_seconds(run) == 4.0
+
+
+def test_goodput_is_the_share_of_wall_time_in_steps_that_counted(tmp_path: Path) -> None:
+    run = read_run(run_folder(tmp_path / "demo", steps=30))
+    # 30 steps of 0.1 s; launched at 1000, ended at 1001 + 3 + 1.
+    assert goodput(run) == pytest.approx(3.0 / 5.0)
+
+
+def test_each_attempt_of_a_run_is_a_span_also_one_that_was_killed(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo")
+    start = {"event": "started", "step": 0, "world_size": 2, "layout": "ddp 2"}
+    failed = {"event": "failed", "rank": 1, "reason": "killed by SIGKILL"}
+    events = [
+        {"time": 1, "event": "launched"},
+        {"time": 2, **start},
+        {"time": 5, **failed},
+        {"time": 5.1, **failed},
+        {"time": 6, **start, "step": 4},
+        {"time": 8, "event": "launched"},
+        {"time": 9, **start, "step": 4, "world_size": 1},
+        {"time": 12, "event": "ended"},
+    ]
+    write_lines(folder / "events.jsonl", events)
+    found = spans(read_run(folder))
+    attempts = [(span.start, span.end) for span in found if span.kind == "attempt"]
+    assert attempts == [(1, 5), (6, 6), (8, 12)]
+    assert [span.text for span in found if span.kind == "failure"] == ["rank 1: killed by SIGKILL"]
+
+
+def test_runs_are_found_at_any_depth_and_not_in_each_other(tmp_path: Path) -> None:
+    run_folder(tmp_path / "a")
+    run_folder(tmp_path / "sweep/0")
+    run_folder(tmp_path / "sweep/0/inner")
+    assert [run.name for run in find_runs(tmp_path)] == ["a", "0"]
+
+
+def test_what_differs_between_runs_is_listed_and_their_names_are_not(tmp_path: Path) -> None:
+    runs = [
+        read_run(run_folder(tmp_path / "a", steps=10)),
+        read_run(run_folder(tmp_path / "b", steps=20, extra_config="seed: 3\n")),
+    ]
+    assert changed_settings(runs) == [("train.steps", ["10", "20"]), ("seed", ["(absent)", "3"])]
+    assert ("steps", [10, 20]) in results(runs)

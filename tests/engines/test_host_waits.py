@@ -1,0 +1,88 @@
+"""In an unlogged step no rank waits for its device, in any layout: the host stays ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from configured import run_config
+from host_waits import HostWaits
+from parity_table import MODELS
+from rank_engine import rank_engine
+
+from axonlaunch.comm import World
+
+TENSOR, PIPELINE = "strategy.tensor.degree=2", "strategy.pipeline.degree=2"
+LAYOUTS = {
+    "single": (1, ["strategy=single"]),
+    "ddp": (2, ["strategy=ddp"]),
+    "ddp, synchronous": (2, ["strategy=ddp", "strategy.ddp.sync=synchronous"]),
+    "ddp, bf16 sums": (2, ["strategy=ddp", "strategy.reduce_dtype=bf16"]),
+    "zero1": (2, ["strategy=zero1"]),
+    "zero2": (2, ["strategy=zero2"]),
+    "fsdp": (2, ["strategy=fsdp"]),
+    "hsdp": (4, ["strategy=hsdp", "strategy.fsdp.replicate=2"]),
+    "recomputed": (2, ["strategy=fsdp", "train.activation_checkpointing=selective"]),
+    "chunked loss": (2, ["strategy=fsdp", "train.loss_chunk=8"]),
+    "tensor": (2, [TENSOR]),
+    "sequence": (2, [TENSOR, "strategy.tensor.sequence_parallel=true"]),
+    "pipeline": (2, ["strategy=pipeline", PIPELINE]),
+    "zero bubble": (2, [PIPELINE, "strategy.pipeline.schedule=zbv_zero_bubble"]),
+    "fsdp x pipeline": (4, ["strategy=fsdp", PIPELINE]),
+    "fsdp x tensor": (4, ["strategy=fsdp", TENSOR]),
+    "context": (2, ["strategy.context.degree=2"]),
+}
+
+
+def waits(model: str, ranks: int, *overrides: str) -> list[str]:
+    """Return where ranks wait in the second step; the first makes what is kept."""
+    blocks = 4 if any("pipeline" in override for override in overrides) else 2
+    chosen = run_config(
+        [
+            *(*MODELS[model], f"model.num_hidden_layers={blocks}", "launch.backend=mock"),
+            *("train.global_batch_size=8", "train.precision=bf16", f"launch.nproc={ranks}"),
+            *overrides,
+        ]
+    )
+
+    def run(world: World) -> list[str]:
+        engine, loader = rank_engine(chosen, world)
+        engine.train_step(loader.batch(0))
+        batch = loader.batch(1)
+        with HostWaits([batch.inputs, batch.targets]) as waits:
+            engine.train_step(batch)
+        return waits.places
+
+    return [place for places in World.mock(ranks).run(run) for place in places]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_waits_for_no_device(layout: str) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    assert waits("llama", ranks, *overrides) == []
+
+
+def test_nor_does_one_of_a_model_whose_positions_are_embedded_and_weights_tied() -> None:
+    assert waits("gpt", 4, "strategy=ddp", PIPELINE, "strategy.context.degree=2") == []
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda batch, value: float(value[0]),
+        lambda batch, value: bool((value > 0).all()),
+        lambda batch, value: value[value > 0],
+        lambda batch, value: value.nonzero(),
+        lambda batch, value: value[[0, 1]],
+        lambda batch, value: batch.to("cpu"),
+        lambda batch, value: batch[torch.arange(2)].to("cpu", non_blocking=True),
+        lambda batch, value: torch.zeros(3) + value,
+        lambda batch, value: torch.tensor(1.0, device="cpu"),
+    ],
+)
+def test_what_waits_is_seen(wait: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+    batch, value = torch.arange(4), torch.ones(3)
+    with HostWaits([batch]) as waits:
+        wait(batch, value)
+    assert waits.places

@@ -1,0 +1,92 @@
+"""What only a GPU shows in a few seconds; ``scripts/gpu`` has what takes minutes.
+
+A step that makes the host wait raises, losses are those of a CPU, what is staged is page-locked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from configured import run_config
+from rank_engine import rank_engine
+
+from axonlaunch.checkpoint.staging import HostCopies
+from axonlaunch.comm import World
+from axonlaunch.training.device_use import DeviceUse
+from axonlaunch.training.stop_vote import StopVote
+
+if not torch.cuda.is_available():
+    pytest.skip("torch sees no GPU here", allow_module_level=True)
+
+LLAMA = ["model=llama_debug", "data=synthetic_tokens", "data.sequence_length=64"]
+LAYOUTS = {
+    "single": ["strategy=single"],
+    "ddp": ["strategy=ddp"],
+    "zero1": ["strategy=zero1"],
+    "fsdp": ["strategy=fsdp"],
+    "recomputed": ["strategy=fsdp", "train.activation_checkpointing=selective"],
+}
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with World.init(backend="nccl") as world:
+        yield world
+
+
+def losses(world: World, *overrides: str, steps: int = 3) -> list[float]:
+    """Train some steps; from the third on, what makes the host wait raises."""
+    chosen = run_config([*LLAMA, "train.global_batch_size=8", "launch.nproc=1", *overrides])
+    engine, loader = rank_engine(chosen, world)
+    found = []
+    try:
+        for step in range(steps):
+            batch = loader.batch(step)
+            if world.device.type == "cuda":
+                batch = batch.pin_memory()
+                torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+            found.append(engine.train_step(batch).loss)
+    finally:
+        if world.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    return [float(loss) for loss in found]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_does_not_make_the_host_wait(world: World, layout: str) -> None:
+    assert len(losses(world, *LAYOUTS[layout], "train.precision=bf16")) == 3
+
+
+@pytest.mark.parametrize("model", ["llama_debug", "gpt"])
+def test_in_fp32_losses_are_those_of_a_cpu(world: World, model: str) -> None:
+    overrides = [f"model={model}", "strategy=single"]
+    here = losses(world, *overrides)
+    on_cpu = World.mock(1).run(lambda cpu: losses(cpu, *overrides))[0]
+    assert here == pytest.approx(on_cpu, rel=1e-4)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_state_is_staged_in_page_locked_memory() -> None:
+    copies, weight = HostCopies(), torch.arange(5.0, device="cuda")
+    first = copies.copy({"model": {"a": weight}})["model"]["a"]
+    assert first.is_pinned()
+    assert first.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    second = copies.copy({"model": {"a": weight + 1}})["model"]["a"]
+    assert second.data_ptr() == first.data_ptr()
+    assert second.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_ranks_stop_one_step_after_one_is_asked(world: World) -> None:
+    vote, found = StopVote(world), []
+    for step in range(3):
+        vote.cast(stop=step == 0)
+        found.append(vote.anyone())
+    assert found == [False, True, False]
+
+
+def test_the_allocators_counters_are_read(world: World) -> None:
+    read = DeviceUse(world.device).read(tokens_per_s=1.0)
+    assert read["reserved_bytes"] >= read["active_bytes"] >= 0
+    assert read["alloc_retries"] == 0

@@ -1,0 +1,150 @@
+"""``runs``, ``report``, ``compare`` and ``watch`` on runs that were really done."""
+
+from __future__ import annotations
+
+import json
+import os
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from command import Command
+from rich.console import Console, ConsoleDimensions
+from run_folders import run_folder
+
+from axonlaunch.cli.run_screen import screen_of
+from axonlaunch.diagnostics.report.page_data import page_data
+from axonlaunch.diagnostics.report.run_record import read_run
+
+MOCK = ["launch.nproc=2", "launch.backend=mock"]
+
+
+@pytest.fixture
+def run(served: Command) -> Path:
+    served.train("strategy=fsdp", *MOCK, "name=demo", "train.steps=4", "checkpoint.every=2")
+    return served.folder / "runs/demo"
+
+
+def events(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_run_writes_what_happened_to_it_in_the_order_of_time(run: Path) -> None:
+    found = events(run)
+    assert [event["event"] for event in found] == [
+        "launched",
+        "started",
+        "saved",
+        "evaluated",
+        "saved",
+        "ended",
+    ]
+    assert [event["time"] for event in found] == sorted(event["time"] for event in found)  # type: ignore[type-var]
+    started = found[1]
+    assert (started["world_size"], started["layout"]) == (2, "fsdp 2")
+    assert found[-1]["status"] == "done"
+
+
+def test_where_its_profiled_steps_went_is_on_its_page(served: Command) -> None:
+    served.train("strategy=ddp", *MOCK, "name=demo", "train.steps=3", "train.profile.steps=[2,3]")
+    [rank] = page_data([read_run(served.folder / "runs/demo")])["runs"][0]["steps"]
+    assert rank["name"] == "rank 0"
+    assert sum(rank["parts"].values()) == pytest.approx(rank["step_s"], rel=1e-3)
+
+
+def test_its_estimate_is_kept_with_its_parts(run: Path) -> None:
+    estimate = json.loads((run / "estimate.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
+    assert estimate["peak_bytes"] == summary["predicted_peak_bytes"]
+    [rank] = estimate["ranks"]
+    assert sum(rank["breakdown"].values()) == rank["peak_bytes"]
+
+
+def test_a_resumed_run_continues_its_events(run: Path, served: Command) -> None:
+    served.train("strategy=ddp", *MOCK, "name=demo", "train.steps=6", "checkpoint.every=2")
+    started = [event for event in events(run) if event["event"] == "started"]
+    assert [event["step"] for event in started] == [0, 4]
+
+
+def test_a_rank_that_fails_is_in_the_events(served: Command) -> None:
+    served.train("strategy=ddp", *MOCK, "name=demo", "optimizer.lr=1e30", status=1)
+    [failed] = [e for e in events(served.folder / "runs/demo") if e["event"] == "failed"]
+    assert "loss" in str(failed["reason"])
+
+
+def test_runs_lists_them_with_their_status_and_filters(run: Path, served: Command) -> None:
+    [row] = json.loads(served("runs", "--json").stdout)["runs"]
+    assert (row["status"], row["layout"], row["step"], row["steps"]) == ("done", "fsdp 2", 4, 4)
+    assert "demo" in served("runs", "--where", "strategy.data_parallel=fsdp").stdout
+    assert served("runs", "--where", "status=failed").stdout == "runs holds no run of this kind\n"
+
+
+def test_report_writes_the_page_into_the_runs_folder(run: Path, served: Command) -> None:
+    assert served("report", "runs/demo").stdout == "runs/demo/report.html\n"
+    assert "fsdp 2" in (run / "report.html").read_text()
+
+
+def test_report_of_several_runs_goes_where_it_is_asked_for(served: Command) -> None:
+    for name in "ab":
+        run_folder(served.folder / "runs" / name)
+    found = json.loads(served("report", "runs/a", "runs/b", "--output", "c.html", "--json").stdout)
+    assert found["page"] == "c.html"
+    assert (served.folder / "c.html").stat().st_size == found["bytes"]
+
+
+def test_compare_lists_what_differs(served: Command) -> None:
+    for name, steps in (("a", 3), ("b", 5)):
+        run_folder(served.folder / "runs" / name, steps=steps)
+    found = json.loads(served("compare", "runs/a", "runs/b", "--json").stdout)
+    assert found["configuration"] == {"train.steps": ["3", "5"]}
+    assert found["results"]["steps"] == [3, 5]
+    assert "train.steps" in served("compare", "runs/a", "runs/b").stdout
+
+
+@pytest.mark.parametrize("command", ["report", "watch", "compare"])
+def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> None:
+    (served.folder / "empty").mkdir()
+    run_folder(served.folder / "runs/demo")
+    words = ["empty", *(["demo"] if command == "compare" else [])]
+    errors = served(command, *words, status=2).stderr.splitlines()
+    assert errors[0] == "error: empty: holds neither config.yaml nor metrics.jsonl of a run"
+    if command == "compare":
+        assert errors[1].endswith("; did you mean runs/demo?")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["runs", "nowhere"], "nowhere: there is no such folder"),
+        (["runs", ".", "--where", "loss"], "--where loss: write KEY=VALUE, model.name=llama"),
+        (["watch"], "runs holds no run; name the folder of one"),
+        (["compare", "a"], "give two runs, or more"),
+    ],
+)
+def test_a_users_mistake_is_a_line(words: list[str], message: str, served: Command) -> None:
+    assert message in served(*words, status=2).stderr
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_screen_of_a_run_fits_its_terminal(width: int, tmp_path: Path) -> None:
+    data = page_data([read_run(run_folder(tmp_path / "demo", steps=300, ranks=8))])
+    stream = StringIO()
+    size = ConsoleDimensions(width, 30)
+    console = Console(file=stream, width=width, height=30)
+    console.print(screen_of(data["runs"][0], size))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= width
+    assert "█" in stream.getvalue()
+    assert "rank 7" in stream.getvalue()
+
+
+def test_the_report_of_a_run_replaces_a_link_and_does_not_write_through_it(
+    served: Command,
+) -> None:
+    folder = run_folder(served.folder / "runs/demo")
+    other = served.folder / "other"
+    other.write_text("kept")
+    os.symlink(other, folder / "report.html")  # noqa: PTH211
+    served("report", "runs/demo")
+    assert other.read_text() == "kept"

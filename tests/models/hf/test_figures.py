@@ -1,0 +1,63 @@
+"""What planning knows of a model of transformers: its width, its heads, how its blocks repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from configured import estimate_config
+from hf_families import FAMILIES, SPECIAL
+
+from axonlaunch import config as configs
+from axonlaunch.config import RunConfig
+from axonlaunch.config.model import HuggingFaceConfig
+from axonlaunch.models.build import on_meta
+from axonlaunch.models.figures import ModelFigures, model_figures, of_blocks
+from axonlaunch.models.hf.structure import structure
+from axonlaunch.planning.search.candidates import candidates
+from axonlaunch.planning.throughput.step_work import step_work
+
+DEEPSEEK = {**SPECIAL["deepseek_v3"], "first_k_dense_replace": 1}
+FOUR_BLOCKS: dict[str, tuple[dict[str, Any], ModelFigures]] = {
+    "gpt2": (FAMILIES["gpt2"], ModelFigures(64, 4, 4, num_blocks=4)),
+    "llama": (FAMILIES["llama"], ModelFigures(64, 4, 2, num_blocks=4)),
+    "gemma2": (FAMILIES["gemma2"], ModelFigures(64, 4, 2, num_blocks=4, period=2)),
+    "deepseek_v3": (DEEPSEEK, ModelFigures(64, 4, 4)),
+}
+
+
+def described(config: dict[str, Any], blocks: int = 4) -> HuggingFaceConfig:
+    return HuggingFaceConfig(init="random", config={**config, "num_hidden_layers": blocks})
+
+
+@pytest.mark.parametrize("kind", FOUR_BLOCKS)
+def test_blocks_repeat_after_one_of_each_kind_and_after_none_where_kinds_do_not(kind: str) -> None:
+    config, figures = FOUR_BLOCKS[kind]
+    assert model_figures(described(config)) == figures
+
+
+def run(config: HuggingFaceConfig, **changes: Any) -> RunConfig:
+    plain = estimate_config(["data=synthetic_tokens", "data.sequence_length=16", "launch.nproc=1"])
+    return configs.with_values(plain, {"model": config, **changes})
+
+
+def test_fewer_blocks_are_the_first_ones() -> None:
+    config = described(FAMILIES["gemma2"])
+    fewer: Any = run(config)
+    fewer = configs.with_values(fewer, of_blocks(config, 2))
+    assert structure(fewer.model).kinds == structure(config).kinds[:2]
+
+
+def test_layouts_divide_heads_and_blocks() -> None:
+    config = run(described(FAMILIES["gemma2"]))
+    found = [*candidates(config, devices=8, in_node=8, fixed={})]
+    assert {one.layout.tensor for one in found} == {1, 2}
+    assert {one.layout.pipeline for one in found} == {1, 2, 4}
+
+
+@pytest.mark.costly
+def test_the_work_of_a_model_of_two_kinds_of_blocks_is_of_all_its_parameters() -> None:
+    config = run(described(FAMILIES["gemma2"]))
+    work = step_work(config, world_size=1)
+    assert work.layers == (4,)
+    assert work.parameters == sum(p.numel() for p in on_meta(config.model, seed=0).parameters())

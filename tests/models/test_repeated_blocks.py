@@ -1,0 +1,37 @@
+"""A few equal blocks stand for all; unequal ones don't."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from axonlaunch.models.repeated_blocks import FEW, representative, with_first_blocks
+
+
+def model(*sizes: int) -> nn.Module:
+    made = nn.Module()
+    made.layers = nn.ModuleList(nn.Linear(size, size) for size in sizes)
+    return made
+
+
+def test_a_model_of_equal_blocks_is_represented_by_few_and_keeps_its_own() -> None:
+    whole = model(*[4] * 9)
+    few = representative(whole, "layers")
+    assert [*few.state_dict()] == [
+        f"layers.{n}.{k}" for n in range(FEW) for k in ("weight", "bias")
+    ]
+    assert len(whole.layers) == 9  # type: ignore[arg-type]
+
+
+def test_a_model_with_another_block_represents_itself() -> None:
+    whole = model(4, 4, 4, 4, 5)
+    assert representative(whole, "layers") is whole
+
+
+def test_first_blocks_are_copies() -> None:
+    whole = model(4, 5, 6)
+    first = with_first_blocks(whole, "layers", 2)
+    with torch.no_grad():
+        first.layers[0].weight.zero_()  # type: ignore[index, union-attr]
+    assert [tuple(p.shape) for p in first.parameters() if p.ndim == 2] == [(4, 4), (5, 5)]
+    assert whole.layers[0].weight.count_nonzero()  # type: ignore[index, union-attr]

@@ -1,0 +1,164 @@
+"""What a logged step says of a GPU, of one that is made up."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from torch import nn
+
+from axonlaunch.config.hardware import HardwareConfig
+from axonlaunch.events import StepLogged
+from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.models.build import construct
+from axonlaunch.models.flops import looked_up_parameters, training_flops_per_token
+from axonlaunch.training import device_use
+from axonlaunch.training.device_use import DeviceUse, hardware_of, peak_flops
+from axonlaunch.training.loggers.jsonl import JSONLLogger
+
+CUDA = torch.device("cuda", 0)
+STEP: dict[str, Any] = {
+    "step": 3,
+    "loss": 1.5,
+    "lr": 0.1,
+    "grad_norm": None,
+    "tokens": 64,
+    "tokens_per_s": 640.0,
+    "step_s": 0.1,
+    "peak_memory_bytes": 2**30,
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A GPU that draws 650 W, whose allocator has emptied its cache once."""
+    stats = {
+        "reserved_bytes.all.peak": 3 * 2**30,
+        "active_bytes.all.peak": 2 * 2**30,
+        "num_alloc_retries": 1,
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 650_000)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 97)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda device: 61)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(device_use.importlib.util, "find_spec", lambda name: object())
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_step_has_what_the_gpu_reports() -> None:
+    use = DeviceUse(CUDA, flops_per_token=1e9, peak=1e15, devices=4)
+    assert use.read(tokens_per_s=2e6) == {
+        "reserved_bytes": 3 * 2**30,
+        "active_bytes": 2 * 2**30,
+        "alloc_retries": 1,
+        "mfu": 0.5,
+        "power_w": 650.0,
+        "utilization": 0.97,
+        "temperature_c": 61.0,
+    }
+    assert use.notes == ()
+
+
+def test_without_nvml_a_note_says_what_is_missing(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(device_use.importlib.util, "find_spec", lambda name: None)
+    use = DeviceUse(CUDA)
+    assert "power_w" not in use.read(tokens_per_s=1.0)
+    [note] = use.notes
+    assert note == "power_w, utilization, temperature_c are not logged: pip install nvidia-ml-py"
+
+
+def test_what_a_device_refuses_is_asked_once(gpu: pytest.MonkeyPatch) -> None:
+    def refuse(device: object) -> float:
+        raise RuntimeError("Not Supported")  # as a MIG slice says of its power
+
+    gpu.setattr(torch.cuda, "power_draw", refuse)
+    use = DeviceUse(CUDA)  # which asks for the first time, so that a note says it at the start
+    for _ in range(2):
+        found = use.read(tokens_per_s=1.0)
+        assert "power_w" not in found
+        assert found["temperature_c"] == 61.0
+    assert use.notes == ("power_w are not logged: Not Supported",)
+
+
+def test_a_cpu_reports_nothing_of_the_kind() -> None:
+    use = DeviceUse(torch.device("cpu"), flops_per_token=1.0, peak=1.0)
+    assert use.read(tokens_per_s=1.0) == {}
+
+
+# MFU.
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_device_is_known_by_its_name() -> None:
+    found = hardware_of(CUDA)
+    assert found is not None
+    assert found.name == "h100_80gb"
+    assert hardware_of(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tflops"),
+    [
+        (["train.precision=bf16"], 4),
+        (["train.precision=fp16"], 3),
+        ([], 1),
+        (["train.matmul_precision=high"], 2),
+    ],
+)
+def test_mfu_is_a_share_of_the_peak_of_the_runs_arithmetic(
+    overrides: list[str], tflops: float
+) -> None:
+    hardware = HardwareConfig(name="x", fp32_tflops=1, tf32_tflops=2, fp16_tflops=3, bf16_tflops=4)
+    train = run_config(overrides).train
+    assert peak_flops(hardware, train) == tflops * 1e12
+    assert peak_flops(HardwareConfig(name="x"), train) is None
+    assert peak_flops(None, train) is None
+
+
+def test_what_a_token_looks_up_needs_no_flops_unless_a_head_multiplies_with_it() -> None:
+    gpt, llama = run_config([]).model, run_config(["model=llama_debug"]).model
+    with torch.device("meta"):
+        tied, untied = construct(gpt, seed=0), construct(llama, seed=0)
+    assert looked_up_parameters(untied) == llama.vocab_size * llama.hidden_size
+    positions = gpt.max_position_embeddings * gpt.hidden_size
+    assert looked_up_parameters(tied) == positions
+    assert looked_up_parameters(nn.Linear(3, 3)) == 0
+
+
+def test_flops_of_llama3_8b_are_those_that_torchtitan_counts() -> None:
+    """6 (N - N_embedding) + 12 L H Q T, torchtitan/models/utils.py."""
+    flops = training_flops_per_token(
+        parameters=8_030_261_248,
+        looked_up=128_256 * 4096,
+        layers=32,
+        hidden_size=4096,
+        positions=8192,
+    )
+    assert flops == 6 * (8_030_261_248 - 525_336_576) + 12 * 32 * 32 * 128 * 8192
+
+
+# Where it is shown.
+
+
+def test_metrics_have_only_what_is_reported(tmp_path: Path) -> None:
+    write = JSONLLogger(tmp_path / "metrics.jsonl", resumed_at=None)
+    write(StepLogged(**STEP))
+    write(StepLogged(**STEP, mfu=0.41, power_w=650.0))
+    plain, full = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert plain == {**STEP, "data_wait_s": 0.0}
+    assert full == {**plain, "mfu": 0.41, "power_w": 650.0}
+
+
+def test_the_line_of_a_step_has_mfu_and_what_the_allocator_reserved() -> None:
+    stream = io.StringIO()
+    show = RunConsole(stream=stream)
+    show(StepLogged(**STEP, mfu=0.412, reserved_bytes=3 * 2**30, alloc_retries=2))
+    line = stream.getvalue().strip()
+    assert line.endswith("640 tok/s  41.2% MFU  1 GiB of 3 GiB reserved, 2 retries")

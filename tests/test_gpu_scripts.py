@@ -1,0 +1,102 @@
+"""``scripts/gpu``: what its tables say, and that its cases are runs which a node would take."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from axonlaunch import config as configuration
+
+ROOT = Path(__file__).parent.parent
+NAMES = ("table", "memory", "speed", "check", "failures")
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The modules of ``scripts/gpu_cases`` by name; no other module is hidden by theirs."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "gpu_cases"))
+    for name in NAMES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield {name: importlib.import_module(name) for name in NAMES}
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+def test_every_case_is_a_configuration_that_a_node_would_take(parts: dict[str, ModuleType]) -> None:
+    memory, speed = parts["memory"], parts["speed"]
+    cases = [*memory.CASES.values(), *((1, overrides) for overrides in speed.CASES.values())]
+    for ranks, overrides in cases:
+        configuration.load([*overrides, f"launch.nproc={ranks}"])
+
+
+def test_memory_has_to_be_within_two_percent_and_64_mib(parts: dict[str, ModuleType]) -> None:
+    mib, compared = 2**20, parts["memory"].compared
+    found = {"allocated": 10_000 * mib, "reserved": 12_000 * mib, "process": 13_000 * mib}
+    estimate = {key: found[key.partition("_")[0]] for key in ("reserved_bytes", "process_bytes")}
+    good = compared("x", found, {**estimate, "peak_bytes": 10_264 * mib})
+    assert good.problem == ""
+    assert good.cells["allocated, estimated"] == "10,264.0 (+2.6%)"
+    assert compared("x", found, {**estimate, "peak_bytes": 10_265 * mib}).problem
+    low = {**estimate, "reserved_bytes": 11_399 * mib, "peak_bytes": 10_000 * mib}
+    assert compared("x", found, low).problem == "reserved is -5.0% off"
+
+
+def test_speed_has_to_reach_what_is_required_on_a_gpu(parts: dict[str, ModuleType]) -> None:
+    judged = parts["speed"].judged
+    rates = {"axonlaunch": 98.0, "by hand": 100.0, "as torchtitan": 100.0}
+    row = judged("1.2B", rates, 1e10, 2e12)
+    assert row.cells["MFU"] == "49.0%"
+    assert row.problem == "0.980 of by hand, 0.99 is required"
+    assert judged("1.2B compiled", {**rates, "by hand": 98.0}, 1e10, 2e12).problem == (
+        "MFU 49.0%, 50% is required"
+    )
+    assert judged("1.2B", rates, 1e10, None).problem == ""  # of a CPU nothing is
+
+
+def test_a_part_ends_in_a_table_and_a_status(
+    parts: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = parts["table"]
+    rows = {"a": table.Row("a", {"MFU": "40%"}), "b": table.Row("b", problem="it broke")}
+    assert table.run([*rows], "", rows.__getitem__) == 1
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "| case | MFU | verdict |",
+        "| --- | --- | --- |",
+        "| a | 40% | ok |",
+        "| b |  | it broke |",
+    ]
+    assert table.run([*rows], "a", rows.__getitem__) == 0
+    assert table.run([*rows], "nothing is called so", rows.__getitem__) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_part_says_so_and_ends() -> None:
+    ran = subprocess.run(
+        [sys.executable, ROOT / "scripts/gpu_cases/failures.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert ran.stderr == "error: torch sees no GPU here; --device cpu runs a small scale\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", NAMES[1:])
+def test_on_a_cpu_a_part_runs_on_a_small_scale(part: str) -> None:
+    """Of memory: rank 0 of 4 holds what is estimated, where the other ranks are not there."""
+    ran = subprocess.run(
+        [ROOT / "scripts/gpu", part, "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "| ok |" in ran.stdout

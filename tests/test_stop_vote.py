@@ -1,0 +1,59 @@
+"""How ranks agree to stop: on a CPU in the step that was asked, on a GPU one step later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from axonlaunch.comm import World
+from axonlaunch.training.stop_vote import StopVote
+
+
+def answers(world: World, asked_in: int, *, steps: int) -> list[bool]:
+    vote = StopVote(world)
+    found = []
+    for step in range(steps):
+        vote.cast(stop=world.rank == 1 and step >= asked_in)
+        found.append(vote.anyone())
+    return found
+
+
+def test_on_a_cpu_all_ranks_stop_after_the_step_in_which_one_is_asked() -> None:
+    found = World.mock(2).run(lambda world: answers(world, 1, steps=3))
+    assert found == [[False, True, True]] * 2
+
+
+class _Event:
+    """A CUDA event; it notes the order of what is done."""
+
+    log: list[str]
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+
+
+def test_on_a_gpu_the_host_waits_for_the_step_before_the_one_that_was_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(_Event, "log", log, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    empty_like: Any = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **_: empty_like(x))
+
+    def run(world: World) -> list[bool]:
+        vote = StopVote(world)
+        vote._lag = 1  # what a CUDA device makes of it
+        found = []
+        for step in range(4):
+            vote.cast(stop=step >= 1)
+            found.append(vote.anyone())
+        return found
+
+    assert World.mock(1).run(run) == [[False, False, True, True]]
+    assert log == ["record", "record", "wait", "record", "wait", "record", "wait"]

@@ -1,0 +1,153 @@
+"""Plants each bug of ``mutants.toml`` in a copy of axonlaunch/, and reports whether verify finds it.
+
+``python tests/verification/mutants/plant.py [--only TEXT]``, or ``scripts/test --mutants``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+SMALL = [
+    *("model.hidden_size=32", "model.num_hidden_layers=4", "model.num_attention_heads=4"),
+    *("data=synthetic_tokens", "data.sequence_length=16"),
+]
+SHARE = 0.95
+"""Of the bugs that must be found."""
+SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug.
+
+    Attributes:
+        claim: What the broken code does.
+        file: Below axonlaunch/.
+        before: What stands there, once.
+        after: What stands there instead.
+        verify: Arguments of the command that must find it.
+        module: Part of what must be named first; empty: anything.
+    """
+
+    claim: str
+    file: str
+    before: str
+    after: str
+    verify: str
+    module: str = ""
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the command is given."""
+        chosen = shlex.split(self.verify)
+        names_model = any(word.startswith("model=") for word in chosen)
+        return [*([] if names_model else SMALL), *chosen]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What verify reported: its verdict, and the first line that differs."""
+
+    verdict: str
+    first: str
+
+
+def mutants() -> list[Mutant]:
+    """Read the file."""
+    content = tomllib.loads((HERE / "mutants.toml").read_text())
+    return [Mutant(**one) for one in content["mutant"]]
+
+
+@contextmanager
+def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
+    """Break a file of the copy, and mend it."""
+    file = copy / "axonlaunch" / mutant.file
+    right = file.read_text()
+    if right.count(mutant.before) != 1:
+        raise ValueError(f"{mutant.file} has {right.count(mutant.before)} of: {mutant.before}")
+    _write(file, right.replace(mutant.before, mutant.after))
+    try:
+        yield
+    finally:
+        _write(file, right)
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file whose compiled form is then seen to be old, also within a second."""
+    later = file.stat().st_mtime + 2
+    file.write_text(text)
+    os.utime(file, (later, later))
+
+
+def verify(arguments: list[str], copy: Path) -> Found:
+    """Run the command on the copy."""
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "axonlaunch", "verify", *arguments, "--json"],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    try:
+        content = json.loads(ran.stdout)
+    except json.JSONDecodeError:
+        return Found("error", ran.stderr.strip().splitlines()[-1] if ran.stderr else "")
+    if "verdict" not in content:
+        return Found("error", str(content))
+    first = content["failure"] or content["reason"] or next(iter(content["differences"]), "")
+    module = content.get("first_difference") or ""
+    return Found(content["verdict"], f"{module} | {first}" if module else first)
+
+
+def main() -> int:
+    """Print a line for each bug; return 0 where enough were found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="those whose claim or file holds this text")
+    parser.add_argument("--from", dest="first", type=int, default=0, help="skip those before")
+    chosen = parser.parse_args()
+    every = [m for m in mutants() if chosen.only in m.claim or chosen.only in m.file]
+    found, named, wanted = 0, 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for part in ("axonlaunch", "configs"):
+            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        for number, mutant in enumerate(every[chosen.first :], start=chosen.first):
+            began = time.monotonic()
+            with planted(mutant, copy):
+                seen = verify(mutant.arguments, copy)
+            is_found = seen.verdict in ("failed", "nothing proved")
+            found += is_found
+            if mutant.module:
+                wanted += 1
+                named += is_found and mutant.module in seen.first
+            verdict = "found" if is_found else f"NOT FOUND ({seen.verdict})"
+            seconds = time.monotonic() - began
+            print(
+                f"{number:3} {verdict}: {mutant.claim}: {seen.first[:150]} [{seconds:.0f} s]",
+                flush=True,
+            )
+    count = len(every) - chosen.first
+    print(f"{found} of {count} found; {named} of {wanted} named the module")
+    return 0 if found >= SHARE * count else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

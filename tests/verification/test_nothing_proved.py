@@ -1,0 +1,121 @@
+"""A comparison that could not have failed is no pass, and says why."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from configured import run_config
+from parity_table import MODELS
+from torch import Tensor, nn
+
+from axonlaunch.config import with_values
+from axonlaunch.verification import compare
+from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.result import ParityResult
+
+LAYERS: dict[str, type[nn.Module]] = {}
+DDP = ["strategy=ddp", "launch.nproc=2", "strategy.ddp.sync=synchronous"]
+OWN = ["model=custom", f"model.target={__name__}:user", "data=digits"]
+
+
+def verify(overrides: list[str], *, steps: int = 2, **settings: object) -> ParityResult:
+    chosen = run_config(["train.global_batch_size=8", "scheduler.warmup_steps=0", *overrides])
+    return compare.on_mock(with_values(chosen, settings), Plan(steps=steps))
+
+
+def user() -> nn.Module:
+    """A model around the layer that a test chooses."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 16), LAYERS["between"](), nn.Linear(16, 10))
+
+
+class DeadHead(nn.Module):
+    """Outputs that depend on no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(784, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.flatten(1)) * 0.0
+
+
+def dead() -> nn.Module:
+    return DeadHead()
+
+
+def frozen() -> nn.Module:
+    """Everything is frozen but one bias."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Linear(16, 10))
+    for parameter in (*model[1].parameters(), model[2].weight):
+        parameter.requires_grad_(False)
+    return model
+
+
+def test_a_dead_model_proves_nothing() -> None:
+    verdict = verify(["model=custom", f"model.target={__name__}:dead", "data=digits", *DDP])
+    assert verdict.verdict == "nothing proved"
+    assert not verdict.passed
+    assert verdict.reason == (
+        "every gradient of one process is zero: the model's loss depends on no parameter"
+    )
+
+
+def test_a_rate_of_zero_proves_nothing() -> None:
+    verdict = verify([*MODELS["mlp"], *DDP, "optimizer.lr=0"])
+    assert verdict.verdict == "nothing proved"
+    assert verdict.reason == (
+        "no parameter moved: the learning rate is 0, so that no update was compared"
+    )
+    assert verdict.parameters_moved == 0
+
+
+def test_one_rank_beside_one_process_proves_nothing() -> None:
+    verdict = verify([*MODELS["mlp"], "strategy=single"])
+    assert verdict.verdict == "nothing proved"
+    assert "one rank was compared with one process" in verdict.reason
+
+
+def test_what_is_frozen_is_named() -> None:
+    verdict = verify(["model=custom", f"model.target={__name__}:frozen", "data=digits", *DDP])
+    assert verdict.passed
+    assert (verdict.parameters, verdict.parameters_with_gradient) == (4, 1)
+    assert verdict.unproved_parameters == ["1.weight", "1.bias", "2.weight"]
+
+
+class ByNumpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(np.random.default_rng().uniform(0.9, 1.1))
+
+
+class ByPython(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.uniform(0.9, 1.1)
+
+
+@pytest.mark.parametrize("layer", [ByNumpy, ByPython])
+def test_a_model_that_is_random_by_itself_is_reported_as_such(
+    layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LAYERS, "between", layer)
+    verdict = verify([*OWN, *DDP])
+    assert not verdict.passed
+    assert "the model is random by itself" in str(verdict.failure)
+
+
+class SignOnly(nn.Module):
+    """A loss of the same value whatever goes in, and yet a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.detach()) * 1.0
+
+
+def constant() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10), SignOnly())
+
+
+def test_a_loss_that_never_changes_proves_nothing() -> None:
+    verdict = verify(["model=custom", f"model.target={__name__}:constant", "data=digits", *DDP])
+    assert verdict.verdict == "nothing proved"
+    assert verdict.reason.startswith("the loss is 2.302585 in every step")
