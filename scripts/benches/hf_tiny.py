@@ -86,6 +86,8 @@ OWN: dict[str, dict[str, Any]] = {
         "decoder_config": {**_BLT_PART, "hidden_size_global": 64},
         "global_config": {k: v for k, v in _BLT_PART.items() if k != "vocab_size"},
     },
+    "mamba2": {"num_heads": 8},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": 2}},
     "gpt_neo": {"attention_types": [[["global", "local"], BLOCKS // 2]], "window_size": 16},
 }
 """Besides, for the configurations where these make no model."""

@@ -65,6 +65,26 @@ def test_an_optimizer_of_an_offloaded_module_is_torchs(offload: str, name: str) 
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_blocks_that_share_a_layer_learn_as_they_do_alone() -> None:
+    def blocks() -> nn.Sequential:
+        torch.manual_seed(0)
+        shared = nn.Linear(6, 6)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh(), shared) for _ in range(2)])
+
+    alone = blocks()
+    trained(alone, torch.optim.SGD(alone.parameters(), lr=0.1), inputs(0, 1))
+
+    def run(world: ax.World) -> list[Tensor]:
+        module = blocks()
+        model = ax.FSDP(module, layers=list(module))
+        trained(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs(world.rank, 2))
+        return weights(model.module)
+
+    for found in ax.World.mock(2).run(run):
+        for got, expected in zip(found, weights(alone), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("offload", ["none", "full"])
 def test_without_streaming_any_optimizer_of_the_parameters_does(offload: str) -> None:
     def run(world: ax.World) -> list[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -108,7 +109,8 @@ class FSDP(nn.Module):
             mesh: The same, laid out: one axis, or replicas x shards; None: the group, laid out by
                 ``sharding`` and ``replicate``. Parameters that are DTensors already must be on
                 another slice of the same mesh.
-            layers: Blocks that are gathered one at a time; what is left is gathered as one more.
+            layers: Blocks that are gathered one at a time; what is left is gathered as one more,
+                with the blocks that share a parameter.
             sharding: What is divided.
             cpu_offload: What lives in host memory between uses. Under ``params`` and
                 ``optimizer_states`` the update streams through the device: take the optimizer
@@ -142,7 +144,7 @@ class FSDP(nn.Module):
             "mp_policy": _policy(mixed_precision),
             "offload_policy": offload,
         }
-        for layer in layers:
+        for layer in _unshared(layers):
             fully_shard(layer, reshard_after_forward=reshard, **options)
         # The root's own parameters are needed again at once, at the start of backward.
         fully_shard(module, reshard_after_forward=False, **options)
@@ -259,6 +261,12 @@ def _policy(given: MixedPrecisionPolicy | bool | None) -> MixedPrecisionPolicy:
     if isinstance(given, bool):
         return sharded_policy("bf16" if given else "fp32", reduce_dtype=torch.float32)
     return given or MixedPrecisionPolicy()
+
+
+def _unshared(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the layers that share no parameter with others."""
+    users = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
+    return [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
 
 
 def _mesh(group: ProcessGroup, sharding: ShardingStrategy, replicate: int) -> DeviceMesh:

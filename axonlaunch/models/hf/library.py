@@ -208,11 +208,13 @@ def config_types() -> Any:
 def keys_read_by_code(cls: Any) -> frozenset[str]:
     """Return the keys that a model's code looks for without its configuration declaring them.
 
-    Qwen3-MoE reads ``getattr(config, "head_dim", ...)``, and its class has no such field.
+    Qwen3-MoE reads ``getattr(config, "head_dim", ...)`` and DBRX ``attn_config.rope_theta``, and
+    their classes have no such fields.
     """
     folder = Path(inspect.getfile(cls)).parent
     code = "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
-    return frozenset(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", code))
+    looked_up = set(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", code))
+    return frozenset(looked_up | set(re.findall(r"config\.(\w+)", code)) - {*dir(cls)})
 
 
 @contextmanager
