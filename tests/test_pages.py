@@ -45,7 +45,7 @@ def shortened(command: str) -> list[str]:
     """
     words = shlex.split(command)
     small = ["model.num_hidden_layers=2", "data.sequence_length=64"]
-    narrow = ["model.hidden_size=32", "model.num_attention_heads=2", "data.sequence_length=64"]
+    narrow = ["model.hidden_size=32", "model.num_attention_heads=2", *small]
     is_default = not any(word.startswith("model=") for word in words)
     if words[1] == "verify":
         return [*words, *(narrow if is_default else []), "--steps=1"]
@@ -60,6 +60,7 @@ def shortened(command: str) -> list[str]:
     if "strategy=auto" in words:  # a few layouts to search
         words += ["strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
         words += ["strategy.tensor.degree=1", "train.activation_checkpointing=none"]
+        words.append("train.micro_batch_size=4")
     given = dict(word.split("=", 1) for word in words if word.startswith("train."))
     length = f"train.steps={int(given.get('train.steps', 20)) // 5}"
     length = "train.epochs=0.2" if "train.epochs" in given else length

@@ -25,6 +25,7 @@ EXAMPLES = """Examples:
   axonlaunch verify strategy=hybrid
   axonlaunch verify strategy=fsdp model=llama_debug train.precision=bf16 --steps 8
   axonlaunch verify strategy=pipeline launch.backend=gloo    (real processes)
+  axonlaunch verify strategy=ddp --features                  (what was exercised)
 """
 MAX_SHOWN_PARAMETERS = 8
 
@@ -59,6 +60,9 @@ def command(
     reference: Annotated[
         Precision, typer.Option("--reference", help="Arithmetic of the single process.")
     ] = Precision.AS_CONFIGURED,
+    features: Annotated[
+        bool, typer.Option("--features", help="List what was exercised, and what was not.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check numerical parity with a single process."""
@@ -82,11 +86,11 @@ def command(
     if as_json:
         print_json(finite(asdict(verdict)))
     else:
-        _show(verdict, Console(file=sys.stdout, highlight=False))
+        _show(verdict, Console(file=sys.stdout, highlight=False), features=features)
     raise typer.Exit(0 if verdict.passed else 1)
 
 
-def _show(verdict: ParityResult, console: Console) -> None:
+def _show(verdict: ParityResult, console: Console, *, features: bool) -> None:
     steps = "1 step" if verdict.steps == 1 else f"{verdict.steps} steps"
     console.print(f"{verdict.layout} vs. single process, {steps}", markup=False)
     if verdict.failure is None:
@@ -94,10 +98,15 @@ def _show(verdict: ParityResult, console: Console) -> None:
         console.print(_proved(verdict), markup=False, soft_wrap=True)
     else:
         console.print(verdict.failure, markup=False, soft_wrap=True)
+    for feature, how in verdict.features.items() if features else ():
+        console.print(f"{feature:14}  {how}", markup=False, soft_wrap=True)
     for line in verdict.differences[:MAX_SHOWN_PARAMETERS]:
         console.print(line, markup=False, soft_wrap=True)
     if len(verdict.differences) > MAX_SHOWN_PARAMETERS:
         console.print(f"and {len(verdict.differences) - MAX_SHOWN_PARAMETERS} more")
+    if verdict.first_difference:
+        text = f"the first module that differs is {verdict.first_difference}"
+        console.print(text, markup=False, soft_wrap=True)
     if verdict.verdict == "nothing proved":
         console.print(f"[red]nothing proved[/red]: {verdict.reason}", soft_wrap=True)
     else:

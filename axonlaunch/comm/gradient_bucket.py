@@ -109,17 +109,17 @@ class GradientBucket:
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Begin to average ``data`` over a group, all of whose ranks call this with equal sizes."""
+        operation = dist.ReduceOp.AVG  # which saves a pass over them
         if self._narrows:
             self.data.div_(dist.get_world_size(group))  # before the sum, which could overflow
-        self._work = dist.all_reduce(self.data, group=group, async_op=True)
+            operation = dist.ReduceOp.SUM
+        self._work = dist.all_reduce(self.data, operation, group=group, async_op=True)
 
-    def finish(self, world_size: int) -> None:
-        """Wait until ``data`` is the mean over a group of so many ranks."""
+    def finish(self) -> None:
+        """Wait until ``data`` is the mean over the group."""
         assert self._work is not None, "nothing was started"
         self._work.wait()
         self._work = None
-        if not self._narrows:
-            self.data.div_(world_size)
 
     @property
     def _narrows(self) -> bool:

@@ -41,7 +41,8 @@ class ChatTemplate:
         where = "tokenizer.path"
         if not isinstance(tokenizer, PretrainedTokenizer):
             message = (
-                "null stands for bytes, which have no chat template; use a folder that has one"
+                "null stands for bytes, which have no chat template; use a folder that has "
+                "one, or tokenizer=train"
             )
             raise ConfigError([ConfigIssue(where, message)])
         self._tokenizer = tokenizer.transformers

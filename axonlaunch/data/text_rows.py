@@ -265,7 +265,7 @@ class TextRows:
         notes = [
             f"data: {len(self._places):,} documents, {tokens:,} tokens; "
             f"{self.num_samples:,} rows of {config.sequence_length:,} are "
-            f"{tables['train'].filled:.1%} full, {self.num_eval_samples:,} are held out"
+            f"{tables['train'].filled:.1%} full, {self.num_eval_samples:,} held out"
         ]
         if self._too_long:
             done = {"truncate": "were truncated", "drop": "were dropped"}[config.too_long]

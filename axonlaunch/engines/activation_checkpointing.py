@@ -16,6 +16,15 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+_KNOWN = ("torch.nn.modules.", "axonlaunch.models.", "axonlaunch.engines.")
+_DRAWING = (
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
 Mode = Literal["none", "full", "selective"]
 
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
@@ -59,7 +68,12 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], *, mode: Mode) -
     """
     if mode == "none":
         return
-    kwargs: dict[str, Any] = {"use_reentrant": False}
+    blocks = list(blocks)
+    kwargs: dict[str, Any] = {
+        "use_reentrant": False,
+        # The generators' states would be saved and set in each block, in forward and again.
+        "preserve_rng_state": any(map(may_draw, blocks)),
+    }
     if mode == "selective":
         kwargs["context_fn"] = lambda: create_selective_checkpoint_contexts(
             _SaveEverySecondProduct()
@@ -67,6 +81,17 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], *, mode: Mode) -
     for block in blocks:
         # The forward is replaced rather than the module wrapped: parameters keep their names.
         block.forward = _recomputing(block.forward, kwargs)
+
+
+def may_draw(block: nn.Module) -> bool:
+    """Return whether a block may draw numbers in training, as dropout does.
+
+    Of classes that are neither torch's nor ours nobody knows.
+    """
+    return any(
+        isinstance(part, _DRAWING) or not type(part).__module__.startswith(_KNOWN)
+        for part in block.modules()
+    )
 
 
 def _recomputing(forward: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[..., Any]:

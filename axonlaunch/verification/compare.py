@@ -36,6 +36,7 @@ from axonlaunch.verification.reference import (
     Reference,
     ReferenceStep,
     reference,
+    threads_for,
 )
 from axonlaunch.verification.result import ParityResult, failed
 
@@ -67,11 +68,11 @@ def on_mock(config: RunConfig, plan: Plan) -> ParityResult:
         return layout_run.compare(config, member, references[0], plan, folder=folder)
 
     try:
-        with temporary_folder() as folder, lowered_thresholds():
+        with temporary_folder() as folder, lowered_thresholds(), threads_for(config):
             results = world.run(run)
     except RankFailedError as error:
         return failed(config, plan.steps, str(error))
-    return judge(config, references, results)
+    return judge(config, plan, references, results)
 
 
 def save_reference(config: RunConfig, plan: Plan, folder: str) -> ParityResult | None:
@@ -118,7 +119,7 @@ def verify_on_rank(config: RunConfig, plan: Plan, folder: str, rank: int) -> Par
         )
         for report in gathered
     ]
-    return judge(config, (first, again), reports)
+    return judge(config, plan, (first, again), reports)
 
 
 @contextmanager

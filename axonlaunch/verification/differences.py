@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from axonlaunch.models.dtensor_regions import local_boxes, whole
 
 ORDER = (
-    *("rate", "loss", "gradient", "skip", "norm", "evaluation", "prediction"),
+    *("rate", "loss", "gradient", "skip", "norm", "evaluation", "prediction", "arithmetic"),
     *("parameter", "buffer", "state", "checkpoint"),
 )
 """Kinds of quantities, in the order in which a step computes them."""
@@ -65,6 +65,8 @@ class Difference:
     def __str__(self) -> str:
         where = f"step {self.step}: "
         kind = _NAMES.get(self.kind, self.kind)
+        if self.kind == "arithmetic":
+            return f"{where}outputs are {self.name}, which one process's are not"
         if self.kind == "skip":
             done = {0.0: "makes", 1.0: "skips"}
             return (

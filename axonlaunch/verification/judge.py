@@ -13,7 +13,9 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import num_ranks
 from axonlaunch.verification.differences import ORDER, Difference
 from axonlaunch.verification.draws import draw_problems
+from axonlaunch.verification.features import features
 from axonlaunch.verification.layout_run import RankReport
+from axonlaunch.verification.plan import Plan
 from axonlaunch.verification.reference import Reference
 from axonlaunch.verification.result import ParityResult, layout_of
 from axonlaunch.verification.tolerances import Tolerances
@@ -26,6 +28,7 @@ _LISTED = 8
 
 def judge(
     config: RunConfig,
+    plan: Plan,
     references: tuple[Reference, Reference],
     reports: Iterable[RankReport],
 ) -> ParityResult:
@@ -33,6 +36,7 @@ def judge(
 
     Args:
         config: The layout's.
+        plan: What was compared.
         references: What one process computed, and again from weights rounded otherwise.
         reports: What the ranks found.
     """
@@ -64,6 +68,7 @@ def judge(
         worst_parameter=max(named, key=_size).name if named else None,
         losses=[step.loss for step in reference.steps],
         differences=wrong,
+        features=features(config, plan, reference),
         parameters=len(reference.start),
         parameters_with_gradient=len(proved.with_gradient),
         parameters_moved=len(proved.moved),
@@ -116,13 +121,13 @@ def _nothing_proved(
             "rounding alone changes the first step by more than any layout would; "
             "use another precision, or initial weights that a run would have"
         )
+    if all(step.skipped for step in reference.steps):
+        return "fp16 skipped every step, for its gradients overflowed; use more --steps"
     if not any(bool(g.any()) for step in reference.steps for g in step.gradients.values()):
         return "every gradient of one process is zero: the model's loss depends on no parameter"
     if not proved.with_gradient:
         return "no parameter has a gradient on both sides"
     if not proved.moved:
-        if all(step.skipped for step in reference.steps):
-            return "no parameter moved: fp16 skipped every step; use more --steps"
         rate = "" if any(step.rate for step in reference.steps) else ": the learning rate is 0"
         return f"no parameter moved{rate}, so that no update was compared"
     if len(losses) > 1 and max(losses) - min(losses) <= _SAME * abs(losses[0]):

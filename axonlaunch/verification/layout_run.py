@@ -5,6 +5,7 @@ It judges nothing; every rank compares what it holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -186,8 +187,11 @@ class _LayoutRun:
         first = next(whole_batch.eval_batches(1)).inputs[:PREDICTED]
         if self._reference.prediction is not None:
             outputs = self._engine.predict(first)
-            where = (half, "prediction", "")
-            yield of_tensor(where, outputs, self._reference.prediction, floor=0.0)
+            where, expected = (half, "prediction", ""), self._reference.prediction
+            yield of_tensor(where, outputs, expected, floor=0.0)
+            if outputs.dtype != expected.dtype and not self._plan.fp64:
+                # In another arithmetic, though perhaps within what rounding explains.
+                yield Difference(half + 1, "arithmetic", f"{outputs.dtype}", math.inf)
 
     def _checkpoint(self, folder: Path) -> Iterator[Difference]:
         """Save, let one process read it, and continue from it with an engine that knows nothing."""

@@ -215,8 +215,8 @@ def _file(small: RunConfig) -> Path | None:
 def _difference(config: RunConfig, small: RunConfig, found: ParityResult) -> ConfigIssue:
     """Say what a layout computes otherwise than one process, and where that begins."""
     what = found.failure or found.differences[0]
-    module = "" if found.failure else locate.first_difference(small)
-    where = f"; the first module that differs is {module}" if module else ""
+    first = None if found.failure else locate.first_difference(small)
+    where = f"; the first module that differs is {first.module}" if first is not None else ""
     message = (
         f"{layout_of(config)} does not compute what one process does, in a small model of the "
         f"same architecture: {what}{where}; use another layout, or train.prove=never"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.data.dataset import IGNORE_INDEX, Batch
 from axonlaunch.data.loader import Loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
-from axonlaunch.models.build import build_model, initial_weights, spec_for
+from axonlaunch.models.build import build_model, initial_weights, on_meta, spec_for
 from axonlaunch.models.loss import cross_entropy_sum
 from axonlaunch.models.spec import ModelOutputs, ModelSpec, not_a_tensor
 from axonlaunch.verification import inputs
@@ -33,6 +34,8 @@ from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plai
 from axonlaunch.verification.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SMALL = 20_000_000
+"""Parameters of a model that computes on one thread."""
 PREDICTED = 2
 """Samples of a prediction."""
 
@@ -100,11 +103,11 @@ def reference(config: RunConfig, plan: Plan) -> tuple[Reference, Reference]:
         NoReferenceError: They fail, or the model is random by itself.
     """
     try:
-        with torch.random.fork_rng(devices=[]):
-            first = _Run(config, plan)
+        with threads_for(config), torch.random.fork_rng(devices=[]):
+            first = PlainRun(config, plan)
             found = first.run()
-            _refuse_random(found, _Run(config, plan))
-            return found, _Run(config, plan, roughness=_roughness(config)).run()
+            _refuse_random(found, PlainRun(config, plan))
+            return found, PlainRun(config, plan, roughness=_roughness(config)).run()
     except NoReferenceError:
         raise
     except Exception as error:
@@ -113,7 +116,24 @@ def reference(config: RunConfig, plan: Plan) -> tuple[Reference, Reference]:
         ) from error
 
 
-def _refuse_random(found: Reference, again: _Run) -> None:
+@contextmanager
+def threads_for(config: RunConfig) -> Iterator[None]:
+    """Compute a small model on one thread inside: to share its work out costs more than the work.
+
+    Args:
+        config: The run's.
+    """
+    before = torch.get_num_threads()
+    parameters = sum(p.numel() for p in on_meta(config.model, seed=config.seed).parameters())
+    if parameters < _SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _refuse_random(found: Reference, again: PlainRun) -> None:
     """Run the first step another time.
 
     Raises:
@@ -122,13 +142,18 @@ def _refuse_random(found: Reference, again: _Run) -> None:
     expected, seen = found.steps[0], again.step(0)
     if not math.isfinite(expected.loss):
         raise NoReferenceError(f"the first loss of one process is {expected.loss}")
-    same = all(torch.equal(expected.gradients[n], g) for n, g in seen.gradients.items())
+    same = all(_is_same(expected.gradients[n], g) for n, g in seen.gradients.items())
     if seen.loss != expected.loss or not same:
         raise NoReferenceError(
             f"the model is random by itself: of the same weights and samples one process has a "
             f"loss of {expected.loss:.7g}, then of {seen.loss:.7g}; let it draw nothing in "
             "training, also not by numpy or Python's random"
         )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors are equal, also where fp16 overflowed."""
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _roughness(config: RunConfig) -> float:
@@ -138,7 +163,7 @@ def _roughness(config: RunConfig) -> float:
     return max(torch.finfo(DTYPES[name]).eps for name in lowest)
 
 
-class _Run:
+class PlainRun:
     """A model and its optimizers, as a script of one process has them."""
 
     def __init__(self, config: RunConfig, plan: Plan, *, roughness: float = 0.0) -> None:
@@ -162,6 +187,9 @@ class _Run:
         self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._held)
         is_fp16 = config.train.precision == "fp16" and not plan.fp64
         self._scaler = torch.amp.GradScaler("cpu", enabled=is_fp16)
+        # Gradients that data ranks average are as many times larger before that as there are ranks,
+        # which decides what overflows.
+        self._ranks = self._layout.gradient_ranks if is_fp16 else 1
 
     def _built(self) -> nn.Module:
         config = self._config
@@ -216,8 +244,11 @@ class _Run:
         with naming_unknown_tokens(batch, self._loader, step=number):
             for piece in self._pieces(batch):
                 loss = self._loss_sum(piece) / max(1, counted)
-                self._scaler.scale(loss).backward()
+                self._scaler.scale(loss * self._ranks).backward()
                 total += float(loss.detach())
+        for parameter in self._trained.values() if self._ranks > 1 else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(self._ranks)
         if not number and not torch.equal(
             torch.Generator().manual_seed(config.seed).get_state(), torch.get_rng_state()
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -59,8 +60,12 @@ def verify(
         verdict: ParityResult = forked_call.call(
             context, "axonlaunch.verification.compare:on_mock", config, plan
         )
+    else:
+        verdict = _on_processes(context, config, plan)
+    if verdict.verdict != "failed" or verdict.failure is not None or config.train.compile:
         return verdict
-    return _on_processes(context, config, plan)
+    first = forked_call.call(context, "axonlaunch.verification.locate:first_difference", config)
+    return verdict if first is None else replace(verdict, first_difference=str(first))
 
 
 def is_to_be_proved(config: RunConfig) -> bool:

@@ -82,7 +82,9 @@ class Tolerances:
         name = difference.name
         if kind == "checkpoint":  # what is read back is what was saved
             section, _, name = name.partition(".")
-            kind = {"model": "parameter", "optimizer": "state"}.get(section, "buffer")
+            kind = "state" if section == "optimizer" else "parameter"
+            if (difference.step, "buffer", name) in self._noise:
+                kind = "buffer"
         known = self._noise.get((difference.step, kind, name))
         own = known.relative if known is not None else 0.0
         usual = self._usual.get((difference.step, kind), 0.0)

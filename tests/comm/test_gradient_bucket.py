@@ -87,7 +87,7 @@ def test_ranks_average_it_in_its_dtype(dtype: torch.dtype | None) -> None:
         bucket = ax.GradientBucket(3, dtype=dtype)
         bucket.add(torch.arange(3.0) * (world.rank + 1))
         bucket.start(world.default_group.torch_group)
-        bucket.finish(world.world_size)
+        bucket.finish()
         return bucket.data
 
     for mean in ax.World.mock(3).run(run):
@@ -100,7 +100,7 @@ def test_a_sum_in_a_smaller_type_does_not_overflow() -> None:
         bucket = ax.GradientBucket(1, dtype=torch.float16)
         bucket.add(torch.tensor([60000.0]))
         bucket.start(world.default_group.torch_group)
-        bucket.finish(world.world_size)
+        bucket.finish()
         return bucket.data.tolist()
 
     assert ax.World.mock(4).run(run) == [[60000.0]] * 4

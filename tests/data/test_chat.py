@@ -229,6 +229,20 @@ def test_a_bad_chat_is_reported_with_file_and_line_or_skipped_and_counted(
     assert f"1 rows were left out, the first: {where}{reason}" in dataset.notes[-1]
 
 
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages.__class__.__base__.__subclasses__() }}", "{{ range(10**9) | list | length }}"],
+)
+def test_a_chat_template_reaches_nothing_outside_of_the_messages(
+    template: str, tmp_path: Path
+) -> None:
+    folder = corpus.save_tokenizer(tmp_path / "hostile", chat_template=template)
+    file = corpus.write_jsonl(tmp_path / "chats.jsonl", [{"messages": SINGLE}] * 2)
+    chosen = ChatConfig(files=[str(file)], cache_dir=str(tmp_path), train_on="all")
+    with pytest.raises(ConfigError, match=r"line 1: the chat template refuses it: "):
+        build_dataset(chosen, TokenizerConfig(path=str(folder)))
+
+
 def test_all_tokens_of_a_chat_count_where_that_is_asked(chats: Chats) -> None:
     assert chats([{"messages": CHAT[:2]}], train_on="all").num_samples == 1
     assert chats([{"messages": CHAT[1:]}], "CHANGING", train_on="all").num_samples == 1

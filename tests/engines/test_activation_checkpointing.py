@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from axonlaunch.comm import World
 from axonlaunch.comm.autograd import all_reduce_from_group
 from axonlaunch.config.model import LlamaConfig
+from axonlaunch.engines import activation_checkpointing
 from axonlaunch.engines.activation_checkpointing import Mode, apply_activation_checkpointing
 from axonlaunch.models.build import build_model
 
@@ -71,3 +73,33 @@ def test_selective_recomputation_repeats_no_collective(mode: Mode, times: int) -
 
     with warnings.catch_warnings():
         assert World.mock(2).run(run) == [times, times]
+
+
+class _Foreign(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("block", "draws"),
+    [
+        (build_model(LLAMA).layers[0], False),
+        (nn.Sequential(nn.Linear(2, 2), nn.GELU()), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), True),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), True),
+        (nn.Sequential(_Foreign()), True),
+    ],
+)
+def test_generators_are_saved_only_where_a_block_may_draw(
+    block: nn.Module, draws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preserved: list[bool] = []
+
+    def checkpoint(forward: Any, *inputs: Any, preserve_rng_state: bool, **_: Any) -> Any:
+        preserved.append(preserve_rng_state)
+        return None
+
+    monkeypatch.setattr(activation_checkpointing, "checkpoint", checkpoint)
+    apply_activation_checkpointing([block], mode="full")
+    block(torch.ones(1))
+    assert preserved == [draws]

@@ -213,3 +213,30 @@ def test_groups_are_given_by_position() -> None:
         return [axis.group is group for axis in axes] + [ax.DDP(net(), group).group is group]
 
     assert ax.World.mock(4).run(run) == [[True] * 5] * 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "operation"), [(None, dist.ReduceOp.AVG), (torch.bfloat16, dist.ReduceOp.SUM)]
+)
+def test_a_mean_costs_no_pass_over_the_gradients_beside_the_sum(
+    dtype: torch.dtype | None, operation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL divides while it sums; where the sum's type is smaller, it is divided before."""
+    asked: list[Any] = []
+    all_reduce = dist.all_reduce
+
+    def noted(tensor: Tensor, op: Any, **given: Any) -> Any:
+        asked.append(op)
+        return all_reduce(tensor, op, **given)
+
+    monkeypatch.setattr(dist, "all_reduce", noted)
+
+    def run(world: ax.World) -> list[float]:
+        bucket = ax.GradientBucket(4, dtype=dtype)
+        bucket.add(torch.full((4,), float(world.rank)))
+        bucket.start(world.default_group.torch_group)
+        bucket.finish()
+        return bucket.data.tolist()
+
+    assert ax.World.mock(2).run(run) == [[0.5] * 4] * 2
+    assert asked == [operation] * 2

@@ -98,7 +98,7 @@ def test_a_run_folder_that_is_deleted_under_a_run(
     assert "was it deleted or renamed, or its disk unmounted?" in reported
 
 
-@pytest.mark.parametrize("files", [19, 20, 26])
+@pytest.mark.parametrize("files", [19, pytest.param(20, marks=pytest.mark.slow), 26])
 def test_too_few_open_files(axonlaunch: Command, faulty: list[str], files: int) -> None:
     needs("prlimit", root=False)
     by = By(axonlaunch.folder, ["prlimit", f"--nofile={files}:{files}"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from command import TINY, Command, wait_for
+from command import TINY, Command, Served, wait_for
+from served import Server
 
 REASONS = {
     "exception": "ValueError: the fault of a test",
@@ -180,18 +182,28 @@ DAMAGE = {
 }
 
 
+SAVED_TWICE = ["strategy=fsdp", "name=run", "checkpoint.every=2"]
+
+
+@pytest.fixture(scope="module")
+def saved_twice(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Path:
+    """A folder in which a run has ended that was killed before it said so."""
+    folder = tmp_path_factory.mktemp("saved")
+    Served(folder, server).train(*SAVED_TWICE)
+    (folder / "runs/run/summary.json").unlink()
+    return folder
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_corrupt_newest_checkpoint_is_put_aside_and_the_one_before_resumed(
-    damage: str, served: Command
+    damage: str, served: Command, saved_twice: Path
 ) -> None:
     change, name, reason = DAMAGE[damage]
-    words = ["strategy=fsdp", "name=run", "checkpoint.every=2"]
-    served.train(*words)
+    shutil.copytree(saved_twice / "runs", served.folder / "runs")
     before = served.losses("run")
-    (served.folder / "runs/run/summary.json").unlink()  # it was killed
     folder = served.folder / "runs/run/checkpoints"
     change(folder / "step_6" / name)
-    ran = served.train(*words, "checkpoint.keep_last=1")
+    ran = served.train(*SAVED_TWICE, "checkpoint.keep_last=1")
     reported = " ".join(ran.stdout.split())
     assert f"corrupt runs/run/checkpoints/step_6 is corrupt: {reason}" in reported
     assert "it is kept as step_6.corrupt" in reported

@@ -74,7 +74,7 @@ def test_a_wrong_configuration_is_reported_as_by_train(served: Command) -> None:
     [
         ([], 2, "context 2", "mock"),
         ([], 2, "context 2", "gloo"),
-        (["strategy=tensor"], 4, "context 2 x tensor 2", "gloo"),
+        (["strategy=tensor"], 4, "context 2 x tensor 2", "mock"),
         (["strategy=pipeline"], 4, "context 2 x pipeline 2 (1f1b)", "gloo"),
     ],
 )

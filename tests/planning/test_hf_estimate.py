@@ -14,7 +14,7 @@ from live_storages import small
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 
-pytestmark = pytest.mark.costly
+pytestmark = [pytest.mark.costly, pytest.mark.usefixtures("server")]
 
 LONG = {
     **FAMILIES["phi3"],

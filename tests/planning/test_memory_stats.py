@@ -12,6 +12,8 @@ from axonlaunch.planning.memory.engine_stats import fsdp_stats, pipeline_stats
 from axonlaunch.planning.memory.estimate import estimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
 
+pytestmark = pytest.mark.usefixtures("server")
+
 SHARDED = ["strategy=fsdp", "strategy=zero2", "strategy=fsdp strategy.tensor.degree=2"]
 PIPELINES = [
     "strategy=pipeline strategy.pipeline.schedule=gpipe",

@@ -13,7 +13,7 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.planning.memory.estimate import estimate
 
-pytestmark = pytest.mark.costly
+pytestmark = [pytest.mark.costly, pytest.mark.usefixtures("server")]
 
 PIPELINE = "strategy=pipeline strategy.pipeline.schedule"
 FSDP = "strategy=fsdp strategy.fsdp"

@@ -1,4 +1,7 @@
-"""Real gloo processes that train small models and tell what their storages held."""
+"""Real gloo processes that train small models and tell what their storages held.
+
+They are forked from the server of the tests, whose fixture who calls these functions takes.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,6 @@ def measured(cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[int]]
 
 def _by_case(function: str, cases: Sequence[tuple[str, ...]], *, ranks: int) -> list[list[Any]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     with tempfile.TemporaryDirectory() as folder:
         calls = [(cases, rank, ranks, folder) for rank in range(ranks)]
         by_rank = forked_call.call_together(context, function, calls)
@@ -75,7 +77,6 @@ def stats(overrides: tuple[str, ...], *, ranks: int) -> list[Stats]:
         activations that a micro-batch left on each stage.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["axonlaunch.launch.local.preload"])
     with tempfile.TemporaryDirectory() as folder:
         calls = [(overrides, rank, ranks, folder) for rank in range(ranks)]
         return forked_call.call_together(context, "live_storages:_stats_on_rank", calls)

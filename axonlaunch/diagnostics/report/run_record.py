@@ -135,7 +135,7 @@ def is_running(folder: Path) -> bool:
         inode = (folder / "logs").stat().st_ino
         with Path("/proc/locks").open(encoding="ascii") as stream:
             return any(line.split()[5].rpartition(":")[2] == str(inode) for line in stream)
-    except (OSError, TypeError, IndexError):
+    except (OSError, AttributeError, IndexError, TypeError):
         return False
 
 

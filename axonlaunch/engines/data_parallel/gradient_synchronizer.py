@@ -55,12 +55,12 @@ class _Share:
         assert has_room
         self.bucket.start(group.torch_group)
 
-    def finish(self, group: ProcessGroup) -> None:
+    def finish(self) -> None:
         """Wait for the mean and give each parameter its own.
 
         What no rank had a gradient of has none, as in one process: weight decay leaves it alone.
         """
-        self.bucket.finish(group.size)
+        self.bucket.finish()
         gradients = [local_part(p.grad) for p in self.parameters if p.grad is not None]
         *means, present = self.bucket.extract()
         torch._foreach_copy_(gradients, means)
@@ -157,7 +157,7 @@ class GradientSynchronizer:
         while self._started < len(self._shares):
             self._start_next()
         for share in self._shares:
-            share.finish(self.group)
+            share.finish()
         self._started = 0
 
     def clear(self) -> None:

@@ -7,11 +7,14 @@ import json
 import os
 from pathlib import Path
 
+import fsspec
 import pytest
 from run_folders import run_folder, write_lines
 
+from axonlaunch.cli.run_folders import read_runs
 from axonlaunch.diagnostics.report.comparison import changed_settings, results
 from axonlaunch.diagnostics.report.life import goodput, spans, step_seconds
+from axonlaunch.diagnostics.report.page_data import page_data
 from axonlaunch.diagnostics.report.run_record import NotARunError, find_runs, is_running, read_run
 
 
@@ -128,3 +131,16 @@ def test_what_differs_between_runs_is_listed_and_their_names_are_not(tmp_path: P
     ]
     assert changed_settings(runs) == [("train.steps", ["10", "20"]), ("seed", ["(absent)", "3"])]
     assert ("steps", [10, 20]) in results(runs)
+
+
+def test_a_run_in_a_bucket_is_read_as_one_in_a_folder(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "demo", ranks=2)
+    bucket = fsspec.filesystem("memory")
+    bucket.put(str(folder), "/bucket/demo", recursive=True)
+    try:
+        [run] = read_runs(["memory://bucket/demo"])
+    finally:
+        bucket.rm("/bucket", recursive=True)
+    here = read_run(folder)
+    assert (run.status, run.steps, run.events) == (here.status, here.steps, here.events)
+    assert page_data([run])["runs"][0]["series"] == page_data([here])["runs"][0]["series"]

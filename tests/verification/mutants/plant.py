@@ -1,4 +1,4 @@
-"""Plants each bug of ``mutants.toml`` in a copy of axonlaunch/, and reports whether verify finds it.
+"""Plants each bug of ``mutants.toml`` in a copy of axonlaunch/; reports whether verify finds it.
 
 ``python tests/verification/mutants/plant.py [--only TEXT]``, or ``scripts/test --mutants``.
 """

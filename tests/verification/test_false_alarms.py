@@ -1,0 +1,98 @@
+"""What is right passes, also where rounding is large, or where runs differ from most."""
+
+from __future__ import annotations
+
+import pytest
+from configured import run_config
+from parity_table import MODELS
+from torch import Tensor, nn
+
+from axonlaunch.verification import compare
+from axonlaunch.verification.demands import demanding
+from axonlaunch.verification.plan import Plan
+from axonlaunch.verification.result import ParityResult
+
+DDP = ["strategy=ddp", "launch.nproc=2"]
+FSDP = ["strategy=fsdp", "launch.nproc=2"]
+TENSOR = ["strategy=tensor", "launch.nproc=2"]
+OWN = ["model=custom", "data=digits"]
+
+
+def verify(overrides: list[str], *, steps: int = 6) -> ParityResult:
+    """Verify as the command does."""
+    plan = Plan(steps=steps, beyond=True)
+    return compare.on_mock(demanding(run_config([*overrides, "launch.backend=mock"]), plan), plan)
+
+
+class Overflowing(nn.Module):
+    """A model whose scaled gradients do not fit into fp16 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(784, 64)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.body(x.flatten(1)) * 100)
+        return outputs
+
+
+def overflowing() -> nn.Module:
+    return Overflowing()
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10)
+    )
+
+
+class Unused(nn.Module):
+    """A model of which a layer is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(784, 10), nn.Linear(784, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.used(x.flatten(1))
+        return outputs
+
+
+def unused() -> nn.Module:
+    return Unused()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*MODELS["mlp"], *DDP, "optimizer=sgd", "optimizer.lr=0.05"],
+        [*MODELS["gpt"], *TENSOR, "optimizer=muon", "model.num_hidden_layers=2"],
+        [*MODELS["mlp"], *FSDP, "optimizer=lion"],
+        [*MODELS["mlp"], *FSDP, "optimizer=adafactor"],
+        [*MODELS["mlp"], *DDP, "optimizer=nadam", "scheduler=wsd"],
+        [*OWN, *DDP, f"model.target={__name__}:normed"],
+        [*OWN, *DDP, "strategy.ddp.sync=synchronous", f"model.target={__name__}:unused"],
+        [*MODELS["mlp"], *FSDP, "train.precision=bf16", "train.param_dtype=bf16"],
+        [*MODELS["mlp"], *DDP, "strategy.reduce_dtype=bf16"],
+    ],
+    ids=lambda words: " ".join(words[-3:]),
+)
+def test_it_passes(overrides: list[str]) -> None:
+    verdict = verify(overrides)
+    assert verdict.failure is None
+    assert verdict.passed, (verdict.reason, verdict.differences)
+
+
+def test_steps_that_fp16_skips_are_equal_skips() -> None:
+    verdict = verify(
+        [*OWN, *DDP, f"model.target={__name__}:overflowing", "train.precision=fp16"], steps=8
+    )
+    assert verdict.features["skipped steps"] != "0 of 8"
+    assert verdict.passed, (verdict.reason, verdict.differences)
+
+
+def test_forty_steps_at_a_large_rate_pass() -> None:
+    words = ["optimizer.lr=0.03", "model.num_hidden_layers=2", "data.sequence_length=8"]
+    verdict = verify([*MODELS["gpt"], *TENSOR, *words], steps=40)
+    assert verdict.passed, (verdict.reason, verdict.differences)

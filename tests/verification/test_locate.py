@@ -1,0 +1,76 @@
+"""What differs first is named: the module in order of computation, the ranks, the factor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from parity_table import MODELS
+
+from axonlaunch.comm import gradient_bucket
+from axonlaunch.engines.tensor import layers
+from axonlaunch.verification import locate
+
+Patch = pytest.MonkeyPatch
+TENSOR = ["strategy=tensor", "launch.nproc=2"]
+DDP = ["strategy=ddp", "strategy.ddp.sync=synchronous", "launch.nproc=2"]
+
+
+def first(overrides: list[str]) -> locate.FirstDifference | None:
+    chosen = [*MODELS["gpt"], "train.global_batch_size=8", *overrides]
+    return locate.first_difference(run_config(chosen))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*TENSOR, "strategy.tensor.sequence_parallel=true"],
+        ["strategy=fsdp", "launch.nproc=2", "train.precision=bf16"],
+        ["strategy=pipeline", "launch.nproc=2"],
+        ["strategy.context.degree=2", "launch.nproc=2"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_is_named_where_nothing_differs(overrides: list[str]) -> None:
+    assert first(overrides) is None
+
+
+def one_rank_doubles(patch: Patch) -> None:
+    right = layers.RowParallelLinear.forward
+
+    def doubled(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        y = right(layer, x)
+        return 2 * y if layer.axis.group.rank == 1 else y
+
+    patch.setattr(layers.RowParallelLinear, "forward", doubled)
+
+
+def gradients_are_summed_not_averaged(patch: Patch) -> None:
+    finish = gradient_bucket.GradientBucket.finish
+    patch.setattr(gradient_bucket.GradientBucket, "finish", lambda bucket, size: finish(bucket, 1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "said"),
+    [
+        (
+            one_rank_doubles,
+            TENSOR,
+            "layers.0.self_attn.o_proj: its output is 2.00 times what it should be, as if summed "
+            "once too often over tp on rank 1 (tp 1)",
+        ),
+        (
+            gradients_are_summed_not_averaged,
+            DDP,
+            "norm: the gradient of norm.weight is 2.00 times what it should be, as if summed once "
+            "too often over dp_replicate on every rank that computes it",
+        ),
+    ],
+)
+def test_what_differs_first_is_named_with_its_ranks_and_factor(
+    fault: Any, overrides: list[str], said: str, monkeypatch: Patch
+) -> None:
+    fault(monkeypatch)
+    assert str(first(overrides)) == said
