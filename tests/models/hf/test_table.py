@@ -51,7 +51,7 @@ LEAST = {"fsdp 2": 150, "zero1 2": 150, "tensor 2": 95, "pipeline 2": 40, "conte
 
 def test_no_layout_is_proved_for_fewer_classes_than_promised() -> None:
     table = proved()
-    assert len(table.families) >= table.classes - 5
+    assert len(table.families) >= table.classes - 2
     equal = {
         layout: sum(layout not in family.refused for family in table.families.values())
         for layout in LEAST
