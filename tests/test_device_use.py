@@ -31,6 +31,8 @@ STEP: dict[str, Any] = {
     "tokens_per_s": 640.0,
     "step_s": 0.1,
     "peak_memory_bytes": 2**30,
+    "epoch": 0.5,
+    "tokens_seen": 192,
 }
 
 

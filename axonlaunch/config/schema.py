@@ -200,7 +200,7 @@ class TrainConfig:
     prove: Literal["auto", "always", "never"] = "auto"
     """compare the layout with one process before the first step, on a small model of the same
     architecture. auto: models of transformers in layouts of several ranks, once; always: every
-    model, and anew
+    model, each time
     """
     deterministic: bool = False
     """refuse operations that are not deterministic"""

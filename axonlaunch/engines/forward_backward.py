@@ -65,13 +65,13 @@ class LocalForwardBackward:
 
     def train(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
         """Run forward and backward of every micro-batch."""
-        found = []
+        losses = []
         for micro_batch, last in self._micro_batches(batch):
             with self._synchronised(last):
-                one = self._loss(micro_batch, loss)
-                one.backward()
-            found.append(one.detach())
-        return found
+                loss_of_part = self._loss(micro_batch, loss)
+                loss_of_part.backward()
+            losses.append(loss_of_part.detach())
+        return losses
 
     def losses(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
         """Run forward alone."""
@@ -129,23 +129,23 @@ class PipelineForwardBackward:
     def train(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
         """Run the schedule as many rounds as the batch takes."""
         in_round = self._size * self._pipeline.schedule.microbatches
-        found = []
+        losses = []
         for start in range(0, len(batch.inputs), in_round):
             part = batch.rows(start, start + in_round)
             documents = _of_documents(part.positions, self._pipeline.device)
-            found += self._pipeline.run(part.inputs, part.targets, loss=loss, **documents)
-        return found
+            losses += self._pipeline.run(part.inputs, part.targets, loss=loss, **documents)
+        return losses
 
     def losses(self, batch: Batch, *, loss: Loss) -> list[Tensor]:
         """Pass micro-batches through the stages, forward alone."""
-        found = []
+        losses = []
         for start in range(0, len(batch.inputs), self._size):
             part = batch.rows(start, start + self._size)
             documents = _of_documents(part.positions, self._pipeline.device)
             outputs = self._pipeline.forward(part.inputs, **documents)
             if outputs is not None:
-                found.append(loss(outputs, part.targets.to(outputs.device)))
-        return found
+                losses.append(loss(outputs, part.targets.to(outputs.device)))
+        return losses
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the last stage's outputs on every rank."""

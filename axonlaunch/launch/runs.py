@@ -229,7 +229,7 @@ class Runs:
             return [None] * len(configs)
         with spinner("proving that the layout computes what one process does (Ctrl-C ends it)"):
             proofs = [prove_layout(self.options.context, config) for config in configs]
-        for line in dict.fromkeys(str(one) for one in proofs if one is not None):
+        for line in dict.fromkeys(str(proof) for proof in proofs if proof is not None):
             print(line, file=self._stream)
         return proofs
 

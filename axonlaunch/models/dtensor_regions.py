@@ -65,9 +65,9 @@ def local_boxes(tensor: Tensor) -> list[Box]:
     Raises:
         NotImplementedError: The placements don't cut the tensor into boxes.
     """
-    held = _local_intervals(tensor)
-    offsets = product(*map(_starts, held))
-    return [Box(*one) for one in zip(product(*held), offsets, strict=True)]
+    intervals = _local_intervals(tensor)
+    offsets = product(*map(_starts, intervals))
+    return [Box(*box) for box in zip(product(*intervals), offsets, strict=True)]
 
 
 def dtensor_of(
@@ -140,13 +140,13 @@ def _is_cut_unevenly(tensor: DTensor) -> bool:
 def _sum_of_boxes(tensor: DTensor) -> Tensor:
     """Return the whole: each rank puts its boxes into zeros, and the ranks' are summed."""
     local = tensor.to_local().detach()
-    found = local.new_zeros(tensor.shape)
+    total = local.new_zeros(tensor.shape)
     for box in local_boxes(tensor):
-        Box(box.region, tuple(start for start, _ in box.region)).of(found).copy_(box.of(local))
+        Box(box.region, tuple(start for start, _ in box.region)).of(total).copy_(box.of(local))
     for cut in _cuts(tensor):
         group = ProcessGroup.from_torch(tensor.device_mesh.get_group(cut.axis))
-        found = sum_over(found, group)
-    return found
+        total = sum_over(total, group)
+    return total
 
 
 @dataclass(frozen=True)
@@ -166,24 +166,26 @@ class _Cut:
 
 def _local_intervals(tensor: Tensor) -> list[list[Interval]]:
     """Return what of each dim of the whole this rank holds, in its order."""
-    held = [[(0, size)] for size in tensor.shape]
+    intervals = [[(0, size)] for size in tensor.shape]
     if not isinstance(tensor, DTensor):
-        return held
+        return intervals
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        return [[(0, 0)] for _ in held]
+        return [[(0, 0)] for _ in intervals]
     for cut in _cuts(tensor):
         parts, index = mesh.size(cut.axis), coordinate[cut.axis]
-        before = held[cut.dim]
+        before = intervals[cut.dim]
         each = [before] if cut.pieces == 1 else [[one] for one in _pieces(before[0], cut.pieces)]
-        held[cut.dim] = [one for piece in each for one in _chunk(piece, parts=parts, index=index)]
+        intervals[cut.dim] = [
+            one for piece in each for one in _chunk(piece, parts=parts, index=index)
+        ]
     local = tensor._local_tensor.shape
-    if tuple(sum(length for _, length in one) for one in held) != tuple(local):
+    if tuple(sum(length for _, length in one) for one in intervals) != tuple(local):
         raise NotImplementedError(
             f"a tensor of shape {tuple(tensor.shape)} placed as {tensor.placements} is cut in an "
             "unusual way; use degrees that divide its sizes"
         )
-    return held
+    return intervals
 
 
 def _cuts(tensor: DTensor) -> list[_Cut]:

@@ -65,18 +65,19 @@ def _first_leaf(block: nn.Module) -> tuple[str, nn.Module]:
     return "", block
 
 
-def draw_problems(config: RunConfig, draws: Sequence[Draw]) -> Iterator[str]:
+def draw_problems(config: RunConfig, draws: Sequence[Draw], *, has_dropout: bool) -> Iterator[str]:
     """Yield what is wrong with the numbers that all ranks drew.
 
     Args:
         config: The layout's.
         draws: Of all ranks.
+        has_dropout: Whether the model draws; a block that does not need not draw again.
     """
     layout = Layout.of(config, world_size=num_ranks(config))
     by_place: dict[tuple[int, str, int], list[float]] = {}
     for draw in draws:
         by_place.setdefault((draw.step, draw.module, draw.rank), []).append(draw.value)
-    if config.train.activation_checkpointing != "none":
+    if has_dropout and config.train.activation_checkpointing != "none":
         for (step, module, rank), values in by_place.items():
             if any(values.count(value) < 2 for value in values):
                 yield (

@@ -47,7 +47,7 @@ def judge(
     draws = [draw for report in reports for draw in report.draws]
     found = [d for d in [*found, *_missing(reference, found)] if d.step <= tolerances.last_step]
     wrong = _grouped([d for d in found if not tolerances.allows(d)])
-    wrong += draw_problems(config, draws)
+    wrong += draw_problems(config, draws, has_dropout=reference.dropout > 0)
     worst = {kind: _worst(d for d in found if d.kind == kind) for kind in ORDER}
     named = [d for kind in ("gradient", "parameter") if (d := worst[kind]) is not None]
     proved = _proved(reference, found)

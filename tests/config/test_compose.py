@@ -146,3 +146,24 @@ def test_a_plugin_registers_a_model_that_has_its_own_keys(
     }
     with pytest.raises(ConfigError, match=r"did you mean model\.width"):
         config.load([*plugin, "model.widht=16"])
+
+
+def test_what_one_configuration_sets_is_not_in_the_next() -> None:
+    first = config.compose(["train.steps=3", "optimizer.groups={'*.bias':{lr:1}}"]).tree
+    assert first["train"]["steps"] == 3
+    again = config.compose().tree
+    assert again["train"]["steps"] != 3
+    assert not again["optimizer"].get("groups")
+
+
+def test_settings_of_hydra_in_a_users_files_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "theirs.yaml").write_text(
+        "# @package _global_\n"
+        "defaults:\n  - override /hydra/job_logging: none\n"
+        "hydra:\n  run:\n    dir: out\n"
+        "train:\n  steps: 7\n"
+    )
+    tree = config.compose(["experiment=theirs"], config_dirs=[tmp_path]).tree
+    assert tree["train"]["steps"] == 7
+    assert "hydra" not in tree

@@ -49,7 +49,12 @@ def one_rank_doubles(patch: Patch) -> None:
 
 def gradients_are_summed_not_averaged(patch: Patch) -> None:
     finish = gradient_bucket.GradientBucket.finish
-    patch.setattr(gradient_bucket.GradientBucket, "finish", lambda bucket, size: finish(bucket, 1))
+
+    def summed(bucket: Any) -> None:
+        finish(bucket)
+        bucket.data.mul_(2)
+
+    patch.setattr(gradient_bucket.GradientBucket, "finish", summed)
 
 
 @pytest.mark.parametrize(

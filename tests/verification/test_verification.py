@@ -75,7 +75,12 @@ def gradients_are_not_averaged(patch: Patch) -> None:
 
 def gradients_are_summed_not_averaged(patch: Patch) -> None:
     finish = gradient_bucket.GradientBucket.finish
-    patch.setattr(gradient_bucket.GradientBucket, "finish", lambda bucket, size: finish(bucket, 1))
+
+    def summed(bucket: Any) -> None:
+        finish(bucket)
+        bucket.data.mul_(dist.get_world_size())
+
+    patch.setattr(gradient_bucket.GradientBucket, "finish", summed)
 
 
 def a_bias_is_added_on_every_rank(patch: Patch) -> None:

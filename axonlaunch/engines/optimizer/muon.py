@@ -88,8 +88,8 @@ def orthogonalized(matrix: Tensor, **iteration: Any) -> Tensor:
     taken.grad = wide
     options = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False, **iteration}
     Muon([taken], **options).step()
-    found = taken.detach().neg_()
-    return found.T if is_tall else found
+    orthogonal = taken.detach().neg_()
+    return orthogonal.T if is_tall else orthogonal
 
 
 def _adjusted(lr: float, kind: str, rows: int, columns: int) -> float:

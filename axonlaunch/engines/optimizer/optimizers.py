@@ -129,9 +129,9 @@ def new_state(
 
 def _dtype(state: OptimizerState, own: torch.dtype) -> torch.dtype:
     numbers = {"parameter": own, "int": torch.int64, "float": torch.float64}
-    found = numbers.get(state.dtype) or getattr(torch, state.dtype)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = numbers.get(state.dtype) or getattr(torch, state.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def as_divided(state: OptimizerState, local: Tensor, parameter: Tensor) -> Tensor:

@@ -54,23 +54,23 @@ def divisions(tensor: DTensor) -> list[Division]:
         if hasattr(placement, "dim") and mesh.size(axis) > 1
     ]
     lengths = list(tensor.shape)
-    found = []
+    from_first = []
     for _, axis, dim in sorted(sharded):
         division = Division(axis, dim, lengths[dim])
         lengths[dim] = division.lengths(mesh)[coordinate[axis]]
-        found.append(division)
-    return found
+        from_first.append(division)
+    return from_first
 
 
 def alike(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield the places of tensors that are divided over the same axes of the same mesh."""
-    found: dict[object, list[int]] = {}
+    by_division: dict[object, list[int]] = {}
     for place, tensor in enumerate(tensors):
         key: object = None
         if isinstance(tensor, DTensor):
-            key = (tensor.device_mesh, tuple(one.axis for one in divisions(tensor)))
-        found.setdefault(key, []).append(place)
-    yield from found.values()
+            key = (tensor.device_mesh, tuple(division.axis for division in divisions(tensor)))
+        by_division.setdefault(key, []).append(place)
+    yield from by_division.values()
 
 
 class OwnedMatrices:
@@ -90,40 +90,40 @@ class OwnedMatrices:
         """
         self._mesh = matrices[0].device_mesh
         self._costs = costs
-        self._divisions = [divisions(one)[::-1] for one in matrices]
+        self._divisions = [divisions(matrix)[::-1] for matrix in matrices]
         self._shapes: list[dict[int, torch.Size]] = []
         self._empty = torch.empty(0)
 
     def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the whole matrices that this rank owns by their places, from everybody's parts."""
-        held = dict(enumerate(parts))
+        tensors = dict(enumerate(parts))
         self._empty = parts[0].new_empty(0)
         self._shapes.clear()
         for turn, axis in enumerate(self._axes()):
-            self._shapes.append({place: part.shape for place, part in held.items()})
-            owned, mine = self._owned(held, axis), self._mesh.get_local_rank(axis)
+            self._shapes.append({place: part.shape for place, part in tensors.items()})
+            owned, mine = self._owned(tensors, axis), self._mesh.get_local_rank(axis)
             received = self._exchange(
                 axis,
-                [[held[place] for place in places] for places in owned],
+                [[tensors[place] for place in places] for places in owned],
                 [
                     [self._shape_on(rank, place, turn) for place in owned[mine]]
                     for rank in range(len(owned))
                 ],
             )
-            held = {
+            tensors = {
                 place: torch.cat([of_rank[n] for of_rank in received], self._dim(place, turn))
                 for n, place in enumerate(owned[mine])
             }
-        return held
+        return tensors
 
     def scatter(self, wholes: Mapping[int, Tensor]) -> list[Tensor]:
         """Return this rank's part of every matrix, from everybody's whole ones."""
-        held = dict(wholes)
+        tensors = dict(wholes)
         for turn, axis in reversed([*enumerate(self._axes())]):
             shapes = self._shapes[turn]
             owned, mine = self._owned(shapes, axis), self._mesh.get_local_rank(axis)
             parts = {
-                place: held[place].split(self._lengths(place, turn), self._dim(place, turn))
+                place: tensors[place].split(self._lengths(place, turn), self._dim(place, turn))
                 for place in owned[mine]
             }
             received = self._exchange(
@@ -131,12 +131,12 @@ class OwnedMatrices:
                 [[parts[place][rank] for place in owned[mine]] for rank in range(len(owned))],
                 [[shapes[place] for place in places] for places in owned],
             )
-            held = {
+            tensors = {
                 place: part
                 for places, of_rank in zip(owned, received, strict=True)
                 for place, part in zip(places, of_rank, strict=True)
             }
-        return [held[place] for place in range(len(self._divisions))]
+        return [tensors[place] for place in range(len(self._divisions))]
 
     def _axes(self) -> list[int]:
         return [division.axis for division in self._divisions[0]]

@@ -65,16 +65,16 @@ class Update:
         # Of fp32 parameters they are fp32 anyway.
         is_lower = is_fp32 and any(t.dtype != torch.float32 for t in tensors.values())
         self._dtype = torch.float32 if is_lower else None
-        self._held = {name: self._given(name, tensor) for name, tensor in tensors.items()}
+        self._updated = {name: self._given(name, tensor) for name, tensor in tensors.items()}
         self._made: dict[str, dict[str, Any]] = {}
         self._divided: dict[str, tuple[Tensor, Tensor]] = {}
         # A pipeline stage may hold nothing that is trained.
         self.optimizers = self._build()
         self._owners = {
-            held: optimizer
+            parameter: optimizer
             for optimizer in self.optimizers
             for group in optimizer.param_groups
-            for held in group["params"]
+            for parameter in group["params"]
         }
 
     def _build(self) -> list[Optimizer]:
@@ -86,7 +86,7 @@ class Update:
 
     def _optimizers(self) -> list[Optimizer]:
         """Return what updates the tensors, not yet streamed."""
-        return build_optimizers(self._configs, self._held)
+        return build_optimizers(self._configs, self._updated)
 
     def _given(self, name: str, tensor: Tensor) -> Tensor:
         """Return what an optimizer is given of a tensor."""
@@ -112,12 +112,12 @@ class Update:
 
     def _hand_over(self) -> None:
         """Give each part that an optimizer updates its gradient, and the storage of its DTensor."""
-        for name, held in self._held.items():
+        for name, parameter in self._updated.items():
             tensor = self.tensors[name]
-            if held is tensor:
+            if parameter is tensor:
                 continue
-            held.data = _part(tensor)  # fully_shard may have laid its shards out again
-            held.grad = None if tensor.grad is None else local_part(tensor.grad)
+            parameter.data = _part(tensor)  # fully_shard may have laid its shards out again
+            parameter.grad = None if tensor.grad is None else local_part(tensor.grad)
 
     def _step(self) -> None:
         for optimizer in self.optimizers:
@@ -125,7 +125,7 @@ class Update:
 
     def forget_gradients(self) -> None:
         """Free every gradient."""
-        for tensor in [*self.tensors.values(), *self._held.values()]:
+        for tensor in [*self.tensors.values(), *self._updated.values()]:
             tensor.grad = None
 
     def scale_gradients(self, factor: float) -> None:
@@ -155,13 +155,13 @@ class Update:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return optimizer states as ``{"<parameter>.<state>": tensor}``, made if not there yet."""
-        found = {}
-        for name, held in self._held.items():
-            values = self._states(held) or self._made_states(name)
+        states = {}
+        for name, parameter in self._updated.items():
+            values = self._states(parameter) or self._made_states(name)
             for key, state in self._kinds(name).items():
                 if key in values:
-                    found[f"{name}.{key}"] = self._as_saved(f"{name}.{key}", state, values[key])
-        return found
+                    states[f"{name}.{key}"] = self._as_saved(f"{name}.{key}", state, values[key])
+        return states
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, has_stepped: bool = True) -> None:
         """Copy optimizer states in.
@@ -177,20 +177,20 @@ class Update:
         for key, value in self.state_dict().items():
             if value is not state[key]:
                 value.copy_(state[key])
-        for name, held in self._held.items():
+        for name, parameter in self._updated.items():
             made = self._made.get(name)
-            if made is not None and has_stepped and not self._states(held):
-                self._owners[held].state[held] = made
-            states = self._states(held)
+            if made is not None and has_stepped and not self._states(parameter):
+                self._owners[parameter].state[parameter] = made
+            states = self._states(parameter)
             for key, kind in self._kinds(name).items():
                 if kind.dtype in _NUMBERS and key in states:
                     states[key] = _NUMBERS[kind.dtype](state[f"{name}.{key}"])
 
-    def _states(self, held: Tensor) -> dict[str, Any]:
+    def _states(self, parameter: Tensor) -> dict[str, Any]:
         """Return the states that the optimizer of a tensor has; none before they are made."""
-        states = self._owners[held].state
-        found: dict[str, Any] = states.get(held, {})
-        return found
+        by_parameter = self._owners[parameter].state
+        states: dict[str, Any] = by_parameter.get(parameter, {})
+        return states
 
     def _kinds(self, name: str) -> dict[str, OptimizerState]:
         """Return what is known of the states of a parameter, by their names."""
@@ -203,7 +203,7 @@ class Update:
         are known then, for a checkpoint to be read into, and not what they begin with.
         """
         if name not in self._made:
-            tensor, held, kinds = self.tensors[name], self._held[name], self._kinds(name)
+            tensor, parameter, kinds = self.tensors[name], self._updated[name], self._kinds(name)
             device = self._states_device(tensor)
             made: dict[str, Any] = {
                 key: new_state(kind, tensor, device=device, dtype=self._dtype)
@@ -211,7 +211,7 @@ class Update:
             }
             self._made[name] = made
             if made and all(kind.initial is not None for kind in kinds.values()):
-                self._owners[held].state[held] = made
+                self._owners[parameter].state[parameter] = made
         return self._made[name]
 
     def _as_saved(self, key: str, state: OptimizerState, value: Any) -> Tensor:

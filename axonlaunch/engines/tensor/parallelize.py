@@ -98,8 +98,8 @@ def divide(
             "; ".join(f"{pattern}: {message}".lstrip(": ") for pattern, message in wrong)
         )
     _divide_heads(modules, axis.group.size)
-    for one in modules:
-        _apply(one, axis, sequence_parallel=sequence_parallel)
+    for entry in modules:
+        _apply(entry, axis, sequence_parallel=sequence_parallel)
     _share_regions(module, axis, sequence_parallel=sequence_parallel)
     axis.distribute(module)
 
@@ -139,8 +139,8 @@ class _Experts(ReadsLocally):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         group = self._axis.group
-        args = tuple(_entered(one, group) for one in args)
-        kwargs = {key: _entered(one, group) for key, one in kwargs.items()}
+        args = tuple(_entered(value, group) for value in args)
+        kwargs = {key: _entered(value, group) for key, value in kwargs.items()}
         result = super().forward(*args, **kwargs)
         if not isinstance(result, Tensor):
             kind = type(self).__name__
@@ -162,18 +162,18 @@ def _entered(value: Any, group: ProcessGroup) -> Any:
     return value
 
 
-def _apply(one: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
+def _apply(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
     """Give a module the class that computes as its style says."""
-    module, style = one.module, one.style
+    module, style = entry.module, entry.style
     sizes = linear_sizes(module)
-    module.__dict__.update({"cuts": dict(one.cuts)} if one.cuts else {})
+    module.__dict__.update({"cuts": dict(entry.cuts)} if entry.cuts else {})
     if style in (*COLUMN_STYLES, "column_gathered", "vocabulary") and sizes is not None:
-        _cut_outputs(one, sizes, axis, sequence_parallel=sequence_parallel)
+        _cut_outputs(entry, sizes, axis, sequence_parallel=sequence_parallel)
     elif style in ("row", "row_split") and sizes is not None:
         row = convert_module(_sized(module, sizes), RowParallelLinear)
         row.axis, row.sequence_parallel = axis, sequence_parallel
         row.input_is_parallel, row.transposed = style == "row", sizes.transposed
-        row.__dict__["cuts"] = {"weight": Cut(0 if sizes.transposed else 1, one.pieces)}
+        row.__dict__["cuts"] = {"weight": Cut(0 if sizes.transposed else 1, entry.pieces)}
     elif style == "vocabulary":
         embedding = convert_module(module, VocabParallelEmbedding, beneath=_has_own_forward(module))
         embedding.axis, embedding.sequence_parallel = axis, sequence_parallel
@@ -182,31 +182,31 @@ def _apply(one: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
             module, ColumnParallelEmbedding, beneath=_has_own_forward(module)
         ).axis = axis
     elif _computes(module) or style == "averaged":
-        _read_locally(one, axis, sequence_parallel=sequence_parallel)
+        _read_locally(entry, axis, sequence_parallel=sequence_parallel)
 
 
 def _cut_outputs(
-    one: Styled, sizes: LinearSizes, axis: TensorAxis, *, sequence_parallel: bool
+    entry: Styled, sizes: LinearSizes, axis: TensorAxis, *, sequence_parallel: bool
 ) -> None:
     """Make a linear layer one of this rank's outputs."""
     kind: type[ColumnParallelLinear] = ColumnParallelLinear
-    heads = key_value_heads(one.holder, one.module) if one.style == "key_value" else None
+    heads = key_value_heads(entry.holder, entry.module) if entry.style == "key_value" else None
     shared = heads is not None and heads < axis.group.size
     if shared:
         kind = SharedHeadsLinear
-    elif one.style == "vocabulary":
+    elif entry.style == "vocabulary":
         kind = VocabParallelHead
-    column = convert_module(_sized(one.module, sizes), kind)
+    column = convert_module(_sized(entry.module, sizes), kind)
     column.axis, column.transposed = axis, sizes.transposed
-    column.enters = not one.in_region
-    column.gather_output = one.style == "column_gathered"
+    column.enters = not entry.in_region
+    column.gather_output = entry.style == "column_gathered"
     column.region = ColumnParallelGroup(axis, [column], sequence_parallel=sequence_parallel)
     if isinstance(column, SharedHeadsLinear):
         assert heads is not None
         column.heads = heads
     else:
-        weight = Cut(1 if sizes.transposed else 0, one.pieces)
-        column.__dict__["cuts"] = {"weight": weight, "bias": Cut(0, one.pieces)}
+        weight = Cut(1 if sizes.transposed else 0, entry.pieces)
+        column.__dict__["cuts"] = {"weight": weight, "bias": Cut(0, entry.pieces)}
 
 
 def _sized(module: nn.Module, sizes: LinearSizes) -> nn.Module:
@@ -219,19 +219,19 @@ def _has_own_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Embedding.forward
 
 
-def _read_locally(one: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
+def _read_locally(entry: Styled, axis: TensorAxis, *, sequence_parallel: bool) -> None:
     """Let a module's own forward compute with this rank's part of its parameters."""
-    module = one.module
+    module = entry.module
     is_embedding = isinstance(module, nn.Embedding)
-    positions = sequence_parallel and one.style == "sequence" and is_embedding
-    summed = one.in_region or (sequence_parallel and one.in_sequence and not positions)
+    positions = sequence_parallel and entry.style == "sequence" and is_embedding
+    summed = entry.in_region or (sequence_parallel and entry.in_sequence and not positions)
     kind: type[ReadsLocally] = _SequenceOfPositions if positions else ReadsLocally
-    if one.style == "region":
+    if entry.style == "region":
         kind = _EntersRegion
         module.__dict__["_input"] = next(iter(inspect.signature(module.forward).parameters))
-    elif one.style in ("experts", "averaged"):
-        kind = _Experts if one.style == "experts" else _Averaged
-    summed = summed or one.style == "replicated_summed"
+    elif entry.style in ("experts", "averaged"):
+        kind = _Experts if entry.style == "experts" else _Averaged
+    summed = summed or entry.style == "replicated_summed"
     module.__dict__.update(_axis=axis, _sums_gradients=summed)
     convert_module(module, kind)
 
@@ -240,9 +240,9 @@ def _divide_heads(modules: Sequence[Styled], degree: int) -> None:
     """Let what holds column-parallel layers know how many heads and features a rank has."""
     for holder, columns in holders(modules):
         outputs = [
-            sizes.outputs // one.pieces
-            for one in columns.values()
-            if (sizes := linear_sizes(one.module)) is not None
+            sizes.outputs // entry.pieces
+            for entry in columns.values()
+            if (sizes := linear_sizes(entry.module)) is not None
         ]
         follow_the_cut(holder, outputs, degree=degree, shared=shared_heads(columns))
 
@@ -251,7 +251,8 @@ def _share_regions(module: nn.Module, axis: TensorAxis, *, sequence_parallel: bo
     """Let the column layers inside of a region compute together."""
     for container in module.modules():
         if isinstance(container, _EntersRegion):
-            columns = [one for one in container.modules() if isinstance(one, ColumnParallelLinear)]
+            layers = container.modules()
+            columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
             region = ColumnParallelGroup(axis, columns, sequence_parallel=sequence_parallel)
             container.region = region
             for column in columns:

@@ -91,14 +91,14 @@ class Styled:
 
 def styled(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
     """Return every module of a tree, parents first, with what a plan says of it."""
-    found: dict[str, Styled] = {}
+    by_name: dict[str, Styled] = {}
     for name, submodule in module.named_modules():
         matching = (p for p in plan if _matches(p, name, submodule, style=plan[p]))
         pattern = next(matching, None)
         style, pieces = (None, 1) if pattern is None else split_style(plan[pattern])
-        parent = found.get(name.rpartition(".")[0]) if name else None
+        parent = by_name.get(name.rpartition(".")[0]) if name else None
         nested = parent is not None and parent.in_region
-        found[name] = Styled(
+        by_name[name] = Styled(
             name,
             submodule,
             pattern or "",
@@ -111,14 +111,14 @@ def styled(module: nn.Module, plan: Mapping[str, str]) -> list[Styled]:
             pieces=pieces,
             cuts=_cuts(name, submodule, plan),
         )
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _cuts(name: str, module: nn.Module, plan: Mapping[str, str]) -> dict[str, Cut]:
     """Return how the plan cuts parameters that are no linear layer's and no embedding's."""
-    found: dict[str, Cut] = {}
+    cuts: dict[str, Cut] = {}
     if _is_layer(module):
-        return found
+        return cuts
     for key, parameter in module._parameters.items():
         full = f"{name}.{key}".lstrip(".")
         pattern = next((p for p in plan if fnmatchcase(full, p)), None)
@@ -126,10 +126,10 @@ def _cuts(name: str, module: nn.Module, plan: Mapping[str, str]) -> dict[str, Cu
         if parameter is None or style not in _CUTS:
             continue
         if style.endswith("column"):
-            found[key] = Cut(max(0, parameter.ndim - 2), pieces)
+            cuts[key] = Cut(max(0, parameter.ndim - 2), pieces)
         elif parameter.ndim > 1:
-            found[key] = Cut(parameter.ndim - 1, pieces)
-    return found
+            cuts[key] = Cut(parameter.ndim - 1, pieces)
+    return cuts
 
 
 def plan_issues(
@@ -148,11 +148,13 @@ def plan_issues(
         is not of one.
     """
     modules = styled(module, plan)
-    named = {one.pattern for one in modules}
-    named |= {p for p in plan for one in modules if one.cuts and _matches(p, one.name, one.module)}
-    found = unknown_styles(plan)
-    found += [(p, _matches_nothing(p, modules)) for p in plan if p not in named]
-    return found + misfits(modules, degree=degree, sequence_parallel=sequence_parallel)
+    named = {entry.pattern for entry in modules}
+    named |= {
+        p for p in plan for entry in modules if entry.cuts and _matches(p, entry.name, entry.module)
+    }
+    issues = unknown_styles(plan)
+    issues += [(p, _matches_nothing(p, modules)) for p in plan if p not in named]
+    return issues + misfits(modules, degree=degree, sequence_parallel=sequence_parallel)
 
 
 def unknown_styles(plan: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -170,15 +172,15 @@ def misfits(
     """Return the problems of what a plan does match, as ``plan_issues`` does."""
     by_pattern: dict[str, str] = {}
     heads = _head_problems(modules, degree)
-    for one in modules:
-        message = _unsuitable(one, modules) or (None if heads else _indivisible(one, degree))
+    for entry in modules:
+        message = _unsuitable(entry, modules) or (None if heads else _indivisible(entry, degree))
         if message is not None:
-            by_pattern.setdefault(one.pattern, message)
-    found = [*by_pattern.items(), *(("", message) for message in heads)]
-    found += [("", message) for message in _tied_otherwise(modules)]
+            by_pattern.setdefault(entry.pattern, message)
+    issues = [*by_pattern.items(), *(("", message) for message in heads)]
+    issues += [("", message) for message in _tied_otherwise(modules)]
     if sequence_parallel:
-        found += [("", message) for message in _left_out(modules)]
-    return found
+        issues += [("", message) for message in _left_out(modules)]
+    return issues
 
 
 def _matches(pattern: str, name: str, module: nn.Module, *, style: str = "") -> bool:
@@ -190,7 +192,7 @@ def _matches(pattern: str, name: str, module: nn.Module, *, style: str = "") -> 
         return True
     if split_style(style)[0] in _CUTS and not _is_layer(module):
         return False
-    return any(fnmatchcase(one, pattern) for one in _own_parameters(name, module))
+    return any(fnmatchcase(own_name, pattern) for own_name in _own_parameters(name, module))
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -203,125 +205,129 @@ def _own_parameters(name: str, module: nn.Module) -> list[str]:
 
 def _matches_nothing(pattern: str, modules: list[Styled]) -> str:
     """Name what came before it, or was probably meant, numbers written as a pattern has them."""
-    for one in modules:
-        if _matches(pattern, one.name, one.module):
-            return f"{one.pattern} stands before it and matches {one.name} too; put this one first"
-    names = {re.sub(r"\b\d+\b", "*", one.name) for one in modules if one.name}
+    for entry in modules:
+        if _matches(pattern, entry.name, entry.module):
+            return (
+                f"{entry.pattern} stands before it and matches {entry.name} too; put this one first"
+            )
+    names = {re.sub(r"\b\d+\b", "*", entry.name) for entry in modules if entry.name}
     close = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.6)
     if not close:
         close = sorted(name for name in names if "." not in name)
     return f"matches no module and no parameter; the model has {', '.join(close) or 'no parts'}"
 
 
-def _unsuitable(one: Styled, modules: list[Styled]) -> str | None:
-    named = f"names {one.name or 'the model itself'}, of type {type(one.module).__name__}"
-    linear, embedding = linear_sizes(one.module), is_embedding(one.module)
-    if one.style in ("column", "packed_column", "key_value", "row", "row_split") and not linear:
-        return f"{named}; {one.style} is for nn.Linear with a forward and weight of its own"
-    if one.style == "vocabulary" and not (linear or embedding):
+def _unsuitable(entry: Styled, modules: list[Styled]) -> str | None:
+    named = f"names {entry.name or 'the model itself'}, of type {type(entry.module).__name__}"
+    linear, embedding = linear_sizes(entry.module), is_embedding(entry.module)
+    if entry.style in ("column", "packed_column", "key_value", "row", "row_split") and not linear:
+        return f"{named}; {entry.style} is for nn.Linear with a forward and weight of its own"
+    if entry.style == "vocabulary" and not (linear or embedding):
         return f"{named}; vocabulary is for nn.Linear and a plain nn.Embedding"
-    if one.style == "column_gathered" and not (linear or embedding):
+    if entry.style == "column_gathered" and not (linear or embedding):
         return f"{named}; column_gathered is for nn.Linear and a plain nn.Embedding"
-    if one.style in ("column_gathered", "row_split") and one.nested:
+    if entry.style in ("column_gathered", "row_split") and entry.nested:
         return f"{named}; it lies in a region, where ranks have parts of what it is given"
-    if one.style == "key_value" and key_value_heads(one.holder, one.module) is None:
+    if entry.style == "key_value" and key_value_heads(entry.holder, entry.module) is None:
         return f"{named}; key_value is for a layer of a module that has a head_dim"
-    if one.style == "region" and one.nested:
+    if entry.style == "region" and entry.nested:
         return f"{named}; it lies in a region already, and an input enters once"
-    if one.style == "region" and not any(
+    if entry.style == "region" and not any(
         other.style in (*COLUMN_STYLES, "vocabulary")
-        and other.name.startswith(f"{one.name}.".lstrip("."))
+        and other.name.startswith(f"{entry.name}.".lstrip("."))
         for other in modules
     ):
         return f"{named}; a region holds layers of style column, and the plan gives it none"
-    if one.style == "experts":
+    if entry.style == "experts":
         uncut = [
-            k for k, p in one.module._parameters.items() if p is not None and k not in one.cuts
+            k for k, p in entry.module._parameters.items() if p is not None and k not in entry.cuts
         ]
-        if uncut or not one.cuts:
+        if uncut or not entry.cuts:
             return f"{named}; the plan has to cut all its parameters, and {', '.join(uncut)} is not"
-    if one.cuts and one.style not in ("experts", "local") and not one.in_region:
+    if entry.cuts and entry.style not in ("experts", "local") and not entry.in_region:
         return (
-            f"names {', '.join(one.cuts)} of {one.name}; give {one.name} itself the style experts, "
-            "if ranks' results are to be summed, or local"
+            f"names {', '.join(entry.cuts)} of {entry.name}; give {entry.name} itself the style "
+            "experts, if ranks' results are to be summed, or local"
         )
     return None
 
 
-def _indivisible(one: Styled, degree: int) -> str | None:
-    for key, cut in one.cuts.items():
-        size = one.module._parameters[key].shape[cut.dim]  # type: ignore[union-attr]
+def _indivisible(entry: Styled, degree: int) -> str | None:
+    for key, cut in entry.cuts.items():
+        size = entry.module._parameters[key].shape[cut.dim]  # type: ignore[union-attr]
         if size % (degree * cut.pieces):
             use = divisor_of(size // cut.pieces)
-            return f"{one.name}.{key} has {size} there, which {degree} does not divide; use {use}"
-    size, what = _divided(one)
-    if one.style == "vocabulary":
-        return empty_part(f"{one.name}'s {what}", size, degree)
-    heads = key_value_heads(one.holder, one.module) if one.style == "key_value" else None
-    if size % (degree * one.pieces) == 0 or (heads and degree % heads == 0):
+            return f"{entry.name}.{key} has {size} there, which {degree} does not divide; use {use}"
+    size, what = _divided(entry)
+    if entry.style == "vocabulary":
+        return empty_part(f"{entry.name}'s {what}", size, degree)
+    heads = key_value_heads(entry.holder, entry.module) if entry.style == "key_value" else None
+    if size % (degree * entry.pieces) == 0 or (heads and degree % heads == 0):
         return None
-    use = divisor_of(size // one.pieces)
-    return f"{one.name} has {size} {what}, which {degree} does not divide; use a degree of {use}"
+    use = divisor_of(size // entry.pieces)
+    return f"{entry.name} has {size} {what}, which {degree} does not divide; use a degree of {use}"
 
 
-def _divided(one: Styled) -> tuple[int, str]:
+def _divided(entry: Styled) -> tuple[int, str]:
     """Return how many of what a style divides."""
-    sizes = linear_sizes(one.module)
-    if isinstance(one.module, nn.Embedding) and one.style == "vocabulary":
-        return one.module.num_embeddings, "tokens"
-    if isinstance(one.module, nn.Embedding) and one.style == "column_gathered":
-        return one.module.embedding_dim, "features"
+    sizes = linear_sizes(entry.module)
+    if isinstance(entry.module, nn.Embedding) and entry.style == "vocabulary":
+        return entry.module.num_embeddings, "tokens"
+    if isinstance(entry.module, nn.Embedding) and entry.style == "column_gathered":
+        return entry.module.embedding_dim, "features"
     if sizes is not None:
-        if one.style in (*COLUMN_STYLES, "column_gathered", "vocabulary"):
+        if entry.style in (*COLUMN_STYLES, "column_gathered", "vocabulary"):
             return sizes.outputs, "outputs"
-        if one.style in ("row", "row_split"):
+        if entry.style in ("row", "row_split"):
             return sizes.inputs, "inputs"
     return 0, "sizes"
 
 
 def holders(modules: Sequence[Styled]) -> list[tuple[nn.Module, dict[str, Styled]]]:
     """Return the modules that hold column-parallel layers, with those, by their names in it."""
-    found: dict[int, tuple[nn.Module, dict[str, Styled]]] = {}
-    for one in modules:
-        if one.style in COLUMN_STYLES and one.holder is not None:
-            of_holder = found.setdefault(id(one.holder), (one.holder, {}))[1]
-            of_holder[one.name.rpartition(".")[2]] = one
-    return list(found.values())
+    by_holder: dict[int, tuple[nn.Module, dict[str, Styled]]] = {}
+    for entry in modules:
+        if entry.style in COLUMN_STYLES and entry.holder is not None:
+            of_holder = by_holder.setdefault(id(entry.holder), (entry.holder, {}))[1]
+            of_holder[entry.name.rpartition(".")[2]] = entry
+    return list(by_holder.values())
 
 
 def shared_heads(columns: Mapping[str, Styled]) -> int | None:
     """Return the heads of keys and values that ranks may share; None where there are none."""
-    for one in columns.values():
-        if one.style == "key_value":
-            return key_value_heads(one.holder, one.module)
+    for entry in columns.values():
+        if entry.style == "key_value":
+            return key_value_heads(entry.holder, entry.module)
     return None
 
 
 def _head_problems(modules: list[Styled], degree: int) -> list[str]:
-    divided = {one.name for one in modules if one.style == "column"}
-    found: dict[str, None] = {}
-    for one in modules:
-        if isinstance(one.module, Attention) and f"{one.name}.q_proj".lstrip(".") in divided:
-            heads, fewer = one.module.num_heads, one.module.num_key_value_heads
+    divided = {entry.name for entry in modules if entry.style == "column"}
+    problems: dict[str, None] = {}
+    for entry in modules:
+        if isinstance(entry.module, Attention) and f"{entry.name}.q_proj".lstrip(".") in divided:
+            heads, fewer = entry.module.num_heads, entry.module.num_key_value_heads
             sizes = {"num_attention_heads": heads, "num_key_value_heads": fewer}
             for name, size in sizes.items():
                 if size % degree and not (name == "num_key_value_heads" and fewer == heads):
                     use = divisor_of(size)
-                    found[f"{name}={size} is not divisible by it; use {use}"] = None
+                    problems[f"{name}={size} is not divisible by it; use {use}"] = None
     for holder, columns in holders(modules):
-        layers = {name: one.module for name, one in columns.items()}
+        layers = {name: entry.module for name, entry in columns.items()}
         shared = shared_heads(columns)
-        found |= dict.fromkeys(indivisible_heads(holder, layers, degree, shared=shared))
-    return list(found)
+        problems |= dict.fromkeys(indivisible_heads(holder, layers, degree, shared=shared))
+    return list(problems)
 
 
 def _tied_otherwise(modules: list[Styled]) -> Iterator[str]:
     """Report parameters that two modules share and only one of them cuts."""
     first: dict[nn.Parameter, tuple[str, str | None]] = {}
-    for one in modules:
-        style = one.style if _divided(one)[0] else None
+    for entry in modules:
+        style = entry.style if _divided(entry)[0] else None
         for name, parameter in zip(
-            _own_parameters(one.name, one.module), one.module._parameters.values(), strict=True
+            _own_parameters(entry.name, entry.module),
+            entry.module._parameters.values(),
+            strict=True,
         ):
             if parameter is None:
                 continue
@@ -336,11 +342,11 @@ def _tied_otherwise(modules: list[Styled]) -> Iterator[str]:
 
 def _left_out(modules: list[Styled]) -> Iterator[str]:
     """Report what may see a part of the sequence without the plan's saying so."""
-    for one in modules:
-        owns = any(p is not None and p.requires_grad for p in one.module._parameters.values())
-        if owns and one.style is None and not (one.in_region or one.in_sequence):
+    for entry in modules:
+        owns = any(p is not None and p.requires_grad for p in entry.module._parameters.values())
+        if owns and entry.style is None and not (entry.in_region or entry.in_sequence):
             yield (
-                f"sequence_parallel: the plan names no {one.name or 'parameters of the model'}"
+                f"sequence_parallel: the plan names no {entry.name or 'parameters of the model'}"
                 ", and it matters whether it sees a part of the sequence: give it the style "
                 "sequence, or replicated where it sees all"
             )

@@ -39,7 +39,7 @@ def disagreement(
         degree: Ranks on the tensor axis.
         blocks: Names of its repeated blocks: of those that are alike the first is run.
     """
-    length = next(one for one in _LENGTHS if one % degree)
+    length = next(length for length in _LENGTHS if length % degree)
     whole_model, part = copy.deepcopy(model), copy.deepcopy(model)
     repeats = _repeats(model, blocks)
     expected, failure = _run(whole_model, length, repeats)
@@ -51,19 +51,21 @@ def disagreement(
         return f"{failure} once it is divided among {degree} ranks, and not before"
     modules = styled(model, plan)
     around = [holder for holder, _ in holders(modules)]
-    around += [one.module for one in modules if one.style == "experts"]
+    around += [entry.module for entry in modules if entry.style == "experts"]
     inside = {id(part) for holder in around for part in holder.modules()}
     inside -= {id(holder) for holder in around}
-    logits = [expected[one.name][-1:] for one in modules if _is_head(one) and one.name in expected]
-    for one in modules:
-        whole, found = expected.get(one.name), seen.get(one.name)
+    logits = [
+        expected[entry.name][-1:] for entry in modules if _is_head(entry) and entry.name in expected
+    ]
+    for entry in modules:
+        whole, returned = expected.get(entry.name), seen.get(entry.name)
         wanted = None
         if whole is not None:
-            free = id(one.module) in inside or whole[-1:] in logits
-            wanted = _wanted(one, whole, degree, free=free)
-        if wanted is not None and found != wanted:
-            shown = "nothing" if found is None else list(found)
-            return f"{one.name} returns {shown} on a rank, not {list(wanted)}"
+            free = id(entry.module) in inside or whole[-1:] in logits
+            wanted = _wanted(entry, whole, degree, free=free)
+        if wanted is not None and returned != wanted:
+            shown = "nothing" if returned is None else list(returned)
+            return f"{entry.name} returns {shown} on a rank, not {list(wanted)}"
     return None
 
 
@@ -94,13 +96,16 @@ class _Nobody(ProcessGroup):
 def _repeats(model: nn.Module, blocks: Iterable[str]) -> dict[str, str]:
     """Return ``{name: first like it}`` of blocks that are made alike, but for the first of each."""
     first: dict[Any, str] = {}
-    found = {}
+    repeats = {}
     for name in blocks:
         block = model.get_submodule(name)
-        made = repr(block), tuple((key, one.shape) for key, one in block.named_parameters())
+        made = (
+            repr(block),
+            tuple((key, parameter.shape) for key, parameter in block.named_parameters()),
+        )
         if first.setdefault(made, name) != name:
-            found[name] = first[made]
-    return found
+            repeats[name] = first[made]
+    return repeats
 
 
 def _run(model: nn.Module, length: int, repeats: Mapping[str, str]) -> tuple[Shapes, str | None]:
@@ -147,19 +152,19 @@ def _keeping(name: str, returned: dict[str, Any]) -> Any:
 
 
 def _wanted(
-    one: Styled, whole: tuple[int, ...], degree: int, *, free: bool
+    entry: Styled, whole: tuple[int, ...], degree: int, *, free: bool
 ) -> tuple[int, ...] | None:
     """Return the shape that a rank's module is to return; None where it may be either.
 
     Inside of a module that holds column layers ranks have some heads or features, and what comes
     after the head some logits.
     """
-    if one.style in ("row", "row_split", "column_gathered", "experts", "region"):
+    if entry.style in ("row", "row_split", "column_gathered", "experts", "region"):
         return whole
-    if one.style in ("column", "packed_column") or _is_head(one):
+    if entry.style in ("column", "packed_column") or _is_head(entry):
         return (*whole[:-1], -(-whole[-1] // degree))
-    return None if free or not one.name else whole
+    return None if free or not entry.name else whole
 
 
-def _is_head(one: Styled) -> bool:
-    return one.style == "vocabulary" and not isinstance(one.module, nn.Embedding)
+def _is_head(entry: Styled) -> bool:
+    return entry.style == "vocabulary" and not isinstance(entry.module, nn.Embedding)

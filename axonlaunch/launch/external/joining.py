@@ -42,7 +42,7 @@ _FORGED = (
 )
 
 
-def message_key(found: ClusterEnvironment, launch: LaunchConfig) -> bytes:
+def message_key(environment: ClusterEnvironment, launch: LaunchConfig) -> bytes:
     """Return the key of the run's messages; rank 0 says where there is no secret.
 
     Ranks of one node find the same token in this user's own folder.
@@ -51,20 +51,23 @@ def message_key(found: ClusterEnvironment, launch: LaunchConfig) -> bytes:
         ConfigError: There is a file that is no secret, or none where one is required.
     """
     secret = token.read_token(launch)
-    assert found.master_addr is not None
+    assert environment.master_addr is not None
     if secret is None and (
-        found.local_world_size == found.world_size or is_loopback(found.master_addr)
+        environment.local_world_size == environment.world_size
+        or is_loopback(environment.master_addr)
     ):
         secret = token.of_this_user()
     if secret is None:
-        warning = token.missing_token(launch, address=f"{found.master_addr}:{found.master_port}")
-        if found.rank == 0:
+        warning = token.missing_token(
+            launch, address=f"{environment.master_addr}:{environment.master_port}"
+        )
+        if environment.rank == 0:
             print(warning, file=sys.stderr)
     return derive_key(secret or b"")
 
 
 def join_ranks(
-    found: ClusterEnvironment, key: bytes
+    environment: ClusterEnvironment, key: bytes
 ) -> tuple[Channel, list[dict[str, Any]] | None, list[str]]:
     """Meet the other ranks; rank 0 learns what each said of itself.
 
@@ -74,46 +77,48 @@ def join_ranks(
     Raises:
         ConfigError: They can't meet.
     """
-    assert found.master_addr is not None
-    assert found.master_port is not None
-    where = f"{found.master_addr}:{found.master_port}"
-    waits_s = _AGENT_S if found.agent_hosts_store else JOIN_S
+    assert environment.master_addr is not None
+    assert environment.master_port is not None
+    where = f"{environment.master_addr}:{environment.master_port}"
+    waits_s = _AGENT_S if environment.agent_hosts_store else JOIN_S
     try:
         store = meet_at(
-            found.master_addr,
-            found.master_port,
-            listens=found.rank == 0 and not found.agent_hosts_store,
+            environment.master_addr,
+            environment.master_port,
+            listens=environment.rank == 0 and not environment.agent_hosts_store,
             timeout=timedelta(seconds=waits_s),
         )
     except ValueError as error:
         raise ConfigError([ConfigIssue("", str(error))]) from None
     except (dist.DistNetworkError, dist.DistStoreError):
-        listener = found.launcher if found.agent_hosts_store else "rank 0"
-        message = f"rank {found.rank} waited {waits_s:g} s, and {listener} does not listen there"
+        listener = environment.launcher if environment.agent_hosts_store else "rank 0"
+        message = (
+            f"rank {environment.rank} waited {waits_s:g} s, and {listener} does not listen there"
+        )
         raise ConfigError([ConfigIssue("MASTER_ADDR", message, where)]) from None
-    job = dist.PrefixStore(f"axonlaunch/{found.run_id}", store)
+    job = dist.PrefixStore(f"axonlaunch/{environment.run_id}", store)
     try:
-        if found.rank == 0:
+        if environment.rank == 0:
             named = run_identity.publish_identity(job, key)
         else:
             named = run_identity.learn(job, key, timeout_s=JOIN_S)
     except TimeoutError:
-        message = f"rank {found.rank} waited {JOIN_S:g} s, and rank 0 began no run there"
+        message = f"rank {environment.rank} waited {JOIN_S:g} s, and rank 0 began no run there"
         raise ConfigError([ConfigIssue("MASTER_ADDR", message, where)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
-    credentials = named.of(member_name(found.rank))
+    credentials = named.of(member_name(environment.rank))
     channel = Channel(run_identity.keys_of(job, credentials, "members"), credentials)
     try:
         about = {
             "machine": socket.gethostname(),
-            "local_rank": found.local_rank,
+            "local_rank": environment.local_rank,
             "devices": _devices(),
         }
         members, nonces = meet(
             channel,
-            member=found.rank,
-            members=found.world_size,
+            member=environment.rank,
+            members=environment.world_size,
             about=about,
             timeout_s=JOIN_S,
             announce=lambda text: print(f"rank {text}", file=sys.stderr),
@@ -121,7 +126,7 @@ def join_ranks(
         )
     except TimeoutError as missing:
         message = f"ranks {missing} did not join within {JOIN_S:g} s"
-        raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)]) from None
+        raise ConfigError([ConfigIssue("WORLD_SIZE", message, environment.world_size)]) from None
     except ForgedMessageError:
         raise ConfigError([ConfigIssue("MASTER_ADDR", _FORGED, where)]) from None
     return channel, members, nonces
@@ -135,23 +140,27 @@ def _devices() -> list[str]:
         raise ConfigError([ConfigIssue("launch.backend", message)]) from None
 
 
-def counted(found: ClusterEnvironment, members: list[dict[str, Any]] | None) -> ClusterEnvironment:
+def counted(
+    environment: ClusterEnvironment, members: list[dict[str, Any]] | None
+) -> ClusterEnvironment:
     """Complete the environment by how many ranks each node has.
 
     Raises:
         ConfigError: Not all have as many.
     """
     assert members is not None
-    given = [member["local_rank"] for member in members]
-    nproc = max(given) + 1
-    if given != list(range(nproc)) * (found.world_size // nproc):
+    local_ranks = [member["local_rank"] for member in members]
+    nproc = max(local_ranks) + 1
+    if local_ranks != list(range(nproc)) * (environment.world_size // nproc):
         message = (
-            f"ranks 0 to {found.world_size - 1} have the local ranks {plain(given)}; start as many "
-            "on each node, those of one node in a row (srun --distribution=block)"
+            f"ranks 0 to {environment.world_size - 1} have the local ranks {plain(local_ranks)}; "
+            "start as many on each node, those of one node in a row (srun --distribution=block)"
         )
-        raise ConfigError([ConfigIssue("WORLD_SIZE", message, found.world_size)])
+        raise ConfigError([ConfigIssue("WORLD_SIZE", message, environment.world_size)])
     seen = [[*member["devices"]] for member in members]
-    return dataclasses.replace(found, local_world_size=nproc, devices=devices_each(seen, nproc))
+    return dataclasses.replace(
+        environment, local_world_size=nproc, devices=devices_each(seen, nproc)
+    )
 
 
 def devices_each(seen: Sequence[Sequence[str]], nproc: int) -> int:

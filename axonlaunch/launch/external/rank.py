@@ -49,7 +49,7 @@ training, so a short silence says nothing; a launcher notices a process that end
 
 
 def main(
-    found: ClusterEnvironment,
+    environment: ClusterEnvironment,
     resolve: Callable[[ClusterEnvironment], RunConfig],
     *,
     launch: LaunchConfig,
@@ -60,7 +60,7 @@ def main(
     """Be a rank.
 
     Args:
-        found: Which one.
+        environment: Which one.
         launch: What is said of the token.
         resolve: Makes the resolved configuration, on rank 0.
         launcher: What started it, watched.
@@ -75,34 +75,34 @@ def main(
         ConfigError: The ranks can't meet, or the configuration can't be run; rank 0 reports the
             latter.
     """
-    assert found.local_rank is not None
-    channel, members, nonces = join_ranks(found, message_key(found, launch))
+    assert environment.local_rank is not None
+    channel, members, nonces = join_ranks(environment, message_key(environment, launch))
     peers = Coordinator(
         channel,
         nonces=nonces,
-        member=found.rank,
-        members=found.world_size,
-        first_ranks=list(range(found.world_size)),
+        member=environment.rank,
+        members=environment.world_size,
+        first_ranks=list(range(environment.world_size)),
         lost_s=RANK_LOST_S,
         are_nodes=False,
     )
     proof = None
     with ExitStack() as folder:
-        if found.rank == 0:
+        if environment.rank == 0:
             try:
-                given = resolve(counted(found, members))
-                if (summary := run_dir.finished(given)) is not None:
+                resolved = resolve(counted(environment, members))
+                if (summary := run_dir.finished(resolved)) is not None:
                     _launch_nothing(peers, status=0)
-                    text = run_dir.finished_text(given, summary)
+                    text = run_dir.finished_text(resolved, summary)
                     print(text, file=sys.stderr if as_json else sys.stdout)
                     return 0, summary
                 announce = partial(print, file=sys.stderr)
                 # The others wait for what this sends them; no device is held yet by any.
-                proof = prove_layout(multiprocessing.get_context("spawn"), given)
+                proof = prove_layout(multiprocessing.get_context("spawn"), resolved)
                 if proof is not None:
                     announce(proof)
                 config = folder.enter_context(
-                    run_dir.open_run_dir(given, announce=announce, sharing=_sharing(given))
+                    run_dir.open_run_dir(resolved, announce=announce, sharing=_sharing(resolved))
                 )
             except ConfigError:
                 _launch_nothing(peers, status=2)
@@ -113,10 +113,10 @@ def main(
             if isinstance(frozen, int):
                 return frozen, None
             config = frozen
-        return _run(config, found, peers, launcher, proof, started=started, as_json=as_json)
+        return _run(config, environment, peers, launcher, proof, started=started, as_json=as_json)
 
 
-def fetch_for_node(config: RunConfig, found: ClusterEnvironment) -> None:
+def fetch_for_node(config: RunConfig, environment: ClusterEnvironment) -> None:
     """Bring a model of the Hugging Face Hub to this node, by one of its ranks.
 
     Rank 0 brought it to its own before it froze the configuration. The others of the node find it
@@ -125,7 +125,7 @@ def fetch_for_node(config: RunConfig, found: ClusterEnvironment) -> None:
     Raises:
         ConfigError: It can't be fetched.
     """
-    if found.rank == 0 or found.local_rank != 0:
+    if environment.rank == 0 or environment.local_rank != 0:
         return
     if problems := checks.fetch_model(config, here=True):
         raise ConfigError(problems)
@@ -140,7 +140,7 @@ def _launch_nothing(peers: Coordinator, *, status: int) -> None:
 
 def _run(
     config: RunConfig,
-    found: ClusterEnvironment,
+    environment: ClusterEnvironment,
     peers: Coordinator,
     launcher: LauncherProcess,
     proof: Proof | None,
@@ -148,12 +148,12 @@ def _run(
     started: float,
     as_json: bool,
 ) -> tuple[int, dict[str, Any] | None]:
-    assert found.local_rank is not None
+    assert environment.local_rank is not None
     assert config.launch.nproc != "auto"
-    assert found.master_addr is not None
-    assert found.master_port is not None
+    assert environment.master_addr is not None
+    assert environment.master_port is not None
     output, errors = os.dup(1), os.dup(2)
-    log = log_of(config, found.rank)
+    log = log_of(config, environment.rank)
     ranks.redirect(log)
     stream = tolerant(os.fdopen(errors if as_json else output, "w", buffering=1))
     console = RunConsole(stream=stream, is_plain=True)
@@ -161,13 +161,13 @@ def _run(
     # Not forked from this process, which has threads and a device.
     record.prediction = BackgroundEstimate(multiprocessing.get_context("spawn"), config)
     place = RankSpec(
-        rank=found.rank,
-        world_size=found.world_size,
-        local_rank=found.local_rank,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        local_rank=environment.local_rank,
         local_world_size=config.launch.nproc,
-        master_addr=found.master_addr,
-        port=found.master_port,
-        credentials=peers.channel.credentials.of(f"rank {found.rank}"),
+        master_addr=environment.master_addr,
+        port=environment.master_port,
+        credentials=peers.channel.credentials.of(f"rank {environment.rank}"),
         listener=None,
         log=log,
         pulse=HeartbeatTable.of(config.launch.nproc),
@@ -176,14 +176,14 @@ def _run(
     )
     asked = _Asked()
     peers.watch()
-    told_errors = tolerant(os.fdopen(errors, "w", buffering=1)) if not as_json else stream
-    watch = JobWatch(config, place, peers, launcher, record, console, told_errors)
+    error_stream = tolerant(os.fdopen(errors, "w", buffering=1)) if not as_json else stream
+    watch = JobWatch(config, place, peers, launcher, record, console, error_stream)
     watch.start()
     try:
-        fetch_for_node(config, found)
+        fetch_for_node(config, environment)
         ranks.claim_cores(place)
         monitor = ranks.monitor(
-            place, report=record if found.rank == 0 else _unshown, stop=asked.is_set
+            place, report=record if environment.rank == 0 else _unshown, stop=asked.is_set
         )
         # Not in a with statement: an error is reported before anything waits for the peers.
         world = ranks.join_world(config, place)
@@ -201,7 +201,7 @@ def _run(
     for ours, theirs in ((output, 1), (errors, 2)):
         os.dup2(ours, theirs)  # what is still to be said is for who started this process
     status = 130 if finished.interrupted else 0
-    if found.rank:
+    if environment.rank:
         return status, None
     assert not isinstance(everyone, Crash)
     from axonlaunch.events import merge_finished

@@ -97,11 +97,13 @@ def _with_collective(report: Report, missing: Sequence[MissingPeers]) -> Report:
     """
     if not missing:
         return report
-    one = next((one for one in missing if one.words), missing[0])
-    if report.kind == "hang" and not one.words:
+    peer = next((peer for peer in missing if peer.words), missing[0])
+    if report.kind == "hang" and not peer.words:
         return report
-    size = f" ({one.call.num_bytes:,} bytes)" if one.call.num_bytes else ""
-    reason = f"{report.reason}: {one.call.op} {one.call.number} of {one.call.axis}{size}{one.words}"
+    size = f" ({peer.call.num_bytes:,} bytes)" if peer.call.num_bytes else ""
+    reason = (
+        f"{report.reason}: {peer.call.op} {peer.call.number} of {peer.call.axis}{size}{peer.words}"
+    )
     return dataclasses.replace(report, kind="waiting", reason=reason)
 
 

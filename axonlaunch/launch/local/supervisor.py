@@ -171,7 +171,7 @@ class Supervisor:
     def _ended(self) -> Outcome:
         finished = [rank.finished for rank in self.ranks if rank.finished is not None]
         if self.others is not None:
-            stopped = any(one.interrupted for one in finished)
+            stopped = any(outcome.interrupted for outcome in finished)
             again = self._makes_room and stopped and not self._signals
             everyone = self.others.finish(finished, again=again)
             if isinstance(everyone, Crash):

@@ -258,7 +258,7 @@ class NodeMembership:
                     run_dir.open_run_dir(given, announce=self._console.line)
                 )
         except ConfigError as error:
-            _launch_nothing(peers, problems=[str(one) for one in error.problems])
+            _launch_nothing(peers, problems=[str(problem) for problem in error.problems])
             raise
         frozen = {
             "config": configuration.to_yaml(self._frozen),
