@@ -65,7 +65,7 @@ def conclusions(forecast: Forecast) -> Iterator[tuple[str, str, str]]:
         text = f"{size(known.reserved_bytes)} reserved by torch's allocator, "
         yield "on a GPU", text + f"{size(known.process_bytes)} by the process", ""
     if read := max(rank.read_bytes for rank in known.ranks):
-        yield "reading weights", f"at most {size(read)} of host memory at once per rank", ""
+        yield "weights", f"read with at most {size(read)} of host memory at once per rank", ""
     if forecast.host_memory is not None:
         style = "red" if forecast.host_memory.fits is False else ""
         yield "host memory", of_host(forecast.host_memory), style
