@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ def test_the_table_has_the_layouts_and_the_classes_of_the_version_that_it_names(
     if library.transformers().__version__ == proved().versions["transformers"]:
         assert set(proved().families) <= set(kinds)
         assert proved().classes == len(kinds)
+
+
+def test_no_reason_names_a_file_of_the_machine_that_it_was_found_on() -> None:
+    reasons = [why for one in proved().families.values() for why in one.refused.values()]
+    assert [why for why in reasons if re.search(r"(^|[\s(])/\w+/", why)] == []
 
 
 LEAST = {"fsdp 2": 150, "zero1 2": 150, "tensor 2": 95, "pipeline 2": 40, "context 2": 25}
