@@ -1,20 +1,15 @@
 """What a run reports while it trains: plain records, sent by the main rank to whoever shows them.
 
-It holds the records and the form of a line of ``events.jsonl``; nothing here shows or writes them.
+It holds the records; nothing here shows or writes them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-EVENTS = "events.jsonl"
-"""What happened to a run beside its steps, in its folder, in the order of time."""
+from typing import Literal, Protocol
 
 _LARGEST_EXPONENT = 709.0
 
@@ -206,18 +201,6 @@ def merge_finished(finished: Sequence[Finished]) -> Finished:
     """Return what the main rank, the first, reports, with the peak of the highest."""
     peaks = [rank.peak_memory_bytes for rank in finished if rank.peak_memory_bytes is not None]
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
-
-
-def event_line(kind: str, fields: Mapping[str, Any]) -> str:
-    """Return a line of ``events.jsonl``: the time in seconds since 1970, the kind, its fields.
-
-    Numbers that are infinite or not a number, which JSON has not, are null.
-    """
-    known = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in fields.items()
-    }
-    return json.dumps({"time": round(time.time(), 3), "event": kind, **known}) + "\n"
 
 
 class Beat(Protocol):

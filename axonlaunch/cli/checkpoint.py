@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import Json, Trust, print_json
+from axonlaunch.cli.options import Json, Trust, print_json, refuse, show_help
 from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
@@ -50,10 +50,7 @@ checkpoint_app = typer.Typer(
 )
 
 
-@checkpoint_app.callback()
-def _root(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+checkpoint_app.callback()(show_help)
 
 
 @checkpoint_app.command("ls", help="List a run's checkpoints: step, size, age, layout, loss.")
@@ -116,7 +113,7 @@ def check_files(run_dir: RunDir, trust: Trust = False, as_json: Json = False) ->
         for checkpoint in _all(run_dir):
             problems[str(checkpoint.path)] = diff.faults(checkpoint, _config(checkpoint, trust))
     if not problems:
-        _refuse(f"{run_dir}: contains no checkpoint")
+        refuse(f"{run_dir}: contains no checkpoint")
     passed = not any(problems.values())
     if as_json:
         print_json({"passed": passed, "checkpoints": problems})
@@ -213,9 +210,9 @@ def export(
     """Write weights as safetensors."""
     dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     if form != "safetensors":
-        _refuse(f"--format={form}: is not supported; use safetensors")
+        refuse(f"--format={form}: is not supported; use safetensors")
     if dtype is not None and dtype not in dtypes:
-        _refuse(f"--dtype={dtype}: is not supported; use fp32, bf16 or fp16")
+        refuse(f"--dtype={dtype}: is not supported; use fp32, bf16 or fp16")
     checkpoint = _checkpoint(run_dir)
     config = _config(checkpoint, trust)
     with spinner("writing"):
@@ -282,8 +279,7 @@ def _checkpoint(path: Path) -> Checkpoint:
             else "; ".join(f"{p} {why}" for p, why in corrupt_checkpoints(path).items())
         )
     if checkpoint is None:
-        _refuse(wrong or f"{path}: contains no checkpoint; give a run or a checkpoint")
-    assert checkpoint is not None
+        refuse(wrong or f"{path}: contains no checkpoint; give a run or a checkpoint")
     return checkpoint
 
 
@@ -300,10 +296,4 @@ def _folder(path: Path) -> None:
     with reaching(path):
         is_folder = path.is_dir()
     if not is_folder:
-        _refuse(f"{path}: there is no such folder{meant_below_runs(path)}")
-
-
-def _refuse(message: str) -> None:
-    from axonlaunch.config import ConfigError, ConfigIssue
-
-    raise ConfigError([ConfigIssue("", message)])
+        refuse(f"{path}: there is no such folder{meant_below_runs(path)}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json
+from axonlaunch.cli.options import ConfigDir, ConfigName, Json, Overrides, print_json, show_help
 from axonlaunch.launch.output.spinner import spinner
 
 if TYPE_CHECKING:
@@ -34,10 +34,7 @@ data_app = typer.Typer(
 )
 
 
-@data_app.callback()
-def _root(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+data_app.callback()(show_help)
 
 
 @data_app.command("show", help="Show tokens, and which count, of the first rows of a run.")

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -42,6 +42,23 @@ def preloads(overrides: Sequence[str] | None) -> list[str]:
     """Return modules that the fork server is to import, as far as overrides say."""
     of_hf = ("model=hf", "+model=hf", "model.name=hf")
     return ["axonlaunch.models.hf.preload"] if {*of_hf} & {*(overrides or ())} else []
+
+
+def show_help(context: typer.Context) -> None:
+    """Show what a command with commands of its own has, where none of them is given."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def refuse(message: str) -> NoReturn:
+    """End the command with one error that is of no key.
+
+    Raises:
+        ConfigError: Always.
+    """
+    from axonlaunch.config import ConfigError, ConfigIssue
+
+    raise ConfigError([ConfigIssue("", message)])
 
 
 def print_json(content: dict[str, Any]) -> None:

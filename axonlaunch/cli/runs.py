@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axonlaunch.cli.options import Json, print_json
+from axonlaunch.cli.options import Json, print_json, refuse
 
 if TYPE_CHECKING:
     from axonlaunch.diagnostics.report.run_record import RunRecord
@@ -32,9 +32,9 @@ class _Condition:
 
     def holds(self, run: RunRecord) -> bool:
         """Whether a run has this status, or this setting."""
-        found = run.status if self.key == "status" else run.config.get(self.key)
-        text = {True: "true", False: "false", None: "null"}.get(found, found)  # type: ignore[arg-type]
-        return str(text) == self.value
+        from axonlaunch.config.errors import plain
+
+        return plain(run.status if self.key == "status" else run.config.get(self.key)) == self.value
 
 
 def command(
@@ -56,7 +56,7 @@ def command(
 
     conditions = [_condition(text) for text in where or []]
     if not folder.is_dir():
-        _refuse(f"{folder}: there is no such folder")
+        refuse(f"{folder}: there is no such folder")
     runs = [run for run in find_runs(folder) if all(one.holds(run) for one in conditions)]
     rows = sorted((_row(run) for run in runs), key=lambda row: -row["changed_at"])
     if as_json:
@@ -70,7 +70,7 @@ def command(
 def _condition(text: str) -> _Condition:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        _refuse(f"--where {text}: write KEY=VALUE, model.name=llama or status=failed")
+        refuse(f"--where {text}: write KEY=VALUE, model.name=llama or status=failed")
     return _Condition(key, value)
 
 
@@ -115,9 +115,3 @@ def _show(rows: list[dict[str, Any]], folder: Path) -> None:
             ago(time.time() - row["changed_at"]),
         )
     Console(highlight=False).print(table)
-
-
-def _refuse(message: str) -> None:
-    from axonlaunch.config import ConfigError, ConfigIssue
-
-    raise ConfigError([ConfigIssue("", message)])

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from axonlaunch.cli.options import refuse
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -42,14 +44,12 @@ def command(
     if tui:
         _follow_in_terminal(data)
         return
-    from axonlaunch.config import ConfigError, ConfigIssue
     from axonlaunch.diagnostics.report.server import RunServer
 
     try:
         server = RunServer(data, title=record.name, port=port)
     except OSError as error:
-        message = f"--port {port}: can't listen on it ({error.strerror}); use another, or 0"
-        raise ConfigError([ConfigIssue("", message)]) from None
+        refuse(f"--port {port}: can't listen on it ({error.strerror}); use another, or 0")
     typer.echo(f"{record.path}: {server.url}  (Ctrl-C ends it)")
     if show:
         import webbrowser
@@ -59,12 +59,11 @@ def command(
 
 
 def _newest(folder: Path) -> Path:
-    from axonlaunch.config import ConfigError, ConfigIssue
     from axonlaunch.diagnostics.report.run_record import find_runs
 
     runs = list(find_runs(folder))
     if not runs:
-        raise ConfigError([ConfigIssue("", f"{folder} holds no run; name the folder of one")])
+        refuse(f"{folder} holds no run; name the folder of one")
     return max(runs, key=lambda run: (run.path / "config.yaml").stat().st_mtime).path
 
 

@@ -33,26 +33,19 @@ from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.plain import LARGEST_YAML, read_yaml
 from axonlaunch.config.url import is_url
-from axonlaunch.events import EVENTS, event_line
 from axonlaunch.system import host
 from axonlaunch.system.files import (
     NotRegularError,
-    append_text,
     is_there,
     opened,
     read_text,
     replace_text,
 )
+from axonlaunch.system.run_files import CRASH, EVENTS, METRICS, SUMMARY, append_event
 from axonlaunch.system.version_control import commit_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk without space, or without space for this user, refuses a write with."""
-METRICS = "metrics.jsonl"
-SUMMARY = "summary.json"
-ESTIMATE = "estimate.json"
-"""The estimated peak of each distinct rank with its parts, as ``estimate`` finds it."""
-CRASH = "crash.json"
-"""Who failed first and why, in the folder of a run that failed."""
 
 _LEARNED = ("seed", "model", "data", "optimizer", "scheduler")
 _LEARNED_OF_TRAIN = ("global_batch_size", "grad_clip", "precision")
@@ -99,7 +92,7 @@ def open_run_dir(
             (folder / CRASH).unlink(missing_ok=True)  # of a run before
             if not is_submitted:
                 about = {"machine": socket.gethostname(), "commit": commit_of(Path.cwd())}
-                append_text(folder / EVENTS, event_line("launched", about))
+                append_event(folder, "launched", about)
         except OSError as error:
             raise _cannot_create(error) from None
         yield config

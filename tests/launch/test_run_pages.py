@@ -79,6 +79,25 @@ def test_runs_lists_them_with_their_status_and_filters(run: Path, served: Comman
     assert served("runs", "--where", "status=failed").stdout == "runs holds no run of this kind\n"
 
 
+@pytest.mark.parametrize(
+    ("condition", "number"),
+    [
+        ("train.steps=1", 1),
+        ("train.steps=true", 0),
+        ("model.is_causal=true", 1),
+        ("plugins=[]", 1),
+        ("seed=null", 1),
+    ],
+)
+def test_a_condition_holds_for_the_value_as_it_is_written(
+    condition: str, number: int, served: Command
+) -> None:
+    extra = "model.is_causal: true\nplugins: []\nseed: null\n"
+    run_folder(served.folder / "runs/demo", steps=1, extra_config=extra)
+    found = json.loads(served("runs", "--where", condition, "--json").stdout)["runs"]
+    assert len(found) == number
+
+
 def test_report_writes_the_page_into_the_runs_folder(run: Path, served: Command) -> None:
     assert served("report", "runs/demo").stdout == "runs/demo/report.html\n"
     assert "fsdp 2" in (run / "report.html").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from axonlaunch.config.errors import plain
 from axonlaunch.diagnostics.report.run_record import RunRecord
 
 _OWN = ("name", "run_dir")
@@ -39,12 +40,7 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 
 
 def _written(config: dict[str, Any], key: str) -> str:
-    if key not in config:
-        return _ABSENT
-    value = config[key]
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    return plain(config[key]) if key in config else _ABSENT
 
 
 def _last(run: RunRecord, key: str) -> Any:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from axonlaunch.config.errors import plain
 from axonlaunch.config.url import is_url
 from axonlaunch.diagnostics import step_breakdown
 from axonlaunch.diagnostics.report.comparison import changed_settings, results
@@ -112,7 +113,7 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
         ],
         "crash": _crash(run),
         "notes": [*run.notes, *(str(event.get("text")) for event in run.of_kind("noted"))],
-        "config": [[key, _plain(value)] for key, value in run.config.items()],
+        "config": [[key, plain(value)] for key, value in run.config.items()],
     }
 
 
@@ -253,12 +254,6 @@ def _rounded(value: float | None) -> float | None:
     if value is None or isinstance(value, int):
         return value
     return float(f"{value:.{_DIGITS}g}")
-
-
-def _plain(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
 
 
 def _short(value: Any) -> str | None:

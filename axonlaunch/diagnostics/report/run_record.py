@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from axonlaunch.config import CONFIG
 from axonlaunch.config.plain import flatten, read_yaml
-from axonlaunch.events import EVENTS
 from axonlaunch.system.files import opened
+from axonlaunch.system.run_files import CRASH, ESTIMATE, EVENTS, METRICS, SUMMARY
 
 RunStatus = Literal["running", "done", "interrupted", "failed", "killed"]
 
-CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
-CRASH, ESTIMATE = "crash.json", "estimate.json"
 FILES = (CONFIG, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE)
 """Of a run's folder, all that is read."""
 _LARGEST = 1 << 30

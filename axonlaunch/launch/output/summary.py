@@ -16,7 +16,7 @@ from axonlaunch import checkpoint
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.url import is_url
-from axonlaunch.events import EVENTS, Event, Listener, Started, StepLogged, event_line
+from axonlaunch.events import Event, Listener, Started, StepLogged
 from axonlaunch.launch import run_dir
 from axonlaunch.launch.failures.outcome import Outcome
 from axonlaunch.launch.failures.report import Crash, plain_error
@@ -29,6 +29,7 @@ from axonlaunch.launch.output.console import (
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.system.files import append_text
 from axonlaunch.system.formatting import quantity, size
+from axonlaunch.system.run_files import CRASH, ESTIMATE, EVENTS, SUMMARY, append_event
 from axonlaunch.system.strict_json import finite
 from axonlaunch.verification.result import Proof
 
@@ -152,10 +153,10 @@ def finish_run(
         except OSError as error:
             _say_refused("what an interrupted save has left could not be deleted", error)
     summary = finite(summary)
-    is_written = _write(config, run_dir.SUMMARY, summary)
+    is_written = _write(config, SUMMARY, summary)
     _append_event(config, "ended", {"status": status, "step": summary["steps"]})
     summary |= _estimated(config, record.prediction, console, is_done=status == "done")
-    is_written = is_written and _write(config, run_dir.SUMMARY, summary)
+    is_written = is_written and _write(config, SUMMARY, summary)
     if finished is not None or outcome.killed:
         rows = _rows(config, summary, counted=record.counted)
         if interrupted:
@@ -191,7 +192,7 @@ def _log(config: RunConfig, text: str) -> None:
 def _append_event(config: RunConfig, kind: str, fields: dict[str, Any]) -> None:
     """Add a line to ``events.jsonl``, or say that it takes none."""
     try:
-        append_text(Path(config.run_dir) / EVENTS, event_line(kind, fields))
+        append_event(Path(config.run_dir), kind, fields)
     except OSError as error:
         _say_refused(f"{EVENTS} could not be written", error)
 
@@ -216,7 +217,7 @@ def _estimated(
         text = f"summary.json has no predicted_peak_bytes: {prediction.reason}\n"
         _log(config, text + prediction.traceback)
         return {}
-    _write(config, run_dir.ESTIMATE, dataclasses.asdict(prediction.estimate))
+    _write(config, ESTIMATE, dataclasses.asdict(prediction.estimate))
     return {"predicted_peak_bytes": prediction.estimate.peak_bytes}
 
 
@@ -234,7 +235,7 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
         "hint": None,
         "followers": [{"rank": rank, "reason": reason} for rank, reason in crash.followers],
     }
-    is_written = _write(config, run_dir.CRASH, content)
+    is_written = _write(config, CRASH, content)
     first = crash.first
     _append_event(
         config, "failed", {"rank": first.rank, "step": first.step, "reason": first.reason}
@@ -244,7 +245,7 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
     if hint:
         show_hint(console, hint)
         if is_written:
-            _write(config, run_dir.CRASH, {**content, "hint": hint})
+            _write(config, CRASH, {**content, "hint": hint})
 
 
 def coordinates(config: RunConfig, rank: int) -> dict[str, int]:

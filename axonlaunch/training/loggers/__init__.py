@@ -15,7 +15,6 @@ from typing import Any
 from axonlaunch.config import RunConfig, to_tree
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.events import (
-    EVENTS,
     Evaluated,
     Event,
     Listener,
@@ -25,6 +24,7 @@ from axonlaunch.events import (
 )
 from axonlaunch.system.files import read_text, replace_text
 from axonlaunch.system.frame_origin import frame_owner
+from axonlaunch.system.run_files import EVENTS, METRICS
 from axonlaunch.training.loggers.base import Logger, Number, RunInfo
 from axonlaunch.training.loggers.event_log import EventLog
 from axonlaunch.training.loggers.jsonl import JSONLLogger
@@ -59,7 +59,7 @@ class RunLoggers:
             OSError: The run folder can't be read or written.
         """
         folder = Path(config.run_dir)
-        self._jsonl = JSONLLogger(folder / "metrics.jsonl", resumed_at=resumed_at)
+        self._jsonl = JSONLLogger(folder / METRICS, resumed_at=resumed_at)
         self._events = EventLog(folder, world_size=world_size)
         self._report = report
         self._state = folder / _STATE

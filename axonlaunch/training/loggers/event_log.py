@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from axonlaunch.events import EVENTS, Event, Finished, Started, StepDone, StepLogged, event_line
-from axonlaunch.system.files import append_text
+from axonlaunch.events import Event, Finished, Started, StepDone, StepLogged
+from axonlaunch.system.run_files import append_event
 
 
 class EventLog:
@@ -29,7 +29,7 @@ class EventLog:
             folder: The run's.
             world_size: Ranks of this attempt.
         """
-        self._path = folder / EVENTS
+        self._folder = folder
         self._world_size = world_size
 
     def __call__(self, event: Event) -> None:
@@ -43,7 +43,7 @@ class EventLog:
         fields: dict[str, Any] = asdict(event)
         if isinstance(event, Started):
             fields |= {"world_size": self._world_size, **_about_this_process()}
-        append_text(self._path, event_line(name_of(event), fields))
+        append_event(self._folder, name_of(event), fields)
 
 
 def name_of(event: Event) -> str:
@@ -53,6 +53,9 @@ def name_of(event: Event) -> str:
 
 
 def _about_this_process() -> dict[str, Any]:
-    versions = {name: version(name) for name in ("axonlaunch", "torch")}
-    versions |= {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {
+        "axonlaunch": version("axonlaunch"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     return {"machine": socket.gethostname(), "versions": versions}
