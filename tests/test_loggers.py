@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import shutil
 import struct
 import sys
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -345,10 +347,15 @@ def test_a_resumed_run_continues_its_run_of_trackio(tmp_path: Path) -> None:
     trackio = pytest.importorskip("trackio")
     import sqlite3
 
-    project = "".join(tmp_path.parts[-2:])  # trackio keeps all in one folder, found on import
-    train_twice(tmp_path / "run", f"loggers=[{{name: trackio, project: {project}}}]")
-    with sqlite3.connect(trackio.utils.TRACKIO_DIR / f"{project}.db") as store:
-        rows = store.execute("SELECT run_name, step FROM metrics ORDER BY id").fetchall()
+    # Trackio keeps all in one folder, found on import, also from one run of the tests to the next.
+    project = f"test-{uuid.uuid4().hex}"
+    try:
+        train_twice(tmp_path / "run", f"loggers=[{{name: trackio, project: {project}}}]")
+        with sqlite3.connect(trackio.utils.TRACKIO_DIR / f"{project}.db") as store:
+            rows = store.execute("SELECT run_name, step FROM metrics ORDER BY id").fetchall()
+    finally:
+        for file in trackio.utils.TRACKIO_DIR.glob(f"{project}*"):
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
     assert len({name for name, _ in rows}) == 1
     steps = [step for _, step in rows]
     assert is_sorted(steps)
