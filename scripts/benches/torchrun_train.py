@@ -3,11 +3,13 @@
 import argparse
 import os
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +18,8 @@ from axonlaunch.config.model import GPTConfig
 from axonlaunch.models.build import build_model
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
+    """Return what a rival is asked to train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -26,10 +29,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, required=True)
     parser.add_argument("--log-every", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Train our GPT."""
+    args = arguments()
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
     config = GPTConfig(
         hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=4
     )
@@ -37,17 +43,30 @@ def main() -> None:
     if args.strategy == "ddp":
         model = DistributedDataParallel(model)
     else:
-        mesh = init_device_mesh("cpu", (world,))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard(model, model.layers)
+    train(args, model, lambda tokens: model(tokens))
+
+
+def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Shard each layer, and the rest."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def train(
+    args: argparse.Namespace, model: nn.Module, logits_of: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Train a model, and write the seconds of each step that is logged."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     torch.manual_seed(rank)
     tokens = torch.randint(0, 256, (args.batch // world, args.length + 1))
     seconds = []
     since = time.perf_counter()
     for step in range(1, args.steps + 1):
-        logits = model(tokens[:, :-1])
+        logits = logits_of(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,21 +57,39 @@ def data(model: Path, packing: str) -> list[str]:
 @cache
 def plain_losses(model: Path, packing: str) -> list[float]:
     """Losses of transformers' model and torch's AdamW, each document run by itself."""
+
+    def summed(net: Any, batch: Any) -> Iterator[tuple[torch.Tensor, int]]:
+        for tokens, targets in documents(batch, texts(model)):
+            logits = net(input_ids=tokens[None]).logits[0]
+            loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
+            yield loss, int((targets != IGNORE_INDEX).sum())
+
+    return plainly_trained(model, data(model, packing), summed)
+
+
+def plainly_trained(
+    model: Path,
+    overrides: list[str],
+    summed: Callable[[Any, Any], Iterator[tuple[torch.Tensor, int]]],
+) -> list[float]:
+    """Losses of steps over batches, whose parts are run by themselves.
+
+    Args:
+        model: Folder of a model of transformers.
+        overrides: Of the data.
+        summed: A model and a batch to the summed loss of each part and its counted targets.
+    """
     import transformers
 
-    chosen = run_config(
-        [*hf_loops.SETTINGS, f"model.path={model}", "strategy=single", *data(model, packing)]
-    )
+    chosen = run_config([*hf_loops.SETTINGS, f"model.path={model}", "strategy=single", *overrides])
     net: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = hf_loops.adamw(net.train())
     losses = []
     for batch in hf_loops.batches(chosen):
         optimizer.zero_grad()
         total, count = torch.zeros(()), 0
-        for tokens, targets in documents(batch, texts(model)):
-            logits = net(input_ids=tokens[None]).logits[0]
-            total = total + F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
-            count += int((targets != IGNORE_INDEX).sum())
+        for loss, counted in summed(net, batch):
+            total, count = total + loss, count + counted
         (total / count).backward()
         optimizer.step()
         losses.append(total.item() / count)
@@ -149,25 +168,13 @@ def answers(model: Path) -> dict[tuple[int, ...], list[int]]:
 @cache
 def plain_chat_losses(model: Path, packing: str) -> list[float]:
     """Losses of transformers' model with its own labels, each chat run by itself."""
-    import transformers
 
-    chosen = run_config(
-        [*hf_loops.SETTINGS, f"model.path={model}", "strategy=single", *chats(model, packing)]
-    )
-    net: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    optimizer = hf_loops.adamw(net.train())
-    losses = []
-    for batch in hf_loops.batches(chosen):
-        optimizer.zero_grad()
-        total, count = torch.zeros(()), 0
+    def summed(net: Any, batch: Any) -> Iterator[tuple[torch.Tensor, int]]:
         for tokens, labels in known_chats(batch, answers(model)):
             counted = int((labels[1:] != IGNORE_INDEX).sum())
-            found = net(input_ids=tokens[None], labels=labels[None])
-            total, count = total + found.loss * counted, count + counted
-        (total / count).backward()
-        optimizer.step()
-        losses.append(total.item() / count)
-    return losses
+            yield net(input_ids=tokens[None], labels=labels[None]).loss * counted, counted
+
+    return plainly_trained(model, chats(model, packing), summed)
 
 
 def known_chats(
