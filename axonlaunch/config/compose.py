@@ -58,8 +58,8 @@ class Composed:
 
     def origins(self) -> dict[str, str]:
         """Return what set each leaf: a file, or ``"override "`` and the override."""
-        given = {key: OVERRIDE_ORIGIN + text for key, text in self.given.items()}
-        return {**self.in_files(), **given}
+        overridden = {key: OVERRIDE_ORIGIN + text for key, text in self.given.items()}
+        return {**self.in_files(), **overridden}
 
 
 def packaged_configs() -> Path:

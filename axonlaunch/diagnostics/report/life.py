@@ -30,21 +30,23 @@ class Span:
 
 def spans(run: RunRecord) -> list[Span]:
     """Return what happened, by its start."""
-    found = list(_attempts(run))
+    attempts = list(_attempts(run))
     for event in run.of_kind("saved"):
         seconds, stalled = _number(event, "seconds"), _number(event, "stalled_s")
         text = f"saved step {event.get('step')} in {seconds:.1f} s, of which training waited "
-        found.append(Span("save", event["time"] - seconds, event["time"], f"{text}{stalled:.1f} s"))
+        attempts.append(
+            Span("save", event["time"] - seconds, event["time"], f"{text}{stalled:.1f} s")
+        )
     for event in run.of_kind("evaluated"):
         text = f"evaluated after step {event.get('step')}: loss {event.get('eval_loss')}"
-        found.append(Span("evaluation", event["time"], event["time"], text))
+        attempts.append(Span("evaluation", event["time"], event["time"], text))
     last = None
     for event in run.of_kind("failed"):
         text = f"rank {event.get('rank')}: {event.get('reason')}"
         if text != last:  # every node says it
-            found.append(Span("failure", event["time"], event["time"], text))
+            attempts.append(Span("failure", event["time"], event["time"], text))
         last = text
-    return sorted(found, key=lambda span: span.start)
+    return sorted(attempts, key=lambda span: span.start)
 
 
 def step_seconds(run: RunRecord) -> float:
@@ -68,7 +70,7 @@ def goodput(run: RunRecord) -> float | None:
 
 def _attempts(run: RunRecord) -> list[Span]:
     """Return from each start of the ranks to what ended them, or to the last that was heard."""
-    found: list[Span] = []
+    attempts: list[Span] = []
     began: dict[str, Any] | None = None
     last = 0.0
     for event in run.events:
@@ -77,15 +79,15 @@ def _attempts(run: RunRecord) -> list[Span]:
             began = {**event, "time": began["time"]}
         elif kind in ("launched", "started"):
             if began is not None:  # it was killed
-                found.append(_attempt(began, last))
+                attempts.append(_attempt(began, last))
             began = event
         last = event["time"]
         if began is not None and kind in ("failed", "ended"):
-            found.append(_attempt(began, last))
+            attempts.append(_attempt(began, last))
             began = None
     if began is not None:
-        found.append(_attempt(began, last))
-    return found
+        attempts.append(_attempt(began, last))
+    return attempts
 
 
 def _attempt(began: dict[str, Any], end: float) -> Span:

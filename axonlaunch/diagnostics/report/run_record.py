@@ -1,4 +1,4 @@
-"""A run as its folder tells of it: whole, still running, crashed, or half written.
+"""A run as its folder has it: whole, still running, crashed, or half written.
 
 Whatever is missing or can't be read is left out and named in ``notes``; nothing here raises for it.
 """
@@ -184,30 +184,30 @@ class _Files:
         if content is None:
             return None
         try:
-            found = json.loads(content)
-            if not isinstance(found, dict):
+            value = json.loads(content)
+            if not isinstance(value, dict):
                 raise TypeError("not an object")
         except (ValueError, TypeError, RecursionError) as error:
             self.notes.append(f"{name} can't be read: {error}")
             return None
-        return found
+        return value
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Return the whole lines of a file; half a one at its end is being written."""
         content = self._content(name, _LARGEST)
-        found, unreadable = [], 0
+        lines, unreadable = [], 0
         for text in (content or b"").split(b"\n")[:-1]:
             try:
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 line = None
             if isinstance(line, dict):
-                found.append(line)
+                lines.append(line)
             else:
                 unreadable += 1
         if unreadable:
             self.notes.append(f"{unreadable} of the lines of {name} can't be read")
-        return found
+        return lines
 
     def _content(self, name: str, at_most: int) -> bytes | None:
         try:

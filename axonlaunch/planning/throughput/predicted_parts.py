@@ -29,8 +29,8 @@ def predicted_parts(config: RunConfig) -> dict[str, float]:
     assert config.hardware is not None
     config = resolve_anywhere(replace_with_synthetic(config))
     assert config.hardware is not None
-    found: dict[str, float] = {}
+    by_kind: dict[str, float] = {}
     for name, seconds in throughput(config, config.hardware).breakdown.items():
         kind = _KINDS.get(name, name.replace("communication", "exposed communication"))
-        found[kind] = found.get(kind, 0.0) + seconds
-    return found
+        by_kind[kind] = by_kind.get(kind, 0.0) + seconds
+    return by_kind
