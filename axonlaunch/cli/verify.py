@@ -135,7 +135,7 @@ def _proved(verdict: ParityResult) -> str:
         f"{verdict.parameters_moved} moved"
     )
     if verdict.frozen_parameters:
-        proved += f"; {verdict.frozen_parameters} are frozen, and have no gradient to compare"
+        proved += f"; {len(verdict.frozen_parameters)} are frozen, and have no gradient to compare"
     names = verdict.unproved_parameters
     if not names:
         return proved

@@ -41,7 +41,7 @@ def parameter_facts(spec: ModelSpec, model: nn.Module) -> dict[str, ParameterFac
 
 
 @dataclass(frozen=True)
-class Shares:
+class TrainingShares:
     """What training keeps beside the bytes of a model's parameters, as shares of those.
 
     Attributes:

@@ -27,7 +27,7 @@ from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.text_rows import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.parameter_facts import Shares
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.models.trained import frozen_problems
 from axonlaunch.preflight.checkpoint import checkpoint_problems
@@ -340,7 +340,7 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
     count = sum(p.numel() for p in model.parameters())
     parameters = count // (layout.tensor * layout.pipeline)
     element = config.train.parameter_bytes
-    shares = Shares.of(config)
+    shares = TrainingShares.of(config)
     per_element = element * (
         1 / layout.parameter_shards
         + shares.gradients / layout.gradient_shards
@@ -378,7 +378,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    per_checkpoint = count * config.train.parameter_bytes * (1 + Shares.of(config).states)
+    per_checkpoint = count * config.train.parameter_bytes * (1 + TrainingShares.of(config).states)
     needed = int(per_checkpoint) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known

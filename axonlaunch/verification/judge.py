@@ -72,7 +72,7 @@ def judge(
         parameters=len(reference.start),
         parameters_with_gradient=len(proved.with_gradient),
         parameters_moved=len(proved.moved),
-        frozen_parameters=len(reference.frozen),
+        frozen_parameters=[*reference.frozen],
         unproved_parameters=[
             name
             for name in reference.start

@@ -20,7 +20,7 @@ from axonlaunch.comm import World
 from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.engines.tensor.local_parameters import TensorAxis
 from axonlaunch.models.build import build_model, on_meta
-from axonlaunch.models.parameter_facts import Shares
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.verification import compare
 from axonlaunch.verification.plan import ComparisonPlan
 
@@ -87,8 +87,8 @@ def test_one_process_gives_what_torch_gives_of_parameters_that_require_no_gradie
 
 
 def test_what_is_frozen_has_no_states_and_no_gradients() -> None:
-    everything = Shares.of(run_config([*SMALL, "strategy=single"]))
-    some = Shares.of(run_config([*SMALL, *FROZEN, "strategy=single"]))
+    everything = TrainingShares.of(run_config([*SMALL, "strategy=single"]))
+    some = TrainingShares.of(run_config([*SMALL, *FROZEN, "strategy=single"]))
     assert everything.gradients == 1
     per_gradient = [one.states / one.gradients for one in (everything, some)]
     assert per_gradient == pytest.approx([2, 2], rel=0.01)  # and a count of steps
@@ -159,7 +159,7 @@ def test_verify_compares_what_is_trained_and_counts_what_is_frozen(layout: str) 
     assert verdict.passed, verdict.differences
     model = on_meta(chosen, seed=0)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert verdict.frozen_parameters == len(frozen)
+    assert set(verdict.frozen_parameters) == frozen
     assert frozen.isdisjoint(verdict.unproved_parameters)
 
 

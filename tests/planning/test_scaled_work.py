@@ -8,7 +8,7 @@ import pytest
 from configured import estimate_config
 
 from axonlaunch.config.layout import Layout
-from axonlaunch.models.parameter_facts import Shares
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.planning.memory import analytic
 from axonlaunch.planning.memory.analytic import on_one_device
 from axonlaunch.planning.memory.estimate import estimate
@@ -101,7 +101,7 @@ def test_memory_by_formulas_is_near_what_is_traced(
     chosen = estimate_config([*MODEL, *words.split()])
     layout = Layout.of(chosen, world_size=2)
     reported = analytic.peak_bytes(
-        chosen, layout, work=one, activations=held, layers=4, shares=Shares()
+        chosen, layout, work=one, activations=held, layers=4, shares=TrainingShares()
     )
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
 

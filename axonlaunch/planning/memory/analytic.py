@@ -18,7 +18,7 @@ from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.models import fake_tensor_cache
 from axonlaunch.models.figures import model_figures
-from axonlaunch.models.parameter_facts import Shares
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.planning.memory import cuda_process
 from axonlaunch.planning.throughput.step_work import SAMPLES, StepWork, reduced_config, step_work
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -63,7 +63,7 @@ class Formulas:
 
     one: StepWork
     held: dict[str, ActivationBytes]
-    shares: Shares = field(default_factory=Shares)
+    shares: TrainingShares = field(default_factory=TrainingShares)
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -78,7 +78,7 @@ class Formulas:
             partial(activations, alone),
         ]
         work, by_mode = forked_map.map_forked(runs, memory=fake_tensor_cache.recipes)
-        return cls(work, by_mode, Shares.of(config))
+        return cls(work, by_mode, TrainingShares.of(config))
 
     def process_bytes(self, config: RunConfig, layout: Layout | None = None) -> float:
         """Return what the highest rank of a layout holds of its device, about.
@@ -155,7 +155,7 @@ def peak_bytes(
     work: StepWork,
     activations: dict[str, ActivationBytes],
     layers: int,
-    shares: Shares,
+    shares: TrainingShares,
 ) -> float:
     """Return what the first and the last stage together hold at most: no rank holds more.
 
@@ -199,7 +199,7 @@ def states(
     whole: float,
     layer: float,
     ends: float,
-    shares: Shares,
+    shares: TrainingShares,
 ) -> dict[Category, float]:
     """Return what parameters, gradients and optimizer states take of a rank's device, in bytes.
 

@@ -15,7 +15,7 @@ from axonlaunch.config.parameter_groups import state_bytes
 from axonlaunch.engines.pipeline.split import cut, parts
 from axonlaunch.engines.pipeline.tied_weights import tied_names
 from axonlaunch.models.build import spec_for
-from axonlaunch.models.parameter_facts import Shares, parameter_facts
+from axonlaunch.models.parameter_facts import TrainingShares, parameter_facts
 from axonlaunch.planning.memory.analytic import states
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.planning.tracing.reduced_run import ReducedRun
@@ -60,7 +60,7 @@ def _of_rank(reduced: ReducedRun, place: int) -> RankEstimate:
     ties = tied_names(reduced.model)
     names = [ties.get(n, n) for module in modules for n, _ in module.named_parameters()]
     trained = [facts[name] for name in names if name in facts]
-    shares = Shares(
+    shares = TrainingShares(
         gradients=element * sum(math.prod(one.shape) for one in trained) / max(1, whole),
         states=state_bytes(config.optimizer, trained, parameter_bytes=element) / max(1, whole),
     )

@@ -15,7 +15,7 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import timeline
-from axonlaunch.models.parameter_facts import Shares
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
     Amount,
@@ -117,7 +117,7 @@ class StepTime:
         shards = layout.tensor * layout.pipeline * layout.dp_shard * layout.context
         state_bytes = self._config.train.parameter_bytes * work.parameters / shards
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
-        shares = Shares.of(self._config)
+        shares = TrainingShares.of(self._config)
         if offload == "optimizer_states":
             return float(2 * shares.states * state_bytes / rate)
         # The shard is read for forward and, where it was let go, for backward; its gradient is
