@@ -186,6 +186,14 @@ class TrainConfig:
     """type in which weights and their gradients are kept. fp32: as the model builds them; bf16:
     half the bytes, and updates smaller than 1/256 of a weight are lost; with precision=bf16
     """
+    freeze: list[str] = field(default_factory=list)
+    """patterns of names of parameters that are not trained: they have no gradient, no optimizer
+    state and no decay; a weight of two names is frozen by either
+    """
+    unfreeze: list[str] = field(default_factory=list)
+    """patterns of names of parameters that are trained although freeze, an adapter or the model
+    itself freezes them
+    """
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """recompute activations in backward. full: each block keeps its input alone; selective:
     attention, collectives and every second matrix product are kept

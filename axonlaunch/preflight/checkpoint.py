@@ -185,7 +185,7 @@ def _other_states(
 ) -> Iterator[ConfigIssue]:
     """Refuse optimizer states that this run's optimizer does not have, or has and lacks here."""
     optimizer, saved = config.optimizer, reader.saved_states(checkpoint)
-    facts = parameter_facts(spec_for(config.model), model)
+    facts = parameter_facts(spec_for(config), model)
     wanted = {
         f"{name}.{state}"
         for name, parameter in facts.items()
@@ -219,7 +219,7 @@ def _other_types(
     """Refuse to take weights, or states, in another type than they were saved in."""
     saved, optimizer = reader.contents(checkpoint), config.optimizer
     dtype = _DTYPES[config.train.param_dtype]
-    facts = parameter_facts(spec_for(config.model), model)
+    facts = parameter_facts(spec_for(config), model)
     for name, parameter in model.named_parameters():
         own = parameter.dtype if dtype is torch.float32 else dtype
         seen = _dtype(saved.get(f"{reader.MODEL}{name}"))

@@ -27,8 +27,9 @@ from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.text_rows import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.parameter_facts import share_of_states
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.trained import frozen_problems
 from axonlaunch.preflight.checkpoint import checkpoint_problems
 from axonlaunch.preflight.dataset import (
     described_dataset,
@@ -247,14 +248,16 @@ def _model(
     """Build the model without storage."""
     spec = None
     try:
-        spec = spec_for(config.model)
-        model = on_meta(config.model, seed=config.seed)
+        spec = spec_for(config)
+        model = on_meta(config, seed=config.seed)
         spec.blocks(model)
     except ConfigError as error:
         return spec, None, error.problems
     except (Exception, SystemExit) as error:  # a user's own builder may fail in any way
         message = f"building it failed with {type(error).__name__}: {error}"
         return spec, None, [ConfigIssue("model", message, config.model.name)]
+    if issues := list(frozen_problems(model, config.train)):
+        return spec, None, issues
     if not any(parameter.requires_grad for parameter in model.parameters()):
         message = "it has no parameter that can be trained"
         return spec, None, [ConfigIssue("model", message, config.model.name)]
@@ -337,11 +340,11 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
     count = sum(p.numel() for p in model.parameters())
     parameters = count // (layout.tensor * layout.pipeline)
     element = config.train.parameter_bytes
-    states = element * share_of_states(config)
-    per_element = (
-        element / layout.parameter_shards
-        + element / layout.gradient_shards
-        + states / layout.optimizer_shards
+    shares = TrainingShares.of(config)
+    per_element = element * (
+        1 / layout.parameter_shards
+        + shares.gradients / layout.gradient_shards
+        + shares.states / layout.optimizer_shards
     )
     per_rank = int(parameters * per_element)
     memory, where = min(_rooms(config))
@@ -375,7 +378,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    per_checkpoint = count * config.train.parameter_bytes * (1 + share_of_states(config))
+    per_checkpoint = count * config.train.parameter_bytes * (1 + TrainingShares.of(config).states)
     needed = int(per_checkpoint) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known

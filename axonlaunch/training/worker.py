@@ -150,6 +150,7 @@ def _flops_per_token(config: RunConfig, engine: Engine, dataset: Dataset) -> flo
     return training_flops_per_token(
         parameters=engine.num_parameters,
         looked_up=engine.num_looked_up,
+        frozen=engine.num_frozen,
         layers=getattr(config.model, "num_hidden_layers", 0),
         hidden_size=getattr(config.model, "hidden_size", 0),
         positions=dataset.sample_shape[0],

@@ -121,4 +121,4 @@ def recorder(config: RunConfig, modules: Iterable[nn.Module], *, rank: int) -> D
     """Return what records a rank's draws; None where blocks are compiled, which draw otherwise."""
     if config.train.compile:
         return None
-    return DrawRecorder(spec_for(config.model), modules, rank=rank)
+    return DrawRecorder(spec_for(config), modules, rank=rank)

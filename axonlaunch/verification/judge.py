@@ -76,10 +76,12 @@ def judge(
         parameters=len(reference.start),
         parameters_with_gradient=len(proved.with_gradient),
         parameters_moved=len(proved.moved),
+        frozen_parameters=[*reference.frozen],
         unproved_parameters=[
             name
             for name in reference.start
-            if name not in proved.with_gradient or name not in proved.moved
+            if name not in reference.frozen
+            and (name not in proved.with_gradient or name not in proved.moved)
         ],
     )
 

@@ -150,6 +150,8 @@ class _LayoutRun:
                 # What one process has no gradient of may have one of zero elsewhere.
                 nothing = torch.zeros(parameter.shape) if expected is None else expected
                 yield of_tensor(where, gradient, nothing, floor=floor)
+            if parameter.requires_grad == (name in self._reference.frozen):
+                yield Difference(number + 1, "gradient", name, math.inf)
 
     def _parameters(self, number: int, expected: dict[str, Tensor]) -> Iterator[Difference]:
         for name, parameter in self._engine.named_parameters():

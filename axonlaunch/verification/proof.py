@@ -183,7 +183,7 @@ def _refuse_unlike(config: RunConfig, small: RunConfig) -> int:
         except hf.NotReducibleError as error:
             raise _NotReducibleError(str(error)) from error
     else:
-        count = sum(p.numel() for p in on_meta(small.model, seed=0).parameters())
+        count = sum(p.numel() for p in on_meta(small, seed=0).parameters())
         if count > _LARGEST:
             raise _NotReducibleError(f"it has {count / 1e6:.0f}M parameters")
     if problems := find_issues(small, devices=None):

@@ -73,6 +73,7 @@ class Reference:
         end: Parameters after the last step.
         evaluation: Mean loss and counted targets of the first held-out batch, halfway.
         prediction: Outputs for ``PREDICTED`` samples of it, then.
+        frozen: Names of parameters that are not trained.
         dropout: Largest rate of dropout in the model, which is off here.
         saved_step: Steps before the state that is saved.
         halfway: Steps before the evaluation.
@@ -86,6 +87,7 @@ class Reference:
     end: dict[str, Tensor]
     evaluation: tuple[float, float] | None = None
     prediction: Tensor | None = None
+    frozen: tuple[str, ...] = ()
     dropout: float = 0.0
     saved_step: int = 0
     halfway: int = 0
@@ -148,7 +150,7 @@ class PlainRun:
 
     def __init__(self, config: RunConfig, plan: ComparisonPlan, *, roughness: float = 0.0) -> None:
         self._config, self._plan = config, plan
-        self._spec = spec_for(config.model)
+        self._spec = spec_for(config)
         self._layout = Layout.of(config, world_size=num_ranks(config))
         dataset = data.build_dataset(config.data, config.tokenizer)
         self._loader = Loader(
@@ -173,7 +175,7 @@ class PlainRun:
 
     def _built(self) -> nn.Module:
         config = self._config
-        model = build_model(config.model, seed=config.seed)
+        model = build_model(config, seed=config.seed)
         if initial_weights(config.model) is not None:
             World.mock(1).run(
                 lambda world: load_initial_weights(
@@ -211,6 +213,7 @@ class PlainRun:
             _copies(self._parameters),
             evaluation,
             prediction,
+            tuple(name for name in self._parameters if name not in self._trained),
             self._dropout,
             self._plan.saved,
             self._plan.halfway,

@@ -69,11 +69,11 @@ class ReducedRun:
         ranks = num_ranks(config)
         layout = Layout.of(config, world_size=ranks)
         dataset = data.build_dataset(config.data, config.tokenizer)
-        model, sample = on_meta(config.model, seed=config.seed), sample_inputs(dataset)
+        model, sample = on_meta(config, seed=config.seed), sample_inputs(dataset)
         if layout.pipeline > 1:
             split = _split(config, layout, model, sample)
             config = with_values(config, {"strategy.pipeline.split": split})
-        spec = spec_for(config.model)
+        spec = spec_for(config)
         return cls(
             config,
             layout,
@@ -96,7 +96,7 @@ class ReducedRun:
 
     def build(self, num_blocks: int | None = None) -> nn.Module:
         """Return a model of as many of the first blocks, or ``num_blocks``, on the meta device."""
-        spec, count = spec_for(self.config.model), num_blocks or self.num_blocks
+        spec, count = spec_for(self.config), num_blocks or self.num_blocks
         if count == len(spec.blocks(self.model)):
             return copy.deepcopy(self.model)
         assert spec.layers is not None

@@ -173,7 +173,7 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
     world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
     with refusing_untraceable(reduced.config):
         dry = FakeRank(reduced, world, trace=trace)
-        batch, spec = dry.batch(), spec_for(reduced.config.model)
+        batch, spec = dry.batch(), spec_for(reduced.config)
         with dry.storing():
             dry.settle()
             measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
