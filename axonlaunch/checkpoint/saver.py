@@ -110,6 +110,7 @@ class Saver:
         tokens: int | None = None,
         best_eval_loss: float | None = None,
         evaluations_since: int = 0,
+        data: dict[str, Any] | None = None,
     ) -> list[Completed]:
         """Save a state, as ``Engine.state_dict`` gives it.
 
@@ -133,6 +134,7 @@ class Saver:
             tokens=tokens,
             best_eval_loss=best_eval_loss,
             evaluations_since=evaluations_since,
+            data=data,
         )
         writer = Writer(
             about,

@@ -32,6 +32,7 @@ LISTS = {
     "schedulers": "scheduler",
     "launchers": "launch",
     "loggers": "loggers",
+    "losses": "train.loss",
     "data_parallel": "strategy.data_parallel",
     "hardware": "hardware",
     "experiments": "experiment",

@@ -13,6 +13,7 @@ from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.launch import LAUNCHERS, LaunchConfig
 from axonlaunch.config.loggers import LOGGERS
+from axonlaunch.config.losses import LOSSES
 from axonlaunch.config.model import MODELS, GPTConfig
 from axonlaunch.config.optimizer import (
     OPTIMIZERS,
@@ -198,6 +199,13 @@ class TrainConfig:
     """recompute activations in backward. full: each block keeps its input alone; selective:
     attention, collectives and every second matrix product are kept
     """
+    loss: str | None = field(default=None, metadata={"names": LOSSES})
+    """a registered loss, which sees the whole batch; null: the model's own"""
+    loss_options: Any = field(
+        default=None,
+        metadata={"typed_by": "loss", "words": "keys of a registered loss, or null"},
+    )
+    """keys of the registered loss"""
     loss_chunk: int | None = field(default=None, metadata={"min": 1})
     """tokens of a micro-batch whose logits exist at a time: the head and the loss are computed in
     such chunks, and again in backward; null: the logits of all are kept
@@ -344,5 +352,6 @@ REGISTRIES: dict[str, Registry[Any, Any]] = {
     **{group: registry for group, registry in GROUPS.items() if registry is not None},
     "loggers": LOGGERS,
     "strategy.data_parallel": DATA_PARALLEL,
+    "train.loss": LOSSES,
 }
 """The keys whose values are entries of a registry, and the registry."""

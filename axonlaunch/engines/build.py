@@ -161,9 +161,7 @@ def build_engine(
         counts = stage_blocks(config, layout, whole, sample=sample)
     _parallelize(plan, whole)
     classes = divided_classes(whole)
-    losses = losses_of(
-        plan.spec, classes=classes, group=mesh.group("tp"), chunk=config.train.loss_chunk
-    )
+    losses = losses_of(plan.spec, config.train, classes=classes, group=mesh.group("tp"))
     plan.chunked = losses.chunked
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
     passes: ForwardBackward

@@ -40,6 +40,7 @@ from axonlaunch.preflight.dataset import (
 )
 from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
+from axonlaunch.preflight.own_data import own_data_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
     first_four,
@@ -156,7 +157,9 @@ def _examine(
         problems += sample_problems(config, dataset)
     if spec is not None and dataset is not None:
         unfit = list(_fit_each_other(config, spec, dataset))
-        if not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
+        if dataset.kind == "structured" or config.train.loss is not None:
+            unfit = list(own_data_problems(config, model, dataset))
+        elif not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
             unfit = list(_named(config, output_problems(model, spec, dataset)))
         problems += unfit
         chunk = config.train.loss_chunk
@@ -273,6 +276,8 @@ def _model(
 
 def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
     model, name = config.model, config.data.name
+    if dataset.kind == "structured":
+        return
     if spec.inputs not in ("any", dataset.kind):
         message = f"is fed {spec.inputs}, but data={name} gives {dataset.kind}"
         yield ConfigIssue("model.name", message, model.name)

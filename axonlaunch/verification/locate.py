@@ -148,7 +148,7 @@ def _compared(config: RunConfig, world: World, expected: _Recorded) -> list[Diff
     recorded = _Recorded()
     _record(recorded, engine.modules)
     batch = loader.batch(0)
-    first = layout.data_shard(world.rank) * len(batch.inputs)
+    first = layout.data_shard(world.rank) * len(batch)
     engine.backward(inputs.uneven(batch, first_row=first, step=0))
     differences = []
     for name, calls in recorded.outputs.items():
@@ -173,7 +173,9 @@ def _part(
     Samples are those of the micro-batch. A dim that is as much smaller as an axis is large is this
     rank's piece of it.
     """
-    if not calls or any(call.ndim != seen.ndim for call in calls) or seen.ndim < 2:
+    if not calls or any(call.shape[1:] != calls[0].shape[1:] for call in calls):
+        return None  # of batches as long as their longest sample
+    if calls[0].ndim != seen.ndim or seen.ndim < 2:
         return None
     whole = torch.cat([*calls]) if len(calls) > 1 else calls[0]
     samples = layout.micro_batch_size * layout.micro_batches * layout.data_ranks

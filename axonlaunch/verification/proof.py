@@ -102,6 +102,8 @@ def reduced(config: RunConfig) -> RunConfig:
             "train.micro_batch_size": 1 if is_single else "auto",
             "train.precision": "fp32",
             "train.compile": False,
+            "train.loss": None,
+            "train.loss_options": None,
             "train.steps": STEPS,
             "optimizer": AdamWConfig(),
             "scheduler": ConstantConfig(),
