@@ -26,6 +26,7 @@ from axonlaunch.models.build import on_meta
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.system import cache
 from axonlaunch.verification import locate
+from axonlaunch.verification.both_sides import BothSides
 from axonlaunch.verification.compare import on_mock
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.result import ParityResult, Proof, layout_of
@@ -217,7 +218,7 @@ def _file(small: RunConfig) -> Path | None:
 def _difference(config: RunConfig, small: RunConfig, result: ParityResult) -> ConfigIssue:
     """Say what a layout computes otherwise than one process, and where that begins."""
     what = result.failure or result.differences[0]
-    first = None if result.failure else locate.first_difference(small)
+    first = None if result.failure else locate.first_difference(BothSides(small), small)
     where = f"; the first module that differs is {first.module}" if first is not None else ""
     message = (
         f"{layout_of(config)} does not compute what one process does, in a small model of the "

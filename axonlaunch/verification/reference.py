@@ -168,7 +168,7 @@ class PlainRun:
             inputs.roughen(self._parameters, relative=roughness)
         self._held = self._masters()
         self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._held)
-        is_fp16 = config.train.precision == "fp16" and not plan.fp64
+        is_fp16 = config.train.precision == "fp16"
         self._scaler = torch.amp.GradScaler("cpu", enabled=is_fp16)
         # Gradients that data ranks average are as many times larger before that as there are ranks,
         # which decides what overflows.
