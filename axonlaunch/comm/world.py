@@ -43,6 +43,7 @@ class World:
         backend: What carries the bytes.
         is_main: Whether this is rank 0.
         default_group: The group of all ranks.
+        store: Where the ranks met, for small messages; None where who made the world keeps it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class World:
         device: torch.device,
         backend: Backend,
         timeout_s: float = 600.0,
+        store: dist.Store | None = None,
     ) -> None:
         self.rank = rank
         self.local_rank = local_rank
@@ -63,6 +65,7 @@ class World:
         self.is_main = rank == 0
         self.timeout_s = timeout_s
         self.default_group = default_group()
+        self.store = store
         self._groups = [self.default_group]
         self._at_close = contextlib.ExitStack()
 
@@ -146,6 +149,7 @@ class World:
                 device=device,
                 backend=chosen,
                 timeout_s=timeout_s,
+                store=store,
             )
             world._at_close = at_close.pop_all()
         return world
