@@ -162,7 +162,9 @@ class Exchange:
             meeting = self._meetings[key] = PendingCollective(ranks)
         if meeting.arrive(rank, asked, label, payload):
             del self._meetings[key]
+            self.baton.device.wait()
             meeting.finish(work)
+            self.baton.device.wait()
         if meeting.done:
             self.baton.wake(ranks, meeting)
         return meeting
@@ -178,7 +180,9 @@ class Exchange:
             send, receive = (letter, other) if sending else (other, letter)
             if receive.peer in (None, send.rank):
                 theirs[address].remove(other)
+                self.baton.device.wait()
                 deliver(send, receive)
+                self.baton.device.wait()
                 self.baton.wake([other.rank], other)
                 return
         mine[address].append(letter)

@@ -49,11 +49,12 @@ def be_rank(
         config = request.load(
             request.overrides, counted, server=server, accelerators=lambda: counted.devices
         )
+        config = checks.resolve(config, devices=counted.devices)
         if config.launch.backend == "mock":
             message = f"its ranks are threads of one process, and {environment.launcher} starts "
             message += "a process for each; use auto, gloo or nccl"
             raise ConfigError([ConfigIssue("launch.backend", message, "mock")])
-        return checks.resolve(config, devices=counted.devices)
+        return config
 
     with forkserver.private_files():
         launch = _of_token(request)
