@@ -14,7 +14,7 @@ from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.runs import Request
-from axonlaunch.system import forkserver
+from axonlaunch.system import allocator_settings, forkserver
 
 
 def be_rank(
@@ -56,6 +56,7 @@ def be_rank(
             raise ConfigError([ConfigIssue("launch.backend", message, "mock")])
         return config
 
+    allocator_settings.grow_segments()
     with forkserver.private_files():
         launch = _of_token(request)
         from axonlaunch.launch.external import rank
