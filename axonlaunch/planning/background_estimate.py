@@ -38,7 +38,7 @@ class BackgroundEstimate:
         """
         self._context = context
         self._config = named = replace_with_synthetic(config)
-        if config.launch.backend != "nccl":  # on no GPU no allocator has a cache to estimate
+        if config.launch.device != "cuda":  # on no GPU no allocator has a cache to estimate
             self._config = dataclasses.replace(named, hardware=HardwareConfig(name="cpu"))
         self._call: forked_call.ForkedCall | None = None
         self._is_hopeless = False

@@ -248,7 +248,7 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
             "strategy.fsdp.replicate=2 makes two"
         )
-    notes += device_notes(world.backend)
+    notes += device_notes(world)
     offload = strategy.fsdp.cpu_offload
     if offload != "none" and world.device.type == "cpu":
         notes.append(
@@ -268,11 +268,17 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def device_notes(backend: str) -> Iterator[str]:
-    """Say that devices are there, and the run is on the CPU."""
-    if backend == Backend.GLOO and (devices := device_count()):
+def device_notes(world: World) -> Iterator[str]:
+    """Say that devices are there and the run is on the CPU, or that ranks share a device."""
+    if world.device.type == "cpu" and (devices := device_count()):
         yield (
-            f"launch.backend=gloo: the ranks compute on the CPU, and rank 0 sees {devices} "
+            f"launch.device=cpu: the ranks compute on the CPU, and rank 0 sees {devices} "
             f"{'device' if devices == 1 else 'devices'}; a rank for each would use them: "
-            f"launch.nproc={devices} launch.backend=nccl"
+            f"launch.device=cuda launch.nproc={devices}"
+        )
+    if world.device.type != "cpu" and world.backend is not Backend.NCCL and world.world_size > 1:
+        whose = "are those of all ranks" if world.backend is Backend.MOCK else "are its own"
+        yield (
+            f"launch.backend={world.backend}: ranks share {world.device} to be debugged on it, "
+            f"which is slow; the main rank's memory figures {whose}"
         )

@@ -128,6 +128,7 @@ def _layout(config: RunConfig, degrees: dict[str, int]) -> dict[str, Any]:
         "launch.nproc": math.prod(degrees.values()),
         "launch.nnodes": 1,
         "launch.backend": "mock",
+        "launch.device": "cpu",
         "strategy.tensor.degree": degrees["tp"],
         "strategy.context.degree": degrees["cp"],
         "strategy.pipeline.degree": degrees["pp"],

@@ -62,7 +62,7 @@ class StepTime:
     def __init__(self, config: RunConfig, layout: Layout, hardware: HardwareConfig) -> None:
         self._config = config
         self._layout = layout
-        self._roofline = Roofline(hardware)
+        self._roofline = Roofline(hardware, matmul_precision=config.train.matmul_precision)
         self._links = Links(hardware, layout.axes)
 
     def parts(self, work: StepWork) -> Parts:
