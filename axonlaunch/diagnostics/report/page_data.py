@@ -193,13 +193,13 @@ def _profiled(run: RunRecord) -> list[dict[str, Any]]:
 
 def _ranks(run: RunRecord) -> dict[str, Any] | None:
     """Return the share of its time that each rank worked, by step; None if not measured."""
-    lines = [e for e in run.of_kind("rank_times") if _are_shares(e)]
+    events = run.of_kind("rank_times")
+    every = math.ceil(len(events) / _COLUMNS) or 1
+    lines = [event for event in reversed(events[::-every]) if _are_shares(event)]
     if not lines:
         return None
     number = len(lines[-1]["compute"])
     lines = [line for line in lines if len(line["compute"]) == number]
-    every = math.ceil(len(lines) / _COLUMNS)
-    lines = lines[::every]
     machines = lines[-1].get("machines")
     return {
         "steps": [line["step"] for line in lines],

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from axonlaunch.config import CONFIG
 from axonlaunch.config.plain import flatten, read_yaml
+from axonlaunch.diagnostics.report.growing_lines import LARGEST, GrowingLines
 from axonlaunch.system.files import opened
 from axonlaunch.system.run_files import CRASH, ESTIMATE, EVENTS, METRICS, SUMMARY
 
@@ -21,9 +22,8 @@ RunStatus = Literal["running", "done", "interrupted", "failed", "killed"]
 
 FILES = (CONFIG, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE)
 """Of a run's folder, all that is read."""
-_LARGEST = 1 << 30
-"""Bytes of a file of a run folder that are read: metrics of 100,000 steps are 30 MB."""
-_LARGEST_JSON = 1 << 24
+_LARGEST = 1 << 24
+"""Bytes of a file that does not grow."""
 _STARTED, _ENDED = "started", "ended"
 
 
@@ -80,20 +80,46 @@ def read_run(path: Path) -> RunRecord:
     Raises:
         NotARunError: There is no such folder, or neither a configuration nor metrics in it.
     """
-    notes: list[str] = []
-    files = _Files(path, notes)
-    config = files.config()
-    lines = files.lines(METRICS)
-    if config is None and not lines:
-        raise NotARunError(f"{path}: holds neither {CONFIG} nor metrics.jsonl of a run")
+    return RunReader(path).read()
+
+
+class RunReader:
+    """Reads a run's folder again and again; of files that grow, what is new."""
+
+    def __init__(self, path: Path) -> None:
+        """Remember the folder, of this node or of a remote place (``upath``)."""
+        self._path = path
+        self._growing = {name: GrowingLines(path / name) for name in (METRICS, EVENTS)}
+
+    def read(self) -> RunRecord:
+        """Read it.
+
+        Raises:
+            NotARunError: There is no such folder, or neither a configuration nor metrics in it.
+        """
+        notes: list[str] = []
+        files = _Files(self._path, notes)
+        config = files.config()
+        lines, events = (files.lines(self._growing[name], name) for name in (METRICS, EVENTS))
+        if config is None and not lines:
+            raise NotARunError(f"{self._path}: holds neither {CONFIG} nor {METRICS} of a run")
+        return _record(self._path, files, config or {}, lines, events)
+
+
+def _record(
+    path: Path,
+    files: _Files,
+    config: dict[str, Any],
+    lines: list[dict[str, Any]],
+    events: list[dict[str, Any]],
+) -> RunRecord:
     events = [
         event
-        for event in files.lines(EVENTS)
+        for event in events
         if isinstance(event.get("event"), str) and _is_number(event.get("time"))
     ]
     summary = files.object(SUMMARY) or {}
     crash = files.object(CRASH)
-    config = config or {}
     status = _status(path, summary, crash, events)
     if status in ("running", "killed"):
         summary = {}  # an earlier attempt's
@@ -112,7 +138,7 @@ def read_run(path: Path) -> RunRecord:
             line for line in lines if _is_number(line.get("step")) and "eval_loss" in line
         ],
         events=events,
-        notes=notes,
+        notes=files.notes,
     )
 
 
@@ -170,7 +196,7 @@ class _Files:
     notes: list[str]
 
     def config(self) -> dict[str, Any] | None:
-        content = self._content(CONFIG, _LARGEST_JSON)
+        content = self._content(CONFIG)
         if content is None:
             return None
         try:
@@ -180,7 +206,7 @@ class _Files:
             return None
 
     def object(self, name: str) -> dict[str, Any] | None:
-        content = self._content(name, _LARGEST_JSON)
+        content = self._content(name)
         if content is None:
             return None
         try:
@@ -192,32 +218,28 @@ class _Files:
             return None
         return found
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the whole lines of a file; half a one at its end is being written."""
-        content = self._content(name, _LARGEST)
-        found, unreadable = [], 0
-        for text in (content or b"").split(b"\n")[:-1]:
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                line = None
-            if isinstance(line, dict):
-                found.append(line)
-            else:
-                unreadable += 1
-        if unreadable:
-            self.notes.append(f"{unreadable} of the lines of {name} can't be read")
-        return found
+    def lines(self, growing: GrowingLines, name: str) -> list[dict[str, Any]]:
+        try:
+            growing.read()
+        except OSError as error:
+            self.notes.append(f"{name} can't be read: {error.strerror or error}")
+            return []
+        if growing.unreadable:
+            self.notes.append(f"{growing.unreadable} of the lines of {name} can't be read")
+        if growing.is_cut:
+            self.notes.append(f"{name} is larger than {LARGEST} bytes: its beginning is shown")
+        return growing.lines
 
-    def _content(self, name: str, at_most: int) -> bytes | None:
+    def _content(self, name: str) -> bytes | None:
         try:
             with opened(self.folder / name) as stream:
-                content = stream.read(at_most + 1)
+                content = stream.read(_LARGEST + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             self.notes.append(f"{name} can't be read: {error.strerror or error}")
             return None
-        if len(content) > at_most:
-            self.notes.append(f"{name} is larger than {at_most} bytes: its beginning is shown")
-        return content[:at_most]
+        if len(content) > _LARGEST:
+            self.notes.append(f"{name} is larger than {_LARGEST} bytes")
+            return None
+        return content
