@@ -16,6 +16,8 @@ from axonlaunch.system.strict_json import finite
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+ORIGINS = "origins.json"
+"""What set each value of the configuration, by dotted key."""
 ESTIMATE = "estimate.json"
 """The estimated peak of each distinct rank with its parts, as ``estimate`` finds it."""
 CRASH = "crash.json"

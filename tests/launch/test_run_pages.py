@@ -52,6 +52,16 @@ def test_where_its_profiled_steps_went_is_on_its_page(served: Command) -> None:
     assert sum(rank["parts"].values()) == pytest.approx(rank["step_s"], rel=1e-3)
 
 
+def test_it_writes_what_set_each_value_of_its_configuration(run: Path) -> None:
+    origins = json.loads((run / "origins.json").read_text())
+    assert origins["train.steps"] == "override train.steps=4"
+    assert origins["strategy.data_parallel"] == "strategy/fsdp.yaml"
+    assert origins["launch.threads"] == "automatic: config.yaml has auto"
+    config = page_data([read_run(run)])["runs"][0]["config"]
+    assert ["train.steps", "4", "override train.steps=4"] in config
+    assert all(origin for _, _, origin in config)
+
+
 def test_its_estimate_is_kept_with_its_parts(run: Path) -> None:
     estimate = json.loads((run / "estimate.json").read_text())
     summary = json.loads((run / "summary.json").read_text())

@@ -113,7 +113,9 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
         ],
         "crash": _crash(run),
         "notes": [*run.notes, *(str(event.get("text")) for event in run.of_kind("noted"))],
-        "config": [[key, plain(value)] for key, value in run.config.items()],
+        "config": [
+            [key, plain(value), str(run.origins.get(key, ""))] for key, value in run.config.items()
+        ],
     }
 
 

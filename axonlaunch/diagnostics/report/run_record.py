@@ -16,11 +16,11 @@ from axonlaunch.config import CONFIG
 from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST, GrowingLines
 from axonlaunch.system.files import opened
-from axonlaunch.system.run_files import CRASH, ESTIMATE, EVENTS, METRICS, SUMMARY
+from axonlaunch.system.run_files import CRASH, ESTIMATE, EVENTS, METRICS, ORIGINS, SUMMARY
 
 RunStatus = Literal["running", "done", "interrupted", "failed", "killed"]
 
-FILES = (CONFIG, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE)
+FILES = (CONFIG, ORIGINS, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE)
 """Of a run's folder, all that is read."""
 _LARGEST = 1 << 24
 """Bytes of a file that does not grow."""
@@ -36,6 +36,7 @@ class RunRecord:
         name: As its configuration has it, else the folder's.
         status: How it ended, or that it runs; killed: it neither runs nor said how it ended.
         config: Its frozen configuration by dotted key.
+        origins: What set each of its values, by the same keys; {} where that is not known.
         summary: ``summary.json``; {} where there is none, or it is of an earlier attempt.
         crash: ``crash.json``; None where no rank failed.
         estimate: ``estimate.json``: the estimated peak with its parts.
@@ -49,6 +50,7 @@ class RunRecord:
     name: str
     status: RunStatus
     config: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     crash: dict[str, Any] | None = None
     estimate: dict[str, Any] | None = None
@@ -128,6 +130,7 @@ def _record(
         name=str(config.get("name", path.name)),
         status=status,
         config=config,
+        origins=files.object(ORIGINS) or {},
         summary=summary,
         crash=crash,
         estimate=files.object(ESTIMATE),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.rendezvous import is_own, meet_at
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import nodes, num_ranks
 from axonlaunch.launch import run_dir
@@ -56,6 +56,8 @@ class NodeMembership:
         config: RunConfig,
         problems: list[ConfigIssue],
         console: RunConsole,
+        *,
+        composed: Composed | None = None,
     ) -> None:
         """Listen on node 0, or reach it.
 
@@ -63,6 +65,7 @@ class NodeMembership:
             config: As given to this node.
             problems: What it can't run it for.
             console: Takes lines for the user.
+            composed: What the run's files, overrides and environment say on this node.
 
         Raises:
             ConfigError: The address is not node 0's, its port is taken, nobody answers, or the
@@ -71,6 +74,7 @@ class NodeMembership:
         self._given = config
         self._problems = problems
         self._console = console
+        self._composed = composed
         self._hosts = _is_first(config)
         secret = token.read_token(config.launch)
         if secret is None:
@@ -255,7 +259,9 @@ class NodeMembership:
                 return
             if self._frozen is None:
                 self._frozen = folder.enter_context(
-                    run_dir.open_run_dir(given, announce=self._console.line)
+                    run_dir.open_run_dir(
+                        given, announce=self._console.line, composed=self._composed
+                    )
                 )
         except ConfigError as error:
             _launch_nothing(peers, problems=[str(problem) for problem in error.problems])

@@ -353,7 +353,7 @@
   function configuration(run) {
     if (!run.config.length) return;
     section(titled(run, "Configuration"), folded(`settings of ${run.label}`, `${run.config.length} settings`,
-      table(["key", "value"], run.config)));
+      table(["key", "value", "set by"], run.config)));
   }
 
   function render() {
