@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleDimensions
 from run_folders import run_folder
 
 from axonlaunch.cli.run_screen import screen_of
-from axonlaunch.diagnostics.report.page_data import page_data
+from axonlaunch.diagnostics.report.page_data import facts, page_data
 from axonlaunch.diagnostics.report.run_record import read_run
 
 MOCK = ["launch.nproc=2", "launch.backend=mock"]
@@ -56,7 +56,7 @@ def test_it_writes_what_set_each_value_of_its_configuration(run: Path) -> None:
     origins = json.loads((run / "origins.json").read_text())
     assert origins["train.steps"] == "override train.steps=4"
     assert origins["strategy.data_parallel"] == "strategy/fsdp.yaml"
-    assert origins["launch.threads"] == "automatic: config.yaml has auto"
+    assert origins["launch.threads"] == "automatic: default has auto"
     config = page_data([read_run(run)])["runs"][0]["config"]
     assert ["train.steps", "4", "override train.steps=4"] in config
     assert all(origin for _, _, origin in config)
@@ -177,3 +177,15 @@ def test_the_report_of_a_run_replaces_a_link_and_does_not_write_through_it(
     os.symlink(other, folder / "report.html")  # noqa: PTH211
     served("report", "runs/demo")
     assert other.read_text() == "kept"
+
+
+def test_what_a_run_cost_is_listed(run: Path, served: Command) -> None:
+    priced = ["hardware=cpu", "hardware.price_per_hour=3600"]
+    served.train("strategy=ddp", *MOCK, "name=priced", "train.steps=1", *priced)
+    rows = {row["run"]: row for row in json.loads(served("runs", "--json").stdout)["runs"]}
+    cost = rows["runs/priced"]["cost"]
+    assert 0 < cost < 3600
+    assert rows["runs/demo"]["cost"] is None
+    compared = json.loads(served("compare", "runs/demo", "runs/priced", "--json").stdout)
+    assert compared["results"]["cost"] == [None, cost]
+    assert dict(facts(read_run(served.folder / "runs/priced")))["cost"].endswith(" at 3600)")

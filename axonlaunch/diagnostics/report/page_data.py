@@ -15,7 +15,14 @@ from axonlaunch.config.url import is_url
 from axonlaunch.diagnostics import step_breakdown
 from axonlaunch.diagnostics.report.comparison import changed_settings, results
 from axonlaunch.diagnostics.report.downsampling import kept
-from axonlaunch.diagnostics.report.life import goodput, spans, step_seconds
+from axonlaunch.diagnostics.report.life import (
+    cost,
+    device_seconds,
+    goodput,
+    nodes,
+    spans,
+    step_seconds,
+)
 from axonlaunch.diagnostics.report.run_record import RunRecord
 
 _BUCKETS = 800
@@ -74,11 +81,12 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("parameters", _thousands(started.get("parameters"))),
         ("data", run.config.get("data.name")),
         ("device", started.get("device")),
-        ("node", started.get("machine") or launched.get("machine")),
+        ("nodes", ", ".join(nodes(run))),
         ("started", _moment(run.events[0]["time"]) if run.events else None),
         ("in steps", _duration(step_seconds(run))),
         (str(started.get("counted", "tokens")), _thousands(tokens)),
         ("tokens/s", _thousands(summary.get("tokens_per_s") or last.get("tokens_per_s"))),
+        ("cost", _cost(run)),
         ("goodput", None if share is None else f"{share:.1%} of the time was in steps that count"),
         ("proof", _proof(summary.get("proof"))),
         (
@@ -239,6 +247,13 @@ def _crash(run: RunRecord) -> dict[str, Any] | None:
             if isinstance(one, dict)
         ]
     }
+
+
+def _cost(run: RunRecord) -> str | None:
+    found, price = cost(run), run.config.get("hardware.price_per_hour")
+    if found is None:
+        return None
+    return f"{found:,.2f} ({device_seconds(run) / 3600:,.2f} device hours at {price:g})"
 
 
 def _proof(proof: Any) -> str | None:

@@ -34,7 +34,7 @@ from axonlaunch.launch.local.heartbeat import HeartbeatTable
 from axonlaunch.launch.local.messages import RankSpec
 from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.output.console import RunConsole
-from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_of
+from axonlaunch.launch.output.summary import RunRecorder, finish_run, log_event, log_of
 from axonlaunch.planning.background_estimate import BackgroundEstimate
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
 from axonlaunch.preflight import checks
@@ -105,6 +105,8 @@ def main(
                     resolved, announce=announce, composed=composed, sharing=_sharing(resolved)
                 )
                 config = folder.enter_context(opened)
+                named = [member["machine"] for member in members or ()]
+                log_event(config, "nodes", {"machines": list(dict.fromkeys(named))})
             except ConfigError:
                 _launch_nothing(peers, status=2)
                 raise

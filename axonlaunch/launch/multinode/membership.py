@@ -29,6 +29,7 @@ from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.multinode.meeting import meet, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.launch.output.summary import log_event
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 NODE_LOST_S = 5.0
@@ -266,6 +267,7 @@ class NodeMembership:
         except ConfigError as error:
             _launch_nothing(peers, problems=[str(problem) for problem in error.problems])
             raise
+        log_event(self._frozen, "nodes", {"machines": [about["machine"] for about in met]})
         frozen = {
             "config": configuration.to_yaml(self._frozen),
             "attempts": self.attempts,

@@ -154,7 +154,7 @@ def finish_run(
             _say_refused("what an interrupted save has left could not be deleted", error)
     summary = finite(summary)
     is_written = _write(config, SUMMARY, summary)
-    _append_event(config, "ended", {"status": status, "step": summary["steps"]})
+    log_event(config, "ended", {"status": status, "step": summary["steps"]})
     summary |= _estimated(config, record.prediction, console, is_done=status == "done")
     is_written = is_written and _write(config, SUMMARY, summary)
     if finished is not None or outcome.killed:
@@ -189,7 +189,7 @@ def _log(config: RunConfig, text: str) -> None:
         _say_refused(text.partition("\n")[0], error)
 
 
-def _append_event(config: RunConfig, kind: str, fields: dict[str, Any]) -> None:
+def log_event(config: RunConfig, kind: str, fields: dict[str, Any]) -> None:
     """Add a line to ``events.jsonl``, or say that it takes none."""
     try:
         append_event(Path(config.run_dir), kind, fields)
@@ -237,9 +237,7 @@ def report_crash(config: RunConfig, crash: Crash, context: ForkServerContext | N
     }
     is_written = _write(config, CRASH, content)
     first = crash.first
-    _append_event(
-        config, "failed", {"rank": first.rank, "step": first.step, "reason": first.reason}
-    )
+    log_event(config, "failed", {"rank": first.rank, "step": first.step, "reason": first.reason})
     # An estimate takes seconds, for which the failure summary does not wait.
     hint = hints.hint(crash.first, config, context)
     if hint:

@@ -5,7 +5,7 @@
   let data = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
   const COLOURS = ["#2f7ed8", "#e8710a", "#2a9d55", "#b5479d", "#8a6d00", "#c62828", "#00838f", "#6d5bd0"];
-  const KINDS = { attempt: "#2a9d55", save: "#2f7ed8", evaluation: "#e8710a", failure: "#c62828" };
+  const KINDS = { attempt: "#2a9d55", save: "#2f7ed8", evaluation: "#e8710a", failure: "#c62828", node: "#b5479d" };
   const view = { axis: "step", log: false, smooth: 0.9, raw: true, open: new Set() };
   let charts = [];
   let range = null; // of the horizontal axis, where one has zoomed in: the same in every chart
