@@ -47,8 +47,10 @@ def test_a_run_writes_what_happened_to_it_in_the_order_of_time(run: Path) -> Non
 
 def test_where_its_profiled_steps_went_is_on_its_page(served: Command) -> None:
     served.train("strategy=ddp", *MOCK, "name=demo", "train.steps=3", "train.profile.steps=[2,3]")
-    [rank] = page_data([read_run(served.folder / "runs/demo")])["runs"][0]["steps"]
-    assert rank["name"] == "rank 0"
+    steps = page_data([read_run(served.folder / "runs/demo")])["runs"][0]["steps"]
+    [rank] = steps["bars"]
+    assert rank["name"] == "rank 0, profiled"
+    assert steps["reason"].startswith("ranks of launch.backend=mock take turns")
     assert sum(rank["parts"].values()) == pytest.approx(rank["step_s"], rel=1e-3)
 
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from axonlaunch.config.errors import plain
-from axonlaunch.config.url import is_url
-from axonlaunch.diagnostics import step_breakdown
 from axonlaunch.diagnostics.report.comparison import changed_settings, results
 from axonlaunch.diagnostics.report.downsampling import kept
 from axonlaunch.diagnostics.report.life import (
@@ -24,6 +22,7 @@ from axonlaunch.diagnostics.report.life import (
     step_seconds,
 )
 from axonlaunch.diagnostics.report.run_record import RunRecord
+from axonlaunch.diagnostics.report.step_parts import steps_of
 
 _BUCKETS = 800
 """Of a curve: four points each, more than a screen has pixels."""
@@ -109,7 +108,7 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
         "series": _series(run),
         "progress": _progress(run),
         "memory": _memory(run),
-        "steps": _profiled(run),
+        "steps": steps_of(run),
         "ranks": _ranks(run),
         "life": [
             {"kind": span.kind, "start": span.start, "end": span.end, "text": span.text}
@@ -184,21 +183,6 @@ def _memory(run: RunRecord) -> dict[str, Any] | None:
             name = f"rank {rank.get('rank')}" + (f" ({where})" if where else "")
             rows.append({"name": name, "parts": numbers, "peak": _finite(rank.get("peak_bytes"))})
     return {"measured": measured, "ranks": rows}
-
-
-def _profiled(run: RunRecord) -> list[dict[str, Any]]:
-    """Return where the steps of each profiled rank went; [] where none was profiled."""
-    if is_url(str(run.path)):
-        return []
-    found = []
-    for rank, path in step_breakdown.traces(run.path).items():
-        try:
-            trace = step_breakdown.read_trace(path)
-            one = step_breakdown.breakdown(trace, rank=rank, world="world")
-        except step_breakdown.UnreadableTraceError:
-            continue  # it is being written, or `axonlaunch profile` says what is wrong with it
-        found.append({"name": f"rank {rank}", "parts": one.parts, "step_s": one.step_s})
-    return found
 
 
 def _ranks(run: RunRecord) -> dict[str, Any] | None:

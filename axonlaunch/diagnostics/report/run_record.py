@@ -16,11 +16,19 @@ from axonlaunch.config import CONFIG
 from axonlaunch.config.plain import flatten, read_yaml
 from axonlaunch.diagnostics.report.growing_lines import LARGEST, GrowingLines
 from axonlaunch.system.files import opened
-from axonlaunch.system.run_files import CRASH, ESTIMATE, EVENTS, METRICS, ORIGINS, SUMMARY
+from axonlaunch.system.run_files import (
+    CRASH,
+    ESTIMATE,
+    EVENTS,
+    METRICS,
+    ORIGINS,
+    STEP_TIME,
+    SUMMARY,
+)
 
 RunStatus = Literal["running", "done", "interrupted", "failed", "killed"]
 
-FILES = (CONFIG, ORIGINS, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE)
+FILES = (CONFIG, ORIGINS, METRICS, EVENTS, SUMMARY, CRASH, ESTIMATE, STEP_TIME)
 """Of a run's folder, all that is read."""
 _LARGEST = 1 << 24
 """Bytes of a file that does not grow."""
@@ -40,6 +48,7 @@ class RunRecord:
         summary: ``summary.json``; {} where there is none, or it is of an earlier attempt.
         crash: ``crash.json``; None where no rank failed.
         estimate: ``estimate.json``: the estimated peak with its parts.
+        step_time: ``step_time.json``: a step's predicted time with its parts, or why there is none.
         steps: Lines of ``metrics.jsonl`` with a loss, in the order of their steps.
         evaluations: Lines with ``eval_loss``.
         events: Lines of ``events.jsonl``, in the order in which they happened.
@@ -54,6 +63,7 @@ class RunRecord:
     summary: dict[str, Any] = field(default_factory=dict)
     crash: dict[str, Any] | None = None
     estimate: dict[str, Any] | None = None
+    step_time: dict[str, Any] | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -134,6 +144,7 @@ def _record(
         summary=summary,
         crash=crash,
         estimate=files.object(ESTIMATE),
+        step_time=files.object(STEP_TIME),
         steps=_in_order(
             [line for line in lines if _is_number(line.get("step")) and "loss" in line]
         ),
