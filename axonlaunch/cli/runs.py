@@ -57,7 +57,9 @@ def command(
     conditions = [_condition(text) for text in where or []]
     if not folder.is_dir():
         refuse(f"{folder}: there is no such folder")
-    runs = [run for run in find_runs(folder) if all(one.holds(run) for one in conditions)]
+    runs = [
+        run for run in find_runs(folder) if all(condition.holds(run) for condition in conditions)
+    ]
     rows = sorted((_row(run) for run in runs), key=lambda row: -row["changed_at"])
     if as_json:
         print_json({"runs": rows})

@@ -60,8 +60,8 @@ class Composed:
 
     def origins(self) -> dict[str, str]:
         """Return what set each leaf: a file, the environment, ``"override "`` and the override."""
-        given = {key: OVERRIDE_ORIGIN + text for key, text in self.given.items()}
-        return {**self.in_files(), **given, **self.in_environment}
+        overridden = {key: OVERRIDE_ORIGIN + text for key, text in self.given.items()}
+        return {**self.in_files(), **overridden, **self.in_environment}
 
 
 def packaged_configs() -> Path:

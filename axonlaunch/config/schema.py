@@ -125,7 +125,7 @@ class StrategyConfig:
     """
     options: Any = field(
         default=None,
-        metadata={"typed_by": "data_parallel", "words": "keys of a registered variant, or null"},
+        metadata={"typed_by": "data_parallel", "allowed": "keys of a registered variant, or null"},
     )
     """keys of a data-parallel variant that is not included"""
     ddp: DDPConfig = field(default_factory=DDPConfig)
@@ -274,7 +274,7 @@ class CheckpointConfig:
     """where resume=auto finds that the newest checkpoint is corrupt: move it aside, report it, and
     resume from the newest good one; false: refuse to start
     """
-    resume: str = field(default="auto", metadata={"words": "auto, never or a path"})
+    resume: str = field(default="auto", metadata={"allowed": "auto, never or a path"})
     """auto: resume where this run folder stopped; never: start from step 0; or the path of a run
     folder or a checkpoint
     """
@@ -307,7 +307,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     loggers: list[Named] = field(
         default_factory=list,
-        metadata={"each": LOGGERS, "words": "list of loggers, each a name or its keys"},
+        metadata={"each": LOGGERS, "allowed": "list of loggers, each a name or its keys"},
     )
     """where numbers are logged beside metrics.jsonl: [tensorboard, {name: wandb, project: mine}];
     your own: [{target: package.module:Class, arguments: {}}]

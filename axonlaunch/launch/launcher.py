@@ -81,8 +81,8 @@ def launch_function(config: RunConfig) -> Launch:
 
 
 def _imported(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    found: Callable[..., Any] = load_target(function) if isinstance(function, str) else function
-    return found
+    target: Callable[..., Any] = load_target(function) if isinstance(function, str) else function
+    return target
 
 
 def check_anywhere(config: RunConfig, options: LaunchOptions) -> RunConfig:

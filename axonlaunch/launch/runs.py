@@ -102,8 +102,8 @@ class Request:
         """
         count = accelerators or partial(accelerators_of, server)
 
-        def compose(words: Sequence[str]) -> Composed:
-            return environment.applied_to(self.compose(words), accelerators=count)
+        def compose(arguments: Sequence[str]) -> Composed:
+            return environment.applied_to(self.compose(arguments), accelerators=count)
 
         return auto_strategy.load_auto_strategy(
             overrides, compose=compose, server=server, config_dirs=self.config_dirs
@@ -198,15 +198,15 @@ class Runs:
         return name
 
     def _one(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
-        [(_, given)] = self.loaded
-        if (summary := run_dir.finished(given)) is None:
+        [(_, loaded)] = self.loaded
+        if (summary := run_dir.finished(loaded)) is None:
             with spinner("checking") as show:
                 options = dataclasses.replace(self._options(0), show=show)
                 [config] = checked(self.loaded, options)
             [proof] = self._proved([config])
             yield config, dataclasses.replace(self._options(0), proof=proof)
             return
-        print(run_dir.finished_text(given, summary), file=self._stream)
+        print(run_dir.finished_text(loaded, summary), file=self._stream)
         self.ended(0, summary)
 
     def _each(self) -> Iterator[tuple[RunConfig, LaunchOptions]]:
@@ -214,7 +214,7 @@ class Runs:
         before = [run_dir.finished(config) for _, config in self.loaded]
         with spinner("checking"):
             pairs = zip(self.loaded, before, strict=True)
-            runs = checked([one for one, summary in pairs if summary is None], self.options)
+            runs = checked([run for run, summary in pairs if summary is None], self.options)
         left = zip(runs, self._proved(runs), strict=True)
         varied = sweep.varied([overrides for overrides, _ in self.loaded])
         again = sweep.again([config for _, config in self.loaded])

@@ -55,7 +55,7 @@ def run(
         monitor: Follows this rank; events reach that of the main rank alone.
         cpu_peak: Makes what finds the peak of a CPU's memory; None: it is not found.
     """
-    monitor.beat("building", step=None)
+    monitor.report_phase("building", step=None)
     configure_arithmetic(config.train)
     layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
@@ -69,7 +69,7 @@ def run(
     watch = _watch(config, world, cpu_peak)
     source = Source(storing=watch.storing)
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
-    monitor.beat("loading", step=None)
+    monitor.report_phase("loading", step=None)
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
         load_initial_weights(engine, config.model, world=world)
@@ -123,7 +123,7 @@ def run(
             every=config.checkpoint.every,
             layout=str(layout),
             background=config.checkpoint.async_save,
-            wrote=lambda: monitor.beat("saving", step=engine.step),
+            wrote=lambda: monitor.report_phase("saving", step=engine.step),
         )
     with loggers:
         finished = fit(

@@ -82,7 +82,7 @@ def save_reference(config: RunConfig, plan: ComparisonPlan, folder: str) -> Pari
         references = run_references(_with_smooth_updates(config), plan)
     except NoReferenceError as error:
         return failed(config, plan.steps, str(error))
-    torch.save([asdict(one) for one in references], Path(folder) / _SAVED)
+    torch.save([asdict(reference) for reference in references], Path(folder) / _SAVED)
     return None
 
 
@@ -116,8 +116,8 @@ def verify_on_rank(
         return None
     reports = [
         RankReport(
-            [Difference(**one) for one in report["differences"]],
-            [Draw(**one) for one in report["draws"]],
+            [Difference(**item) for item in report["differences"]],
+            [Draw(**item) for item in report["draws"]],
         )
         for report in gathered
     ]

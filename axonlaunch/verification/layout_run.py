@@ -73,7 +73,7 @@ def compare(
         folder: Where a checkpoint may be written, the same for every rank.
     """
     run = _LayoutRun(config, world, reference, plan)
-    differences = [replace(one, rank=world.rank) for one in run.differences(folder)]
+    differences = [replace(difference, rank=world.rank) for difference in run.differences(folder)]
     return RankReport(differences, run.draws)
 
 

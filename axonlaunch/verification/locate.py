@@ -74,11 +74,11 @@ def first_difference(config: RunConfig) -> FirstDifference | None:
         ("gradient", _backwards(expected)),
     ):
         for name in names:
-            found = [d for rank in ranks for d in rank if (d.kind, d.name) == (kind, name)]
-            wrong = [d for d in found if not d.relative <= passing]
+            measured = [d for rank in ranks for d in rank if (d.kind, d.name) == (kind, name)]
+            wrong = [d for d in measured if not d.relative <= passing]
             if wrong:
                 module = name if kind == "output" else name.rpartition(".")[0] or name
-                return FirstDifference(module, _what(kind, name, wrong, found, layout))
+                return FirstDifference(module, _what(kind, name, wrong, measured, layout))
     return None
 
 
@@ -91,7 +91,11 @@ def _backwards(expected: _Recorded) -> list[str]:
 
 
 def _what(
-    kind: str, name: str, wrong: Sequence[Difference], found: Sequence[Difference], layout: Layout
+    kind: str,
+    name: str,
+    wrong: Sequence[Difference],
+    measured: Sequence[Difference],
+    layout: Layout,
 ) -> str:
     worst = max(wrong, key=lambda difference: difference.relative)
     of = "its output" if kind == "output" else f"the gradient of {name}"
@@ -104,17 +108,17 @@ def _what(
                 how += f", as if summed once too often over {axis}"
             elif size > 1 and _near(worst.ratio, 1 / size):
                 how += f", as if not summed, or averaged twice, over {axis}"
-    return f"{of} {how} {_where(wrong, found, layout)}"
+    return f"{of} {how} {_where(wrong, measured, layout)}"
 
 
 def _near(ratio: float | None, value: float) -> bool:
     return ratio is not None and abs(ratio - value) < 1e-2 * value
 
 
-def _where(wrong: Sequence[Difference], found: Sequence[Difference], layout: Layout) -> str:
+def _where(wrong: Sequence[Difference], measured: Sequence[Difference], layout: Layout) -> str:
     """Say on which ranks, and what they have in common that others have not."""
-    here = sorted({one.rank for one in wrong})
-    everyone = {one.rank for one in found}
+    here = sorted({difference.rank for difference in wrong})
+    everyone = {difference.rank for difference in measured}
     if set(here) == everyone:
         return "on every rank that computes it"
     places = []
@@ -158,7 +162,7 @@ def _compared(config: RunConfig, world: World, expected: _Recorded) -> list[Diff
         gradient, wanted = parameter.grad, expected.gradients.get(name)
         if gradient is not None and wanted is not None:
             differences.append(of_tensor((0, "gradient", name), gradient, wanted, floor=floor))
-    return [replace(one, rank=world.rank) for one in differences]
+    return [replace(difference, rank=world.rank) for difference in differences]
 
 
 def _part(
@@ -210,4 +214,6 @@ def _noting(outputs: dict[str, list[Tensor]], name: str) -> Any:
 def _floating(outputs: Any) -> Iterable[Tensor]:
     """Return the first tensor of numbers that a module returns."""
     parts = outputs if isinstance(outputs, tuple) else (outputs,)
-    return [one for one in parts if isinstance(one, Tensor) and one.is_floating_point()][:1]
+    return [
+        tensor for tensor in parts if isinstance(tensor, Tensor) and tensor.is_floating_point()
+    ][:1]

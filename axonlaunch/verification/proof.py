@@ -58,9 +58,9 @@ def prove(config: RunConfig) -> Proof:
         parameters = _refuse_unlike(config, small)
     except _NotReducibleError as why:
         return replace(proof, reason=str(why), seconds=time.monotonic() - began)
-    found = on_mock(small, ComparisonPlan(steps=STEPS))
-    if not found.passed:
-        raise ConfigError([_difference(config, small, found)])
+    result = on_mock(small, ComparisonPlan(steps=STEPS))
+    if not result.passed:
+        raise ConfigError([_difference(config, small, result)])
     if file is not None:
         cache.keep(file, json.dumps(to_tree(small)))
     seconds = time.monotonic() - began
@@ -212,10 +212,10 @@ def _file(small: RunConfig) -> Path | None:
     return cache.cache_folder() / "proofs" / f"{digest[:32]}.json"
 
 
-def _difference(config: RunConfig, small: RunConfig, found: ParityResult) -> ConfigIssue:
+def _difference(config: RunConfig, small: RunConfig, result: ParityResult) -> ConfigIssue:
     """Say what a layout computes otherwise than one process, and where that begins."""
-    what = found.failure or found.differences[0]
-    first = None if found.failure else locate.first_difference(small)
+    what = result.failure or result.differences[0]
+    first = None if result.failure else locate.first_difference(small)
     where = f"; the first module that differs is {first.module}" if first is not None else ""
     message = (
         f"{layout_of(config)} does not compute what one process does, in a small model of the "

@@ -102,9 +102,9 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
     try:
         with threads_for(config), torch.random.fork_rng(devices=[]):
             first = PlainRun(config, plan)
-            found = first.run()
-            _refuse_random(found, PlainRun(config, plan))
-            return found, PlainRun(config, plan, roughness=_roughness(config)).run()
+            reference = first.run()
+            _refuse_random(reference, PlainRun(config, plan))
+            return reference, PlainRun(config, plan, roughness=_roughness(config)).run()
     except NoReferenceError:
         raise
     except Exception as error:
@@ -113,13 +113,13 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
         ) from error
 
 
-def _refuse_random(found: Reference, again: PlainRun) -> None:
+def _refuse_random(reference: Reference, again: PlainRun) -> None:
     """Run the first step another time.
 
     Raises:
         NoReferenceError: It gives something else.
     """
-    expected, seen = found.steps[0], again.step(0)
+    expected, seen = reference.steps[0], again.step(0)
     if not math.isfinite(expected.loss):
         raise NoReferenceError(f"the first loss of one process is {expected.loss}")
     same = all(_is_same(expected.gradients[n], g) for n, g in seen.gradients.items())
@@ -259,11 +259,11 @@ class PlainRun:
     def _update(self, number: int) -> tuple[float, bool]:
         """Clip and update; return the gradient's norm, and whether fp16 left the update out."""
         config = self._config
-        for name, held in self._held.items():
+        for name, parameter in self._held.items():
             gradient = self._trained[name].grad
-            if held is not self._trained[name]:
-                held.copy_(self._trained[name].detach())
-                held.grad = None if gradient is None else gradient.float()
+            if parameter is not self._trained[name]:
+                parameter.copy_(self._trained[name].detach())
+                parameter.grad = None if gradient is None else gradient.float()
         updated = [tensor for tensor in self._held.values() if tensor.grad is not None]
         if updated:
             for optimizer in self._optimizers:
@@ -298,14 +298,14 @@ class PlainRun:
             yield batch
             return
         share = rows // self._layout.data_ranks
-        kept: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for start in range(0, rows, self._layout.micro_batch_size):
             if start == share:
-                kept = _copies(self._buffers())
+                buffers = _copies(self._buffers())
             yield batch.rows(start, start + self._layout.micro_batch_size)
         for name, buffer in self._buffers().items():
-            if kept:
-                buffer.copy_(kept[name])
+            if buffers:
+                buffer.copy_(buffers[name])
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         return loss_sum(self._spec, self._outputs(batch), batch.targets)
@@ -316,21 +316,23 @@ class PlainRun:
         Replicas compute under autocast; shards are gathered in the lower precision, and so all of
         their model computes in it.
         """
-        given = {} if batch.positions is None else {"positions": batch.positions}
+        positions = {} if batch.positions is None else {"positions": batch.positions}
         taken, dtype = batch.inputs, self._dtype
         if dtype is torch.float64:
-            outputs = self.model(taken.double() if taken.is_floating_point() else taken, **given)
+            outputs = self.model(
+                taken.double() if taken.is_floating_point() else taken, **positions
+            )
         elif dtype is torch.float32:
-            outputs = self.model(taken, **given)
+            outputs = self.model(taken, **positions)
         elif self._layout.facts.shards_parameters or self._config.train.param_dtype != "fp32":
             cast = {
                 n: p.to(dtype) if p.is_floating_point() else p for n, p in self._parameters.items()
             }
             taken = taken.to(dtype) if taken.is_floating_point() else taken
-            outputs = functional_call(self.model, cast, (taken,), given)
+            outputs = functional_call(self.model, cast, (taken,), positions)
         else:
             with torch.autocast("cpu", dtype=dtype):
-                outputs = self.model(taken, **given)
+                outputs = self.model(taken, **positions)
         if not isinstance(outputs, Tensor | ModelOutputs):
             raise NoReferenceError(str(not_a_tensor(outputs)))
         return outputs

@@ -182,7 +182,7 @@ def _reports_of_a_rank(folder: Path) -> list[Report]:
         credentials=Credentials.random(sender="rank 0"),
         listener=None,
         log=folder / "rank0.log",
-        pulse=HeartbeatTable.of(1),
+        heartbeats=HeartbeatTable.of(1),
         threads=1,
         cores=None,
     )

@@ -136,15 +136,15 @@ def test_compare_lists_what_differs(served: Command) -> None:
 def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> None:
     (served.folder / "empty").mkdir()
     run_folder(served.folder / "runs/demo")
-    words = ["empty", *(["demo"] if command == "compare" else [])]
-    errors = served(command, *words, status=2).stderr.splitlines()
+    overrides = ["empty", *(["demo"] if command == "compare" else [])]
+    errors = served(command, *overrides, status=2).stderr.splitlines()
     assert errors[0] == "error: empty: holds neither config.yaml nor metrics.jsonl of a run"
     if command == "compare":
         assert errors[1].endswith("; did you mean runs/demo?")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["runs", "nowhere"], "nowhere: there is no such folder"),
         (["runs", ".", "--where", "loss"], "--where loss: write KEY=VALUE, model.name=llama"),
@@ -152,8 +152,8 @@ def test_what_is_no_run_is_refused_in_a_line(command: str, served: Command) -> N
         (["compare", "a"], "give two runs, or more"),
     ],
 )
-def test_a_users_mistake_is_a_line(words: list[str], message: str, served: Command) -> None:
-    assert message in served(*words, status=2).stderr
+def test_a_users_mistake_is_a_line(overrides: list[str], message: str, served: Command) -> None:
+    assert message in served(*overrides, status=2).stderr
 
 
 @pytest.mark.parametrize("width", [80, 140])

@@ -20,10 +20,10 @@ RECOMPUTED = [*DDP, "train.activation_checkpointing=full"]
 
 
 def problems(overrides: list[str]) -> list[str]:
-    words = MODELS["gpt"]
+    arguments = MODELS["gpt"]
     if overrides is RECOMPUTED:  # blocks that don't draw save no generator's state
-        words = without_folder("gpt2", resid_pdrop=0.1)
-    chosen = run_config([*words, "train.global_batch_size=8", *overrides])
+        arguments = without_folder("gpt2", resid_pdrop=0.1)
+    chosen = run_config([*arguments, "train.global_batch_size=8", *overrides])
     return compare.on_mock(chosen, ComparisonPlan(steps=2)).differences
 
 

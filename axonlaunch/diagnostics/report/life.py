@@ -33,22 +33,24 @@ class Span:
 
 def spans(run: RunRecord) -> list[Span]:
     """Return what happened, by its start."""
-    found = list(_attempts(run))
+    attempts = list(_attempts(run))
     for event in run.of_kind("saved"):
         seconds, stalled = _number(event, "seconds"), _number(event, "stalled_s")
         text = f"saved step {event.get('step')} in {seconds:.1f} s, of which training waited "
-        found.append(Span("save", event["time"] - seconds, event["time"], f"{text}{stalled:.1f} s"))
+        attempts.append(
+            Span("save", event["time"] - seconds, event["time"], f"{text}{stalled:.1f} s")
+        )
     for event in run.of_kind("evaluated"):
         text = f"evaluated after step {event.get('step')}: loss {event.get('eval_loss')}"
-        found.append(Span("evaluation", event["time"], event["time"], text))
+        attempts.append(Span("evaluation", event["time"], event["time"], text))
     last = None
     for event in run.of_kind("failed"):
         text = f"rank {event.get('rank')}: {event.get('reason')}"
         if text != last:  # every node says it
-            found.append(Span("failure", event["time"], event["time"], text))
+            attempts.append(Span("failure", event["time"], event["time"], text))
         last = text
-    found += _changes_of_nodes(run)
-    return sorted(found, key=lambda span: span.start)
+    attempts += _changes_of_nodes(run)
+    return sorted(attempts, key=lambda span: span.start)
 
 
 def device_seconds(run: RunRecord) -> float:
@@ -117,7 +119,7 @@ def _attempts(run: RunRecord) -> list[Span]:
 
 def _held(run: RunRecord) -> list[tuple[dict[str, Any], float]]:
     """Return each start of the ranks, and when they ended, or were last heard of."""
-    found: list[tuple[dict[str, Any], float]] = []
+    attempts: list[tuple[dict[str, Any], float]] = []
     began: dict[str, Any] | None = None
     last = 0.0
     for event in run.events:
@@ -126,15 +128,15 @@ def _held(run: RunRecord) -> list[tuple[dict[str, Any], float]]:
             began = {**event, "time": began["time"], "ready": event["time"]}
         elif kind in ("launched", "started"):
             if began is not None:  # it was killed
-                found.append((began, last))
+                attempts.append((began, last))
             began = event
         last = event["time"]
         if began is not None and kind in ("failed", "ended"):
-            found.append((began, last))
+            attempts.append((began, last))
             began = None
     if began is not None:
-        found.append((began, _last_heard(run, began, last)))
-    return found
+        attempts.append((began, _last_heard(run, began, last)))
+    return attempts
 
 
 def _last_heard(run: RunRecord, began: dict[str, Any], last: float) -> float:

@@ -56,7 +56,7 @@ class NewestData:
 
 def _state(file: Path) -> tuple[int, int] | None:
     try:
-        found = os.stat(file, follow_symlinks=False)  # noqa: PTH116
+        status = os.stat(file, follow_symlinks=False)  # noqa: PTH116
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns

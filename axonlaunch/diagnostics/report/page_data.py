@@ -128,13 +128,13 @@ def _of_run(run: RunRecord, label: str) -> dict[str, Any]:
 
 def _series(run: RunRecord) -> dict[str, list[list[float | None]]]:
     """Return ``{key: [steps, values]}`` of each curve that the run has."""
-    found: dict[str, list[list[float | None]]] = {}
+    series: dict[str, list[list[float | None]]] = {}
     for key in CURVES:
         if any(key in line for line in run.steps):
-            found[key] = _thinned(run.steps, key)
+            series[key] = _thinned(run.steps, key)
     if run.evaluations:
-        found["eval_loss"] = _thinned(run.evaluations, "eval_loss")
-    return found
+        series["eval_loss"] = _thinned(run.evaluations, "eval_loss")
+    return series
 
 
 def _thinned(lines: Sequence[dict[str, Any]], key: str) -> list[list[float | None]]:
@@ -159,11 +159,11 @@ def _progress(run: RunRecord) -> list[list[float]]:
 
 def _tokens(run: RunRecord) -> list[float]:
     """Return the tokens between each logged step and the one before, as many a step as in it."""
-    found, before = [], 0
+    tokens, before = [], 0
     for line in run.steps:
-        found.append((_finite(line.get("tokens")) or 0.0) * max(0, line["step"] - before))
+        tokens.append((_finite(line.get("tokens")) or 0.0) * max(0, line["step"] - before))
         before = line["step"]
-    return found
+    return tokens
 
 
 def _memory(run: RunRecord) -> dict[str, Any] | None:
@@ -174,9 +174,9 @@ def _memory(run: RunRecord) -> dict[str, Any] | None:
         return None if measured is None else {"measured": measured, "ranks": []}
     rows = []
     for rank in ranks:
-        parts = rank.get("breakdown") if isinstance(rank, dict) else None
-        if isinstance(parts, dict):
-            numbers = {str(name): _finite(size) or 0.0 for name, size in parts.items()}
+        breakdown = rank.get("breakdown") if isinstance(rank, dict) else None
+        if isinstance(breakdown, dict):
+            numbers = {str(name): _finite(size) or 0.0 for name, size in breakdown.items()}
             place = rank.get("coords")
             coords = place.items() if isinstance(place, dict) else []
             where = " ".join(f"{axis}={index}" for axis, index in coords if index)
@@ -226,9 +226,9 @@ def _crash(run: RunRecord) -> dict[str, Any] | None:
     followers = run.crash.get("followers")
     return {key: run.crash.get(key) for key in keys} | {
         "followers": [
-            f"rank {one.get('rank')}: {one.get('reason')}"
-            for one in (followers if isinstance(followers, list) else [])
-            if isinstance(one, dict)
+            f"rank {follower.get('rank')}: {follower.get('reason')}"
+            for follower in (followers if isinstance(followers, list) else [])
+            if isinstance(follower, dict)
         ]
     }
 

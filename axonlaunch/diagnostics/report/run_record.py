@@ -1,4 +1,4 @@
-"""A run as its folder tells of it: whole, still running, crashed, or half written.
+"""A run as its folder has it: whole, still running, crashed, or half written.
 
 Whatever is missing or can't be read is left out and named in ``notes``; nothing here raises for it.
 """
@@ -224,13 +224,13 @@ class _Files:
         if content is None:
             return None
         try:
-            found = json.loads(content)
-            if not isinstance(found, dict):
+            value = json.loads(content)
+            if not isinstance(value, dict):
                 raise TypeError("not an object")
         except (ValueError, TypeError, RecursionError) as error:
             self.notes.append(f"{name} can't be read: {error}")
             return None
-        return found
+        return value
 
     def lines(self, growing: GrowingLines, name: str) -> list[dict[str, Any]]:
         try:

@@ -222,7 +222,7 @@ class Pipeline:
         except RuntimeError as error:
             # torch wraps what a stage raised into a text about shapes.
             raise error.__cause__ or error from None
-        return [one.detach() for one in losses]
+        return [of_microbatch.detach() for of_microbatch in losses]
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, **beside: Tensor) -> Tensor | None:

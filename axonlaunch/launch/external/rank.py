@@ -173,7 +173,7 @@ def _run(
         credentials=peers.channel.credentials.of(f"rank {environment.rank}"),
         listener=None,
         log=log,
-        pulse=HeartbeatTable.of(config.launch.nproc),
+        heartbeats=HeartbeatTable.of(config.launch.nproc),
         threads=frozen_threads(config),
         cores=None,  # who started this process placed it
     )

@@ -251,7 +251,7 @@ def _in_flight(layout: Layout) -> float:
     waiting = float(ranks)
     if SCHEDULES[layout.schedule].in_rounds:
         waiting = (2 * (ranks - 1) + (chunks - 1) * ranks + 1) / chunks
-    return min(waiting, layout.round_microbatches)
+    return min(waiting, layout.microbatches_per_round)
 
 
 def _activations(config: RunConfig) -> float:

@@ -38,12 +38,12 @@ def predict_step(config: RunConfig) -> StepPrediction:
     ranks = num_ranks(config)
     times = StepTime(config, Layout.of(config, world_size=ranks), config.hardware)
     work = step_work(config, world_size=ranks)
-    found: dict[str, float] = {}
+    by_kind: dict[str, float] = {}
     parts = times.parts(work)
     for name, seconds in parts.items():
         kind = _KINDS.get(name, name.replace("communication", "exposed communication"))
-        found[kind] = found.get(kind, 0.0) + seconds
+        by_kind[kind] = by_kind.get(kind, 0.0) + seconds
     timeline = times.pipeline_timeline(work)
     slots = () if timeline is None or len(timeline.slots) > _MOST_ACTIONS else timeline.slots
     pipeline = [(slot.rank, slot.start, slot.stop, str(slot.action)) for slot in slots]
-    return StepPrediction(config.hardware.name, parts.total, found, pipeline)
+    return StepPrediction(config.hardware.name, parts.total, by_kind, pipeline)

@@ -92,7 +92,7 @@ class StepTime:
             )
             times.append((forward + backward, self._once(stage, layers).total))
         a_turn = max(seconds for seconds, _ in times)
-        split = SCHEDULES[layout.schedule].splits_backward
+        split = SCHEDULES[layout.schedule].separate_weight_grad
         waits = (layout.pipeline - 1) * (1 / 3 if split else 1.0) * layout.rounds
         turns = layout.micro_batches * layout.stages_per_rank
         once = max(update for _, update in times) * layout.stages_per_rank
@@ -147,7 +147,7 @@ class StepTime:
         schedule = PipelineSchedule(
             layout.schedule,
             degree=layout.pipeline,
-            microbatches=layout.round_microbatches,
+            microbatches=layout.microbatches_per_round,
             stages_per_rank=layout.stages_per_rank,
         )
         stages = [self._stage(work, index) for index in range(layout.num_stages)]

@@ -108,7 +108,7 @@ class ReducedRun:
         return PipelineSchedule(
             self.layout.schedule,
             degree=self.layout.pipeline,
-            microbatches=self.layout.round_microbatches,
+            microbatches=self.layout.microbatches_per_round,
             stages_per_rank=self.layout.stages_per_rank,
         )
 
@@ -156,13 +156,13 @@ class ReducedRun:
         degree = min(_SHORT, layout.pipeline)
         fits = SCHEDULES[layout.schedule].fits
         # The first rank's forwards may all go ahead of its backwards, or all but one.
-        rest = 2 if place else min(2, layout.round_microbatches - layout.pipeline)
+        rest = 2 if place else min(2, layout.microbatches_per_round - layout.pipeline)
         microbatches = next(
             n
             for n in itertools.count(degree + rest if rest < 2 else _SETTLED)
             if fits(n, degree=degree, stages_per_rank=layout.stages_per_rank)
         )
-        microbatches = min(microbatches, layout.round_microbatches)
+        microbatches = min(microbatches, layout.microbatches_per_round)
         short = self._with(degree=degree, microbatches=microbatches, rounds=min(2, layout.rounds))
         short_place = min(place, max(1, degree - layout.pipeline + place))
         counts = [1] * short.layout.num_stages

@@ -116,7 +116,7 @@ class StageTrace:
         trace = done[next(iter(self._keys()))]
         short, whole = self.short.layout, self.whole.layout
         micro_batches = whole.micro_batches - short.micro_batches
-        in_a_round = whole.round_microbatches - short.round_microbatches
+        in_a_round = whole.microbatches_per_round - short.microbatches_per_round
         more = dict.fromkeys(CATEGORIES, 0)
         more["activations"] = micro_batches * trace.fed
         for category, num_bytes in trace.received.items():
@@ -179,7 +179,7 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
             measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)
     layout = reduced.layout
     tensors = (batch.inputs, batch.targets, batch.positions)
-    fed = sum(one.nbytes for one in tensors if one is not None)
+    fed = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     fed //= layout.micro_batches * layout.context
     if layout.pipeline == 1:
         fed += torch.float32.itemsize
