@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -71,20 +72,23 @@ def command(
 def _predicted(config: RunConfig) -> tuple[dict[str, float] | None, str]:
     """Return what ``plan`` predicts of the run's step, in the same parts, or why it does not."""
     from axonlaunch.config import ConfigError
-
-    if config.hardware is None or config.hardware.is_cpu:
-        return None, "the run names no hardware with published figures (hardware=h100_80gb)"
     from axonlaunch.launch.output.spinner import spinner
+    from axonlaunch.planning.records import StepPrediction
+    from axonlaunch.planning.run_hardware import hardware_of
     from axonlaunch.system import forked_call, forkserver
 
+    hardware, reason = hardware_of(config)
+    if hardware is None:
+        return None, reason
+    config = dataclasses.replace(config, hardware=hardware)
     try:
         with forkserver.warm() as context, spinner("predicting a step"):
-            parts: dict[str, float] = forked_call.call(
-                context, "axonlaunch.planning.throughput.predicted_parts:predicted_parts", config
+            step: StepPrediction = forked_call.call(
+                context, "axonlaunch.planning.throughput.predicted_parts:predict_step", config
             )
     except ConfigError as error:
         return None, str(error)
-    return parts, ""
+    return step.parts, ""
 
 
 def _show(

@@ -121,7 +121,12 @@ class ClusterEnvironment:
                 "the environment names no world; set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT"
             )
             problems.append(ConfigIssue("launch.name", message, name))
-        return dataclasses.replace(composed, tree=tree, problems=[*composed.problems, *problems])
+        before = composed.tree.get("launch", {})
+        origin = f"environment ({self.launcher})".replace(" (the environment)", "")
+        said = {f"launch.{k}": origin for k, v in tree["launch"].items() if before.get(k) != v}
+        return dataclasses.replace(
+            composed, tree=tree, problems=[*composed.problems, *problems], in_environment=said
+        )
 
 
 def _read(reader: _Reader) -> ClusterEnvironment:

@@ -110,7 +110,7 @@ def test_config_explains_what_auto_became(run: Served) -> None:
     explained = json.loads(run(*overrides).stdout)
     assert explained["train.micro_batch_size"] == {
         "value": 8,
-        "origin": "resolved here; auto: config.yaml",
+        "origin": "automatic: config.yaml has auto",
     }
     assert explained["strategy.data_parallel"]["value"] == "ddp"
 

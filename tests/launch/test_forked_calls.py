@@ -48,11 +48,11 @@ def test_an_estimate_that_fails_beside_a_run_leaves_its_traceback_for_the_log() 
     prediction = BackgroundEstimate(
         context, config.load(["launch.nproc=1", "model.hidden_size=24"])
     )
-    prediction._call = forked_call.ForkedCall(context, "failing:raises", ())
+    prediction.memory._call = forked_call.ForkedCall(context, "failing:raises", ())
     prediction.wait()
     prediction.close()
-    assert prediction.reason == "ValueError: what was wrong"
-    assert "in _deep_inside" in prediction.traceback
+    assert prediction.memory.reason == "ValueError: what was wrong"
+    assert "in _deep_inside" in prediction.memory.traceback
 
 
 def test_debug_shows_the_traceback_of_a_rank_and_nothing_else_does(

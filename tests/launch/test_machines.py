@@ -198,6 +198,12 @@ def test_what_a_machine_must_know_of_the_others_is_asked_for(served: Command) ->
     ]
 
 
+def nodes_of(run: Path) -> list[int]:
+    """How many nodes took part in each attempt."""
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [len(event["machines"]) for event in events if event["event"] == "nodes"]
+
+
 def elastic(three: Machines) -> list[str]:
     overrides = ["launch.nnodes=2:3", "launch.nproc=1", "launch.max_restarts=3"]
     return [*overrides, f"launch.master_addr={three.addresses[0]}"]
@@ -223,6 +229,7 @@ def test_a_machine_that_comes_late_takes_part_and_no_step_is_lost(
     assert "a new node joined: checkpointing and restarting with it" in reported[0][1]
     assert reported[0][1].index("fsdp 2 on cpu") < reported[0][1].index("fsdp 3 on cpu")
     served("train", *overrides, "name=local", "launch.nproc=1")
+    assert nodes_of(axonlaunch.folder / "runs/run") == [2, 3]
     losses = axonlaunch.losses("run")
     assert len(losses) == 40
     assert losses == pytest.approx(served.losses("local"), rel=1e-5)
@@ -252,6 +259,7 @@ def test_a_machine_that_is_lost_is_done_without_and_the_losses_continue(
     assert "fsdp 3 on cpu" in reported[0][1]
     assert "fsdp 2 on cpu" in reported[0][1]
     served("train", *overrides, "name=local", "launch.nproc=1")
+    assert nodes_of(axonlaunch.folder / "runs/run") == [3, 2]
     losses = axonlaunch.losses("run")
     assert len(losses) == 16
     assert losses == pytest.approx(served.losses("local"), rel=1e-5)

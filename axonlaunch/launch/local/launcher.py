@@ -89,7 +89,8 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
     console = RunConsole(stream=sys.stderr if options.as_json else sys.stdout)
     with ExitStack() as stack:
         rendezvous = stack.enter_context(_rendezvous(config))
-        config = stack.enter_context(run_dir.open_run_dir(config, announce=console.line))
+        opened = run_dir.open_run_dir(config, announce=console.line, composed=options.composed)
+        config = stack.enter_context(opened)
         record = RunRecorder(options.started, console, proof=options.proof)
         record.prediction = stack.enter_context(closing(BackgroundEstimate(context, config)))
         restarts = 0

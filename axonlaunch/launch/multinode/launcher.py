@@ -58,7 +58,7 @@ def launch(config: RunConfig, options: LaunchOptions) -> tuple[int, dict[str, An
             problems = error.problems
         if proof is not None:
             console.line(str(proof))
-    me = NodeMembership(config, problems, console)
+    me = NodeMembership(config, problems, console, composed=options.composed)
     with ExitStack() as folder:
         record = RunRecorder(options.started, console, proof=proof)
         try:

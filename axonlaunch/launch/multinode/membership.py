@@ -18,7 +18,7 @@ import torch.distributed as dist
 from axonlaunch import config as configuration
 from axonlaunch.comm.authenticated_store import Channel
 from axonlaunch.comm.rendezvous import is_own, meet_at
-from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config import Composed, ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.errors import plain
 from axonlaunch.config.layout import nodes, num_ranks
 from axonlaunch.launch import run_dir
@@ -29,6 +29,7 @@ from axonlaunch.launch.multinode.coordination import Coordinator
 from axonlaunch.launch.multinode.handshake import handshake, member_name
 from axonlaunch.launch.multinode.rendezvous import Attempt, ElasticRendezvous
 from axonlaunch.launch.output.console import RunConsole
+from axonlaunch.launch.output.summary import log_event
 from axonlaunch.system.authentication import Credentials, ForgedMessageError, derive_key
 
 NODE_LOST_S = 5.0
@@ -56,6 +57,8 @@ class NodeMembership:
         config: RunConfig,
         problems: list[ConfigIssue],
         console: RunConsole,
+        *,
+        composed: Composed | None = None,
     ) -> None:
         """Listen on node 0, or reach it.
 
@@ -63,6 +66,7 @@ class NodeMembership:
             config: As given to this node.
             problems: What it can't run it for.
             console: Takes lines for the user.
+            composed: What the run's files, overrides and environment say on this node.
 
         Raises:
             ConfigError: The address is not node 0's, its port is taken, nobody answers, or the
@@ -71,6 +75,7 @@ class NodeMembership:
         self._given = config
         self._problems = problems
         self._console = console
+        self._composed = composed
         self._hosts = _is_first(config)
         secret = token.read_token(config.launch)
         if secret is None:
@@ -255,11 +260,14 @@ class NodeMembership:
                 return
             if self._frozen is None:
                 self._frozen = folder.enter_context(
-                    run_dir.open_run_dir(asked, announce=self._console.line)
+                    run_dir.open_run_dir(
+                        asked, announce=self._console.line, composed=self._composed
+                    )
                 )
         except ConfigError as error:
             _launch_nothing(peers, problems=[str(problem) for problem in error.problems])
             raise
+        log_event(self._frozen, "nodes", {"machines": [about["machine"] for about in met]})
         frozen = {
             "config": configuration.to_yaml(self._frozen),
             "attempts": self.attempts,
