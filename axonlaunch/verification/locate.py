@@ -56,7 +56,7 @@ class _Compared:
     difference: Difference
 
 
-def locate(
+def locate_difference(
     config: RunConfig, plan: ComparisonPlan, folder: Path | None = None
 ) -> FirstDifference | None:
     """Run both sides again, module by module; return the first difference.

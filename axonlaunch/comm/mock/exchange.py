@@ -180,7 +180,7 @@ class Exchange:
             send, receive = (message, other) if sending else (other, message)
             if receive.peer in (None, send.rank):
                 theirs[address].remove(other)
-                self.baton.device.wait()
+                self.turns.device.wait()
                 deliver(send, receive)
                 self.turns.device.wait()
                 self.turns.wake([other.rank], other)

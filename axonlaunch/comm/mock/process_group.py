@@ -247,7 +247,7 @@ class MockProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        shared = self._board.baton.device
+        shared = self._world_exchange.turns.device
         return [torch.device("cpu")] + ([] if shared.is_cpu else [shared.device])
 
     def _start_coalescing(self, device: torch.device) -> None:
