@@ -69,7 +69,7 @@ def locate_difference(
     import_plugins(config.plugins)
     sides = BothSides(config, fp64=plan.fp64)
     if folder is not None:
-        dump.keep(sides, folder)
+        dump.write_sides(sides, folder)
     return first_difference(sides, config)
 
 
