@@ -22,8 +22,8 @@ from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
 from axonlaunch.data.loader import rank_loader
-from axonlaunch.data.mix import TextMix
-from axonlaunch.data.text_rows import TextRows
+from axonlaunch.data.mix import AnyText
+from axonlaunch.data.sharded_rows import ShardedRows
 from axonlaunch.data.tokenizer import FOLDER as TOKENIZER
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import Source, build_engine
@@ -75,7 +75,7 @@ def run(
         load_initial_weights(engine, config.model, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
-    if world.is_main and isinstance(dataset, TextRows | TextMix):
+    if world.is_main and isinstance(dataset, AnyText):
         for folder in {Path(config.run_dir), root} if config.checkpoint.every else ():
             dataset.tokenizer.keep(folder / TOKENIZER)
     monitor = dataclasses.replace(monitor, report=report)
@@ -125,7 +125,7 @@ def run(
             background=config.checkpoint.async_save,
             wrote=lambda: monitor.beat("saving", step=engine.step),
         )
-    with loggers:
+    with loggers, _tokenising_ahead(config, dataset, world):
         finished = fit(
             engine,
             loader,
@@ -141,6 +141,15 @@ def run(
         if not finished.interrupted:
             _sample(config, engine, dataset, monitor.report)
     return finished
+
+
+def _tokenising_ahead(
+    config: RunConfig, dataset: Dataset, world: World
+) -> AbstractContextManager[object]:
+    """Let one rank of each node tokenise what it is not yet time for."""
+    if not isinstance(dataset, ShardedRows) or world.local_rank:
+        return nullcontext()
+    return dataset.tokenising_ahead(config.tokenizer)
 
 
 def _flops_per_token(config: RunConfig, engine: Engine, dataset: Dataset) -> float | None:
@@ -212,7 +221,7 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
     if not config.sample.max_new_tokens or dataset.kind != "tokens" or not dataset.is_text:
         return
     prompt = config.sample.prompt
-    if isinstance(config.data, ChatConfig) and isinstance(dataset, TextRows | TextMix):
+    if isinstance(config.data, ChatConfig) and isinstance(dataset, AnyText):
         trained = TrainedText(engine.predict, dataset.sample_shape[0], dataset.tokenizer)
         most = config.sample.max_new_tokens
         conversation = Conversation(trained, tokens=most, seed=config.seed)
