@@ -21,6 +21,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.config.documents import ChatConfig
 from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import Dataset, sample_inputs
+from axonlaunch.data.first_question import first_question
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.data.mix import AnyText
 from axonlaunch.data.sharded_rows import ShardedRows
@@ -38,6 +39,9 @@ from axonlaunch.training.peak_memory import DevicePeak, PeakWatch
 from axonlaunch.training.profiling import StepProfiler
 from axonlaunch.training.sampling import TrainedText
 from axonlaunch.training.trainer import fit
+
+_PROMPT = "def "
+"""What a model of text continues where nothing is asked for."""
 
 
 def run(
@@ -220,8 +224,9 @@ def _sample(config: RunConfig, engine: Engine, dataset: Dataset, report: Listene
     """Let a model of text continue the prompt; every rank calls this."""
     if not config.sample.max_new_tokens or dataset.kind != "tokens" or not dataset.is_text:
         return
-    prompt = config.sample.prompt
+    prompt = config.sample.prompt or _PROMPT
     if isinstance(config.data, ChatConfig) and isinstance(dataset, AnyText):
+        prompt = config.sample.prompt or first_question(config.data)
         trained = TrainedText(engine.predict, dataset.sample_shape[0], dataset.tokenizer)
         most = config.sample.max_new_tokens
         conversation = Conversation(trained, tokens=most, seed=config.seed)
