@@ -120,7 +120,9 @@ class TextRows:
             "eval": self._table(documents[held]),
         }
         if not len(self._tables["train"]):
-            message = "no document is left to train on"
+            empty = sum(shard.progress.empty for shard in self._shards)
+            left = f"; {empty:,} rows of the files have no token to predict" if empty else ""
+            message = f"no document is left to train on{left}"
             raise ConfigError([ConfigIssue("data.files", message, config.files)])
         self.notes = self._notes()
 
