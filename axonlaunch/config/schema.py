@@ -253,8 +253,8 @@ class SampleConfig:
 
     max_new_tokens: int = field(default=200, metadata={"min": 0})
     """tokens to generate at the end of a run on text; 0: none"""
-    prompt: str = "def "
-    """text that the generated tokens continue"""
+    prompt: str | None = None
+    """text that the generated tokens continue; null: "def ", of chats a question of their files"""
 
 
 @dataclass(frozen=True, kw_only=True)
