@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,7 +98,8 @@ class Reference:
 def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, Reference]:
     """Run some steps in plain torch, and again from weights that are rounded otherwise.
 
-    What the two differ by is what rounding alone makes of this model, step by step.
+    What the two differ by is what rounding alone makes of this model, step by step. Beside one in
+    float64 the other has the same weights and computes as the run does.
 
     Raises:
         NoReferenceError: They fail, or the model is random by itself.
@@ -108,6 +109,8 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
             first = PlainRun(config, plan)
             reference = first.run()
             _refuse_random(reference, PlainRun(config, plan))
+            if plan.fp64:
+                return reference, PlainRun(config, replace(plan, fp64=False)).run()
             return reference, PlainRun(config, plan, roughness=_roughness(config)).run()
     except NoReferenceError:
         raise
@@ -358,6 +361,8 @@ class PlainRun:
         batch = next(iter(self._loader.eval_batches(1)), None)
         if batch is None:
             return None, None
+        if problem := inputs.held_out_problem(self._config.data, self._loader, batch):
+            raise NoReferenceError(problem)
         batch = inputs.uneven(batch, first_row=0, step=0)
         modes = {part: part.training for part in self.model.modules()}
         self.model.eval()
