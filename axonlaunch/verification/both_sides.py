@@ -221,7 +221,7 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
     engine, loader = prepared_engine(config, world)
     layout = Layout.of(config, world_size=world.world_size)
     # Logits that are computed in chunks are never there.
-    spec, is_chunked = spec_for(config.model), config.train.loss_chunk is not None
+    spec, is_chunked = spec_for(config), config.train.loss_chunk is not None
     heads = [spec.head_of(module) for module in engine.modules] if is_chunked else []
     recorder = ModuleRecorder(engine.modules, but=heads)
     steps = []

@@ -123,7 +123,7 @@ class _LayoutRun:
         self._probe: DrawProbe | None = None
         # What is compiled draws otherwise; a model with dropout draws by itself, with it on.
         if not config.train.compile and not self._reference.dropout:
-            self._probe = DrawProbe(spec_for(config.model), self._engine.modules, rank=rank)
+            self._probe = DrawProbe(spec_for(config), self._engine.modules, rank=rank)
 
     def differences(self, folder: Path) -> Iterator[Difference]:
         """Yield what differs, in the order of what is done."""
