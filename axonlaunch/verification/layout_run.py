@@ -41,7 +41,7 @@ def prepared_engine(config: RunConfig, world: World) -> tuple[Engine, Loader]:
     dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
     engine = build_engine(config, world, sample=sample_inputs(dataset))
-    load_initial_weights(engine, config.model, world=world)
+    load_initial_weights(engine, config, world=world)
     inputs.move_vectors(engine.named_parameters())
     inputs.drop_nothing(engine.modules)
     return engine, loader
