@@ -111,9 +111,9 @@ class _Plan:
     sharded: list[FSDP] = field(default_factory=list)
 
     @property
-    def splits_backward(self) -> bool:
+    def separate_weight_grad(self) -> bool:
         """Whether a schedule computes gradients of weights apart from those of inputs."""
-        return self.layout.pipeline > 1 and SCHEDULES[self.layout.schedule].splits_backward
+        return self.layout.pipeline > 1 and SCHEDULES[self.layout.schedule].separate_weight_grad
 
     @property
     def whole_on_host(self) -> bool:
@@ -164,9 +164,7 @@ def build_engine(
         counts = stage_blocks(config, layout, whole, sample=sample)
     _parallelize(plan, whole)
     classes = divided_classes(whole)
-    losses = losses_of(
-        plan.spec, classes=classes, group=mesh.group("tp"), chunk=config.train.loss_chunk
-    )
+    losses = losses_of(plan.spec, config.train, classes=classes, group=mesh.group("tp"))
     plan.chunked = losses.chunked
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
     passes: ForwardBackward
@@ -224,7 +222,7 @@ def _parallelize(plan: _Plan, model: nn.Module) -> None:
             tensor.plan or plan.spec.plan(model),
             mesh=plan.mesh.device_mesh["tp"],
             sequence_parallel=tensor.sequence_parallel,
-            overlap=not plan.splits_backward,
+            overlap=not plan.separate_weight_grad,
         )
 
 
@@ -252,7 +250,7 @@ def _pipeline(
     schedule = PipelineSchedule(
         layout.schedule,
         degree=layout.pipeline,
-        microbatches=layout.round_microbatches,
+        microbatches=layout.microbatches_per_round,
         stages_per_rank=layout.stages_per_rank,
     )
     stages = parts(counts)

@@ -103,7 +103,7 @@ def test_either_name_of_a_tied_weight_freezes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "message"),
+    ("overrides", "key", "message"),
     [
         ("train.freeze=[layer.0.*]", "train.freeze", "did you mean"),
         ("train.freeze=[head] train.unfreeze=[nrm.*]", "train.unfreeze", "did you mean norm."),
@@ -115,9 +115,11 @@ def test_either_name_of_a_tied_weight_freezes_it() -> None:
         ),
     ],
 )
-def test_what_freezes_nothing_or_everything_is_refused(words: str, key: str, message: str) -> None:
+def test_what_freezes_nothing_or_everything_is_refused(
+    overrides: str, key: str, message: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
-        run_config([*SMALL, *words.split()])
+        run_config([*SMALL, *overrides.split()])
     assert any(one.key == key and message in one.message for one in refused.value.problems)
 
 
@@ -125,7 +127,7 @@ def test_what_freezes_nothing_or_everything_is_refused(words: str, key: str, mes
 def test_a_run_with_frozen_parameters_resumes_on_another_layout(
     layout: str, tmp_path: Path
 ) -> None:
-    words = [*SMALL, *FROZEN, "train.global_batch_size=8", "train.steps=4"]
+    overrides = [*SMALL, *FROZEN, "train.global_batch_size=8", "train.steps=4"]
 
     def losses(chosen: RunConfig, *, begin: int, end: int, save: bool) -> list[float]:
         def run(world: World) -> list[float]:
@@ -145,10 +147,10 @@ def test_a_run_with_frozen_parameters_resumes_on_another_layout(
         assert chosen.launch.nproc != "auto"
         return World.mock(chosen.launch.nproc).run(run)[0]
 
-    whole = losses(run_config([*words, "strategy=single"]), begin=0, end=4, save=False)
-    first = run_config([*words, *LAYOUTS[layout].split()])
+    whole = losses(run_config([*overrides, "strategy=single"]), begin=0, end=4, save=False)
+    first = run_config([*overrides, *LAYOUTS[layout].split()])
     assert losses(first, begin=0, end=2, save=True) == pytest.approx(whole[:2], rel=1e-5)
-    again = run_config([*words, *LAYOUTS["tensor"].split()])
+    again = run_config([*overrides, *LAYOUTS["tensor"].split()])
     assert losses(again, begin=2, end=4, save=False) == pytest.approx(whole[2:], rel=1e-5)
 
 
@@ -172,6 +174,6 @@ def test_verify_notices_a_layout_that_trains_what_is_frozen(
         return place(axis, parameter, cut).requires_grad_()
 
     monkeypatch.setattr(TensorAxis, "_placed", trained)
-    words = [*SMALL, *FROZEN, "train.global_batch_size=8", *LAYOUTS["tensor"].split()]
-    verdict = compare.on_mock(run_config(words), ComparisonPlan(steps=2))
+    overrides = [*SMALL, *FROZEN, "train.global_batch_size=8", *LAYOUTS["tensor"].split()]
+    verdict = compare.on_mock(run_config(overrides), ComparisonPlan(steps=2))
     assert verdict.verdict == "failed"

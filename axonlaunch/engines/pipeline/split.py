@@ -253,8 +253,8 @@ def _saved_by_few(
         else stand_ins.without(model, flow(), blocks=passed_over)
     )
     with left_out:
-        start, one, inner, end, rest = _saved_bytes(model, few, sample)
-    return [start, one, *[inner] * (len(names) - 2), end, rest]
+        start, block, inner, end, rest = _saved_bytes(model, few, sample)
+    return [start, block, *[inner] * (len(names) - 2), end, rest]
 
 
 @contextmanager

@@ -99,7 +99,7 @@ class Formulas:
         )
         if config.hardware is not None and config.hardware.is_cpu:
             return tensors
-        rest = cuda_process.besides(layout.axes.values())
+        rest = cuda_process.besides(cuda_process.communicator_sizes(layout))
         return _CACHED * tensors + rest
 
 
@@ -254,7 +254,7 @@ def _in_flight(layout: Layout) -> float:
     waiting = float(ranks)
     if SCHEDULES[layout.schedule].in_rounds:
         waiting = (2 * (ranks - 1) + (chunks - 1) * ranks + 1) / chunks
-    return min(waiting, layout.round_microbatches)
+    return min(waiting, layout.microbatches_per_round)
 
 
 def _activations(config: RunConfig) -> float:

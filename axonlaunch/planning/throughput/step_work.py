@@ -221,9 +221,13 @@ def reduced_config(
 
 def _short_schedule(schedule: str, *, stages_per_rank: int) -> Any:
     """Return a schedule that does the same work in two ranks, in whatever order."""
-    if stages_per_rank == 1 and not SCHEDULES[schedule].splits_backward:
+    if stages_per_rank == 1 and not SCHEDULES[schedule].separate_weight_grad:
         return "gpipe"
-    return "interleaved_zero_bubble" if SCHEDULES[schedule].splits_backward else "interleaved_1f1b"
+    return (
+        "interleaved_zero_bubble"
+        if SCHEDULES[schedule].separate_weight_grad
+        else "interleaved_1f1b"
+    )
 
 
 def _fit(at: dict[tuple[int, int], Share], *, stages: int) -> StageWork:
