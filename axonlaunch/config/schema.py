@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from axonlaunch.config.adapter import LoraConfig
 from axonlaunch.config.data import DATASETS, PythonSourceConfig
 from axonlaunch.config.data_parallel import DATA_PARALLEL
 from axonlaunch.config.hardware import HardwareConfig
@@ -312,6 +313,7 @@ class RunConfig:
     """modules to import first: they register models, datasets, optimizers, loggers and launchers"""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     model: Named = field(default_factory=GPTConfig, metadata={"variants": MODELS})
+    adapter: LoraConfig | None = None
     data: Named = field(default_factory=PythonSourceConfig, metadata={"variants": DATASETS})
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(
@@ -338,6 +340,7 @@ class RunConfig:
 GROUPS: dict[str, Registry[Any, Any] | None] = {
     "strategy": None,
     "model": MODELS,
+    "adapter": None,
     "data": DATASETS,
     "tokenizer": None,
     "optimizer": OPTIMIZERS,

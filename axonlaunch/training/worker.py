@@ -76,7 +76,7 @@ def run(
     monitor.report_phase("loading", step=None)
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
-        load_initial_weights(engine, config.model, world=world)
+        load_initial_weights(engine, config, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
     if world.is_main and isinstance(dataset, AnyText):

@@ -106,7 +106,7 @@ def held_out_problem(config: Any, loader: Loader, batch: Batch) -> str:
 
 @torch.no_grad()
 def move_vectors(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Move biases, norms and whatever else has one dim away from 0 and 1, in place.
+    """Move biases, norms and whatever else has one dim away from 0 and 1, and adapters' B from 0.
 
     By the name alone, so that every layout moves them alike.
 
@@ -114,13 +114,14 @@ def move_vectors(parameters: Iterable[tuple[str, Tensor]]) -> None:
         parameters: Names in the whole model, and what a rank holds: plain, or DTensors.
     """
     for name, parameter in parameters:
-        if parameter.ndim != 1 or not parameter.is_floating_point() or not _numel(parameter):
+        starts_even = parameter.ndim == 1 or name.endswith(".lora_B.weight")
+        if not starts_even or not parameter.is_floating_point() or not _numel(parameter):
             continue
         moved = _noise(name, parameter.shape) * _MOVED_BY
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         for box in local_boxes(parameter):
-            [(start, length)] = box.region
-            box.of(local).add_(moved[start : start + length].to(local))
+            region = tuple(slice(start, start + length) for start, length in box.region)
+            box.of(local).add_(moved[region].to(local))
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ def prepared_engine(
     dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
     engine = build_engine(config, world, sample=sample_inputs(dataset))
-    load_initial_weights(engine, config.model, world=world)
+    load_initial_weights(engine, config, world=world)
     inputs.move_vectors(engine.named_parameters())
     if not drops:
         inputs.drop_nothing(engine.modules)

@@ -182,15 +182,15 @@ class PlainRun:
         model = build_model(config, seed=config.seed)
         if initial_weights(config.model) is not None:
             World.mock(1).run(
-                lambda world: load_initial_weights(
-                    LoadableWeights(model), config.model, world=world
-                )
+                lambda world: load_initial_weights(LoadableWeights(model), config, world=world)
             )
         if self._plan.fp64:
             model.double()
         elif config.train.param_dtype != "fp32":
             for parameter in model.parameters():
-                if parameter.is_floating_point():
+                # Beside an adapter what is trained stays in fp32.
+                is_kept = config.adapter is not None and parameter.requires_grad
+                if parameter.is_floating_point() and not is_kept:
                     parameter.data = parameter.data.to(_DTYPES[config.train.param_dtype])
         return model.train()
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from axonlaunch.models.attention import Attention
+from axonlaunch.models.lora import LoraMatrix
 
 _STYLES = {
     "colwise": "column",
@@ -159,7 +160,9 @@ def tensor_plan(model: Any, layers: str | None) -> dict[str, str]:
     theirs = _theirs(model, layers)
     if not theirs:
         return {}
-    modules = dict(model.named_modules())
+    # An adapter is cut as its layer is.
+    named = model.named_modules()
+    modules = {name: module for name, module in named if not isinstance(module, LoraMatrix)}
     styles = {name: style for name in modules if (style := theirs.get(_starred(name)))}
     for name, owner in modules.items():
         for key in owner._parameters:
