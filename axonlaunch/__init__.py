@@ -177,6 +177,7 @@ if TYPE_CHECKING:
     )
     from axonlaunch.training.loggers.base import Logger as Logger
     from axonlaunch.training.loggers.registry import register_logger as register_logger
+    from axonlaunch.training.module_trace.script import trace as trace
 
 __all__ = [
     "Backend",
@@ -240,6 +241,7 @@ __all__ = [
     "send",
     "sync_gradient",
     "sync_gradients",
+    "trace",
     "vocab_parallel_cross_entropy_sum",
     "world_size",
 ]
@@ -273,6 +275,7 @@ _ROOMS = {
     "axonlaunch.models": ("ModelSpec", "register_model"),
     "axonlaunch.training.loggers.base": ("Logger",),
     "axonlaunch.training.loggers.registry": ("register_logger",),
+    "axonlaunch.training.module_trace.script": ("trace",),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 

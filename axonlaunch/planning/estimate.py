@@ -153,7 +153,9 @@ def estimated(context: ForkServerContext, config: RunConfig, *, exact: bool = Fa
     config = replace_with_synthetic(config)
     cached = estimate_cache.read_estimate(config, exact=exact)
     if cached is None:
-        cached = forked_call.call(context, "axonlaunch.planning.estimate:trace", config, exact)
+        cached = forked_call.call(
+            context, "axonlaunch.planning.estimate:traced_estimate", config, exact
+        )
         estimate_cache.write_estimate(config, cached, exact=exact)
     return cached
 
@@ -168,7 +170,7 @@ def trace_beside(config: RunConfig) -> Estimate:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
-    return trace(config)
+    return traced_estimate(config)
 
 
 def _yield_to_ranks() -> None:
@@ -182,7 +184,7 @@ def _yield_to_ranks() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def trace(config: RunConfig, exact: bool = False) -> Estimate:
+def traced_estimate(config: RunConfig, exact: bool = False) -> Estimate:
     """Check and estimate, in a process of its own.
 
     Raises:
