@@ -59,6 +59,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_prompt(config),
         *_tokenizer(config),
         *_saving(config),
+        *_device(config),
         *_node_count(config),
         *_profile(config),
         *_trace(config),
@@ -259,7 +260,9 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
     facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
     is_asked = path is not None or config.tokenizer.name == "train"
     if is_asked and not (facts and facts.takes_tokenizer):
-        takers = [one for one, facts in DATASETS.known_facts().items() if facts.takes_tokenizer]
+        takers = [
+            dataset for dataset, facts in DATASETS.known_facts().items() if facts.takes_tokenizer
+        ]
         instead = "null" if path is not None else "auto"
         message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or {instead}"
         key = "path" if path is not None else "name"
@@ -285,6 +288,22 @@ def _trace(config: RunConfig) -> Iterator[ConfigIssue]:
     if len(set(steps)) < len(steps) or any(not 0 <= step < last for step in steps):
         message = f"expected steps from 0, the first, to {last - 1}, each once, as [0]"
         yield ConfigIssue("train.trace.steps", message, steps)
+
+
+def _device(config: RunConfig) -> Iterator[ConfigIssue]:
+    launch, strategy = config.launch, config.strategy
+    if launch.device == "cpu" and launch.backend == "nccl":
+        message = "NCCL works on accelerators alone; use auto, or launch.backend=gloo"
+        yield ConfigIssue("launch.device", message, launch.device)
+    if launch.device != "cuda" or launch.backend != "gloo":
+        return
+    degrees = (strategy.tensor.degree, strategy.pipeline.degree, strategy.context.degree)
+    if max(degrees) > 1 or strategy.data_parallel not in (None, "none", "ddp"):
+        message = (
+            "gloo reduces and broadcasts tensors of a GPU, and can't gather, scatter or send them, "
+            "which this strategy does; use mock"
+        )
+        yield ConfigIssue("launch.backend", message, launch.backend)
 
 
 def _profile(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.diagnostics.module_trace.files import (
     Arithmetic,
     StepTrace,
@@ -77,15 +77,16 @@ class RunTracer:
             *(("output gradient", name) for name in self._modules),
         ]
 
-    def backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def backward(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Do as ``Engine.backward`` does, and write the step if it is traced."""
         engine = self._engine
         if engine.step not in self._config.train.trace.steps:
             return engine.backward(batch)
         statistics = Statistics()
         hooks = ModuleHooks(statistics, samples=self._layout.micro_batch_size)
-        statistics.add(("batch", "inputs"), batch.inputs)
-        statistics.add(("batch", "targets"), batch.targets)
+        if isinstance(batch, Batch):  # others are collated micro-batch by micro-batch
+            statistics.add(("batch", "inputs"), batch.inputs)
+            statistics.add(("batch", "targets"), batch.targets)
         for name, parameter in engine.named_parameters():
             statistics.add(("parameter", name), parameter)
         for stage in engine.modules:
