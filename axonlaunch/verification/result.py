@@ -16,7 +16,10 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-8}
 of fp16 eight times the distance between 1 and the number next to it.
 """
 
-
+# A gradient far smaller than the model's is judged beside this part of the model's usual size.
+GRADIENT_FLOOR = 0.1
+# Biases start near 0: beside weights of about this size, what is smaller is no difference.
+PARAMETER_FLOOR = 0.02
 # torch sums squares in fp32: it is 8e-5 off for a gradient of 4 million elements on a CPU.
 _NORM_TOLERANCE = 1e-3
 
