@@ -85,7 +85,7 @@ def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> 
     return ""
 
 
-def held_out_problem(config: Any, loader: Loader, batch: Batch) -> str:
+def held_out_problem(config: Any, loader: Loader, batch: AnyBatch) -> str:
     """Say that what is held out is trained on, which both sides would do alike; empty if not.
 
     Args:
@@ -93,11 +93,14 @@ def held_out_problem(config: Any, loader: Loader, batch: Batch) -> str:
         loader: Of global batches.
         batch: Held-out samples.
     """
-    if not type(config).__module__.startswith("axonlaunch.") or config.name == "custom":
+    is_ours = type(config).__module__.startswith("axonlaunch.") and config.name != "custom"
+    if not is_ours or not isinstance(batch, Batch):
         return ""
     dataset = loader.dataset
     first = np.arange(min(dataset.num_samples, dataset.num_eval_samples, _COMPARED))
-    trained = {row.numpy().tobytes() for row in dataset.samples(first, split="train").inputs}
+    samples = dataset.samples(first, split="train")
+    assert isinstance(samples, Batch)
+    trained = {row.numpy().tobytes() for row in samples.inputs}
     rows = [row.numpy().tobytes() for row in batch.inputs]
     if len({*rows}) > 1 and trained.issuperset(rows):
         return "the data: every held-out sample that was looked at is one of training"

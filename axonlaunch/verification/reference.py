@@ -27,6 +27,7 @@ from axonlaunch.data.loader import whole_loader
 from axonlaunch.data.samples import map_tensors
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.models.build import build_model, initial_weights, spec_for
+from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
 from axonlaunch.verification import inputs
@@ -364,18 +365,15 @@ class PlainRun:
         if problem := inputs.held_out_problem(self._config.data, self._loader, batch):
             raise NoReferenceError(problem)
         batch = inputs.uneven(batch, first_row=0, step=0)
-        modes = {part: part.training for part in self.model.modules()}
-        self.model.eval()
         # Micro-batches are as large as the layout's, for models that mix samples.
         pieces = batch.micro_batches(self._layout.micro_batch_size)
-        total = sum(float(self._loss_sum(piece)) for piece in pieces)
         counted, logits = float(self._count(batch)), None
-        if self._own is None:
-            assert isinstance(batch, Batch)
-            outputs = self._outputs(Batch(batch.inputs[:PREDICTED], batch.targets[:PREDICTED]))
-            logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).clone()
-        for part, mode in modes.items():
-            part.training = mode
+        with evaluating([self.model]):
+            total = sum(float(self._loss_sum(piece)) for piece in pieces)
+            if self._own is None:
+                assert isinstance(batch, Batch)
+                outputs = self._outputs(Batch(batch.inputs[:PREDICTED], batch.targets[:PREDICTED]))
+                logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).clone()
         return (total / max(1.0, counted), counted), logits
 
     def _buffers(self) -> dict[str, Tensor]:

@@ -24,8 +24,8 @@ CONTEXT = ["strategy.context.degree=2", "launch.nproc=2"]
 RECOMPUTED = [*DDP, "train.activation_checkpointing=full"]
 
 
-def verdict_on(words: list[str], overrides: list[str]) -> ParityResult:
-    chosen = run_config([*words, "train.global_batch_size=8", *overrides])
+def verdict_on(arguments: list[str], overrides: list[str]) -> ParityResult:
+    chosen = run_config([*arguments, "train.global_batch_size=8", *overrides])
     verdict = compare.on_mock(chosen, ComparisonPlan(steps=2))
     assert verdict.failure is None
     return verdict

@@ -52,7 +52,7 @@ def test_it_passes_what_is_right(overrides: list[str]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_no_module_is_named_where_nothing_differs(precision: str) -> None:
     config = configured([*DDP, f"train.precision={precision}"])
-    assert locate.locate(config, PLAN) is None
+    assert locate.locate_difference(config, PLAN) is None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
