@@ -18,7 +18,7 @@ ABORTS = "libc = ctypes.CDLL(None); libc.__cxa_atexit(libc.abort, None, None)"
 
 
 def _run(before: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    program = COMMAND.format(before=before, overrides=arguments)
+    program = COMMAND.format(before=before, arguments=arguments)
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
     )
