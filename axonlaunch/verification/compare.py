@@ -22,7 +22,7 @@ from axonlaunch.config import RunConfig, with_values
 from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.config.plugins import import_plugins
-from axonlaunch.engines.data_parallel import zero1
+from axonlaunch.engines.data_parallel import fsdp, zero1
 from axonlaunch.system import host
 from axonlaunch.system.temporary_folders import temporary_folder
 from axonlaunch.verification import layout_run
@@ -133,12 +133,12 @@ def verify_on_rank(
 @contextmanager
 def lowered_thresholds() -> Iterator[None]:
     """Let small parameters take the ways of large ones: alone, and in several buckets."""
-    before = zero1._LARGE, zero1._FULL
-    zero1._LARGE, zero1._FULL = _SMALL_BYTES, _TOGETHER_BYTES
+    before = zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT
+    zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT = _SMALL_BYTES, _TOGETHER_BYTES, _SMALL_BYTES
     try:
         yield
     finally:
-        zero1._LARGE, zero1._FULL = before
+        zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT = before
 
 
 def _read(saved: dict[str, Any]) -> Reference:
