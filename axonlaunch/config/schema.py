@@ -195,7 +195,7 @@ class TrainConfig:
     such chunks, and again in backward; null: the logits of all are kept
     """
     compile: bool = False
-    """torch.compile each block"""
+    """torch.compile each block, and the loss where ranks have whole logits"""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     prove: Literal["auto", "always", "never"] = "auto"
     """compare the layout with one process before the first step, on a small model of the same

@@ -155,8 +155,7 @@ def build_engine(
     whole = plan.construct()
     num_parameters = sum(p.numel() for p in whole.parameters())
     num_looked_up = looked_up_parameters(whole)
-    facts = parameter_facts(plan.spec, whole)
-    ties = tied_names(whole)
+    facts, ties = parameter_facts(plan.spec, whole), tied_names(whole)
     counts: list[int] = []
     if layout.pipeline > 1:
         assert sample is not None, "a pipeline is balanced by what a sample takes"
@@ -164,7 +163,11 @@ def build_engine(
     _parallelize(plan, whole)
     classes = divided_classes(whole)
     losses = losses_of(
-        plan.spec, classes=classes, group=mesh.group("tp"), chunk=config.train.loss_chunk
+        plan.spec,
+        classes=classes,
+        group=mesh.group("tp"),
+        chunk=config.train.loss_chunk,
+        is_compiled=config.train.compile,
     )
     plan.chunked = losses.chunked
     crossing = crossing_ties(plan.spec, ties) if layout.pipeline > 1 else {}
@@ -302,7 +305,7 @@ def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
 
 
 def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
-    train, blocks = plan.config.train, _blocks(plan, model)
+    train, blocks = plan.config.train, [*plan.spec.blocks(model).values()]
     apply_activation_checkpointing(blocks, mode=train.activation_checkpointing)
     if train.compile:
         import torch._dynamo.config
@@ -316,10 +319,6 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
             block.forward = torch.compile(block.forward)
 
 
-def _blocks(plan: _Plan, model: nn.Module) -> list[nn.Module]:
-    return list(plan.spec.blocks(model).values())
-
-
 def _shard(plan: _Plan, model: nn.Module) -> FSDP:
     config, fsdp = plan.config, plan.config.strategy.fsdp
     # Only of our own models is it known that forward calls these, and uses no weight of them alone.
@@ -329,7 +328,7 @@ def _shard(plan: _Plan, model: nn.Module) -> FSDP:
         model,
         world=plan.world,
         mesh=sharding_mesh(plan.mesh),
-        layers=_blocks(plan, model),
+        layers=[*plan.spec.blocks(model).values()],
         before=before,
         after=after if plan.chunked is None else (),  # a head in chunks runs after forward
         sharding=fsdp.sharding,

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.loss import gather_logits, vocab_parallel_cross_entropy_sum
-from axonlaunch.models.loss import with_auxiliary_loss
+from axonlaunch.models.loss import cross_entropy_sum, with_auxiliary_loss
 from axonlaunch.models.spec import ModelSpec
 
 
@@ -40,7 +41,12 @@ class Losses:
 
 
 def losses_of(
-    spec: ModelSpec, *, classes: int | None, group: ProcessGroup, chunk: int | None
+    spec: ModelSpec,
+    *,
+    classes: int | None,
+    group: ProcessGroup,
+    chunk: int | None,
+    is_compiled: bool = False,
 ) -> Losses:
     """Choose the loss of a model.
 
@@ -49,6 +55,8 @@ def losses_of(
         classes: Of logits that the ranks of a group divide; None: every rank has all.
         group: Those ranks.
         chunk: Tokens whose logits exist at a time; None: all.
+        is_compiled: Whether blocks are. The cross entropy of whole logits is then, too: eagerly it
+            reads and writes them, in fp32, once for each of its five kernels.
     """
     loss: Callable[[Any, Tensor], Tensor] = spec.loss
     summed: Callable[[Tensor, Tensor], Tensor] = spec.loss
@@ -57,6 +65,8 @@ def losses_of(
         summed = partial(vocab_parallel_cross_entropy_sum, group=group, classes=classes)
         loss = partial(with_auxiliary_loss, summed)
         gather = partial(gather_logits, group=group, classes=classes)
+    elif is_compiled and chunk is None and spec.loss is cross_entropy_sum:
+        loss = torch.compile(cross_entropy_sum)
     if chunk is None:
         return Losses(loss, gather)
     chunked = ChunkedLoss(summed, chunk=chunk)
