@@ -175,6 +175,7 @@ if TYPE_CHECKING:
     from axonlaunch.models import (
         register_model as register_model,
     )
+    from axonlaunch.models.own_loss import register_loss as register_loss
     from axonlaunch.training.loggers.base import Logger as Logger
     from axonlaunch.training.loggers.registry import register_logger as register_logger
 
@@ -234,6 +235,7 @@ __all__ = [
     "register_dataset",
     "register_launcher",
     "register_logger",
+    "register_loss",
     "register_model",
     "register_optimizer",
     "scatter_tensor",
@@ -271,6 +273,7 @@ _ROOMS = {
     "axonlaunch.engines.tensor.loss": ("vocab_parallel_cross_entropy_sum",),
     "axonlaunch.launch.registry": ("register_launcher",),
     "axonlaunch.models": ("ModelSpec", "register_model"),
+    "axonlaunch.models.own_loss": ("register_loss",),
     "axonlaunch.training.loggers.base": ("Logger",),
     "axonlaunch.training.loggers.registry": ("register_logger",),
 }

@@ -119,6 +119,7 @@ class Saver:
         tokens: int | None = None,
         best_eval_loss: float | None = None,
         evaluations_since: int = 0,
+        data: dict[str, Any] | None = None,
     ) -> list[Completed]:
         """Save a state, as ``Engine.state_dict`` gives it.
 
@@ -146,6 +147,7 @@ class Saver:
             tokens=tokens,
             best_eval_loss=best_eval_loss,
             evaluations_since=evaluations_since,
+            data=data,
         )
         done = self._begin(about, state)
         stalled = time.perf_counter() - began

@@ -279,13 +279,13 @@ def choose_backend(name: str, place: RankEnvironment) -> Backend:
 
 def _every_local_rank_has_a_device(place: RankEnvironment) -> bool:
     """Decide from what all ranks of a node see alike, so that they decide alike."""
-    found = nccl.device_count()
-    if found == 1 and not place.on_loopback:
+    devices = nccl.device_count()
+    if devices == 1 and not place.on_loopback:
         return True  # a scheduler has given each of its tasks one
     needed = place.local_world_size
     if needed is None:
         needed = place.world_size if place.on_loopback else place.local_rank + 1
-    return found > 0 and found >= needed
+    return devices > 0 and devices >= needed
 
 
 def _device(backend: Backend, local_rank: int, *, asked: str = "auto") -> torch.device:
@@ -300,13 +300,13 @@ def _device(backend: Backend, local_rank: int, *, asked: str = "auto") -> torch.
         return _shared_device(local_rank) if asked == "cuda" else torch.device("cpu")
     if asked == "cpu":
         raise NcclError("backend=nccl, device=cpu: NCCL works on GPUs alone; use backend=gloo")
-    found = nccl.device_count()
-    if not found:
+    devices = nccl.device_count()
+    if not devices:
         raise NcclError(f"backend=nccl: {nccl.status().reason}")
-    index = 0 if found == 1 else local_rank
-    if index >= found:
+    index = 0 if devices == 1 else local_rank
+    if index >= devices:
         raise NcclError(
-            f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees {found}; "
+            f"backend=nccl: LOCAL_RANK={local_rank} has no device, this process sees {devices}; "
             "start fewer ranks on this node, or use backend=gloo"
         )
     torch.accelerator.set_device_index(index)

@@ -78,6 +78,10 @@ class HardwareConfig:
     """bandwidth of a device to its host's memory, one direction, GB/s (1e9)"""
     host_efficiency: float | None = field(default=None, metadata={"above": 0, "max": 1})
     """share of that bandwidth that copies of pinned memory reach"""
+    price_per_hour: float | None = field(default=None, metadata={"min": 0})
+    """price of one device for an hour, in any currency, from which reports count what a run cost;
+    null: not counted
+    """
 
     @property
     def is_cpu(self) -> bool:

@@ -40,7 +40,7 @@ class LaunchConfig:
 
     name: str = field(
         default="auto",
-        metadata={"words": "auto | local | env | slurm, or the name of a registered launcher"},
+        metadata={"allowed": "auto | local | env | slurm, or the name of a registered launcher"},
     )
     """auto: detected from the environment: a rank of torchrun, mpirun or srun, one of several nodes
     (WORLD_SIZE), else local; local: ranks on this node, whatever the environment says; env: from

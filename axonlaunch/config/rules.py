@@ -259,7 +259,9 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
     facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
     is_asked = path is not None or config.tokenizer.name == "train"
     if is_asked and not (facts and facts.takes_tokenizer):
-        takers = [one for one, facts in DATASETS.known_facts().items() if facts.takes_tokenizer]
+        takers = [
+            dataset for dataset, facts in DATASETS.known_facts().items() if facts.takes_tokenizer
+        ]
         instead = "null" if path is not None else "auto"
         message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or {instead}"
         key = "path" if path is not None else "name"

@@ -83,10 +83,14 @@ def _is_ours(config: RunConfig) -> bool:
     kind = config.strategy.data_parallel
     if kind is not None and not DATA_PARALLEL.is_included(kind):
         return False
-    return not config.plugins and all(
-        REGISTRIES[group].is_included(getattr(config, group).name)
-        and not hasattr(getattr(config, group), "target")
-        for group in ("model", "data", "optimizer")
+    return (
+        config.train.loss is None
+        and not config.plugins
+        and all(
+            REGISTRIES[group].is_included(getattr(config, group).name)
+            and not hasattr(getattr(config, group), "target")
+            for group in ("model", "data", "optimizer")
+        )
     )
 
 

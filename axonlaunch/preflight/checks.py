@@ -26,8 +26,9 @@ from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.text_rows import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.parameter_facts import share_of_states
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.trained import frozen_problems
 from axonlaunch.preflight.checkpoint import checkpoint_problems
 from axonlaunch.preflight.dataset import (
     described_dataset,
@@ -39,6 +40,7 @@ from axonlaunch.preflight.dataset import (
 from axonlaunch.preflight.devices import accelerators, device_problems, memory_of_a_rank
 from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
+from axonlaunch.preflight.own_data import own_data_problems
 from axonlaunch.preflight.parallelism import (
     context_problems,
     first_four,
@@ -154,7 +156,9 @@ def _examine(
         problems += sample_problems(config, dataset)
     if spec is not None and dataset is not None:
         unfit = list(_fit_each_other(config, spec, dataset))
-        if not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
+        if dataset.kind == "structured" or config.train.loss is not None:
+            unfit = list(own_data_problems(config, model, dataset))
+        elif not unfit and model is not None and type(config.model) not in OWN_MODEL_CONFIGS:
             unfit = list(_named(config, output_problems(model, spec, dataset)))
         problems += unfit
         chunk = config.train.loss_chunk
@@ -215,14 +219,16 @@ def _model(
     """Build the model without storage."""
     spec = None
     try:
-        spec = spec_for(config.model)
-        model = on_meta(config.model, seed=config.seed)
+        spec = spec_for(config)
+        model = on_meta(config, seed=config.seed)
         spec.blocks(model)
     except ConfigError as error:
         return spec, None, error.problems
     except (Exception, SystemExit) as error:  # a user's own builder may fail in any way
         message = f"building it failed with {type(error).__name__}: {error}"
         return spec, None, [ConfigIssue("model", message, config.model.name)]
+    if issues := list(frozen_problems(model, config.train)):
+        return spec, None, issues
     if not any(parameter.requires_grad for parameter in model.parameters()):
         message = "it has no parameter that can be trained"
         return spec, None, [ConfigIssue("model", message, config.model.name)]
@@ -238,6 +244,8 @@ def _model(
 
 def _fit_each_other(config: RunConfig, spec: ModelSpec, dataset: Dataset) -> Iterator[ConfigIssue]:
     model, name = config.model, config.data.name
+    if dataset.kind == "structured":
+        return
     if spec.inputs not in ("any", dataset.kind):
         message = f"is fed {spec.inputs}, but data={name} gives {dataset.kind}"
         yield ConfigIssue("model.name", message, model.name)
@@ -305,11 +313,11 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
     count = sum(p.numel() for p in model.parameters())
     parameters = count // (layout.tensor * layout.pipeline)
     element = config.train.parameter_bytes
-    states = element * share_of_states(config)
-    per_element = (
-        element / layout.parameter_shards
-        + element / layout.gradient_shards
-        + states / layout.optimizer_shards
+    shares = TrainingShares.of(config)
+    per_element = element * (
+        1 / layout.parameter_shards
+        + shares.gradients / layout.gradient_shards
+        + shares.states / layout.optimizer_shards
     )
     per_rank = int(parameters * per_element)
     memory, where = min(_rooms(config))
@@ -339,7 +347,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    per_checkpoint = count * config.train.parameter_bytes * (1 + share_of_states(config))
+    per_checkpoint = count * config.train.parameter_bytes * (1 + TrainingShares.of(config).states)
     needed = int(per_checkpoint) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known

@@ -18,7 +18,7 @@ from axonlaunch.checkpoint import Checkpoint
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.comm import World
 from axonlaunch.config.schema import TrainConfig
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.dataset import AnyBatch
 from axonlaunch.data.loader import Loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.diagnostics.stragglers import Stragglers
@@ -104,6 +104,8 @@ def fit(
         resumed: What the engine's state was loaded from; None: it has done no step.
     """
     num_steps = config.num_steps
+    if resumed is not None and resumed.data is not None:
+        data.resume(resumed.data)
     with (
         closing(data.iterate(engine.step)) as batches,
         closing(Stragglers(world)) as stragglers,
@@ -157,7 +159,7 @@ def fit(
         peak_memory_bytes=watch.peak_bytes(),
     )
     monitor.report(done)
-    monitor.beat("done", step=engine.step)
+    monitor.report_phase("done", step=engine.step)
     return done
 
 
@@ -178,7 +180,7 @@ class _Loop:
     watch: PeakWatch
     profiler: StepProfiler
     use: DeviceUse
-    batches: Iterator[Batch]
+    batches: Iterator[AnyBatch]
     stragglers: Stragglers
     vote: StopVote
     progress: _Progress
@@ -265,23 +267,24 @@ class _Loop:
                 tokens=None if progress.seen is None else int(progress.seen),
                 best_eval_loss=progress.evaluations.best,
                 evaluations_since=progress.evaluations.since,
+                data=self.data.state(self.engine.step),
             )
         for save in [*saved, *(saver.close() if ends else saver.finished())]:
             self.monitor.report(Saved(save.step, str(save.path), save.seconds, save.stalled_s))
         self.progress.leave_out_since(started)
 
     def _begin(self, phase: str) -> None:
-        self.monitor.beat(phase, step=self.engine.step)
+        self.monitor.report_phase(phase, step=self.engine.step)
         self.stragglers.note(phase)
 
-    def _read(self) -> Batch:
+    def _read(self) -> AnyBatch:
         self._begin("reading")
         began = time.perf_counter()
         batch = next(self.batches)
         self.progress.waited += time.perf_counter() - began
         return batch
 
-    def _train(self, batch: Batch, *, is_checked: bool) -> StepResult:
+    def _train(self, batch: AnyBatch, *, is_checked: bool) -> StepResult:
         self._begin("stepping")
         with self.watch.step(self.engine):
             with naming_unknown_tokens(batch, self.data, step=self.engine.step):
@@ -289,6 +292,11 @@ class _Loop:
             if is_checked:
                 self._refuse_nonfinite()
             return StepResult(self.loss, tokens, *self.engine.update())
+
+    def _epoch(self, step: int) -> float | None:
+        """Return how often the data was seen; None: a stream does not say how long it is."""
+        samples = self.data.dataset.num_samples
+        return step * self.config.global_batch_size / samples if samples else None
 
     def _refuse_nonfinite(self) -> None:
         """Refuse to learn from, or to save, what is not finite, but where fp16 leaves it out."""
@@ -312,7 +320,7 @@ class _Loop:
                 tokens_per_s=tokens / seconds,
                 step_s=seconds,
                 peak_memory_bytes=peak_memory_bytes(self.world.device),
-                epoch=step * self.config.global_batch_size / self.data.dataset.num_samples,
+                epoch=self._epoch(step),
                 tokens_seen=None if progress.seen is None else int(progress.seen),
                 data_wait_s=waited,
                 slowest=slowest,

@@ -55,7 +55,7 @@ def run(
         monitor: Follows this rank; events reach that of the main rank alone.
         cpu_peak: Makes what finds the peak of a CPU's memory; None: it is not found.
     """
-    monitor.beat("building", step=None)
+    monitor.report_phase("building", step=None)
     configure_arithmetic(config.train)
     layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
@@ -69,7 +69,7 @@ def run(
     watch = _watch(config, world, cpu_peak)
     source = Source(storing=watch.storing)
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
-    monitor.beat("loading", step=None)
+    monitor.report_phase("loading", step=None)
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
         load_initial_weights(engine, config.model, world=world)
@@ -91,8 +91,8 @@ def run(
             layout=str(layout),
             device=str(world.device),
             parameters=engine.num_parameters,
-            samples=dataset.num_samples,
-            counted=dataset.kind,
+            samples=dataset.num_samples or None,
+            counted="samples" if dataset.kind == "structured" else dataset.kind,
             step=engine.step,
             steps=config.train.num_steps,
             resumed_from=str(resumed.checkpoint.path) if resumed.checkpoint else None,
@@ -123,7 +123,7 @@ def run(
             every=config.checkpoint.every,
             layout=str(layout),
             background=config.checkpoint.async_save,
-            wrote=lambda: monitor.beat("saving", step=engine.step),
+            wrote=lambda: monitor.report_phase("saving", step=engine.step),
         )
     with loggers:
         finished = fit(
@@ -150,6 +150,7 @@ def _flops_per_token(config: RunConfig, engine: Engine, dataset: Dataset) -> flo
     return training_flops_per_token(
         parameters=engine.num_parameters,
         looked_up=engine.num_looked_up,
+        frozen=engine.num_frozen,
         layers=getattr(config.model, "num_hidden_layers", 0),
         hidden_size=getattr(config.model, "hidden_size", 0),
         positions=dataset.sample_shape[0],

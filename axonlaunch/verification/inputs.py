@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from axonlaunch.config.data import IGNORE_INDEX
-from axonlaunch.data.dataset import Batch
+from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.data.loader import Loader
 from axonlaunch.models.dtensor_regions import local_boxes
 
@@ -29,16 +29,19 @@ _DROPOUTS = (
 )
 
 
-def uneven(batch: Batch, *, first_row: int, step: int) -> Batch:
+def uneven(batch: AnyBatch, *, first_row: int, step: int) -> AnyBatch:
     """Leave targets out, as many as a row's place in the global batch and the step say.
 
-    Of sequences [B, T] up to five eighths of each, of classes [B] every fourth row.
+    Of sequences [B, T] up to five eighths of each, of classes [B] every fourth row; of samples of
+    any structure, whose targets nobody knows, none.
 
     Args:
         batch: Some rows of a global batch.
         first_row: The place of the first of them in it.
         step: Which global batch it is.
     """
+    if not isinstance(batch, Batch):
+        return batch
     targets = batch.targets.clone()
     for row in range(len(targets)):
         place = first_row + row
@@ -50,7 +53,7 @@ def uneven(batch: Batch, *, first_row: int, step: int) -> Batch:
     return replace(batch, targets=targets)
 
 
-def data_problem(config: Any, loader: Loader, batch: Batch, *, step: int) -> str:
+def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> str:
     """Say what both sides would be wrong about alike; empty if the data is what it says.
 
     Args:
@@ -68,7 +71,9 @@ def data_problem(config: Any, loader: Loader, batch: Batch, *, step: int) -> str
             return f"the data: step {step + 1} reads samples of the step before"
     if not type(config).__module__.startswith("axonlaunch.") or config.name == "custom":
         return ""  # what somebody's own targets are is not known
-    if loader.dataset.kind != "tokens" or batch.targets.shape[1] < 2:
+    if not isinstance(batch, Batch) or loader.dataset.kind != "tokens":
+        return ""
+    if batch.targets.shape[1] < 2:
         return ""
     counted = batch.targets[:, :-1] != IGNORE_INDEX
     follows = batch.targets[:, :-1][counted] == batch.inputs[:, 1:][counted]

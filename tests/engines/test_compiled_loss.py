@@ -9,6 +9,7 @@ import torch
 
 from axonlaunch.comm import World
 from axonlaunch.config.data import IGNORE_INDEX
+from axonlaunch.config.schema import TrainConfig
 from axonlaunch.engines.tensor.losses import Losses, losses_of
 from axonlaunch.models.gpt import SPEC
 from axonlaunch.models.loss import cross_entropy_sum
@@ -16,8 +17,11 @@ from axonlaunch.models.spec import ModelSpec
 
 
 def chosen(spec: ModelSpec = SPEC, **options: Any) -> Losses:
-    given = {"classes": None, "chunk": None, "is_compiled": True, **options}
-    return World.mock(1).run(lambda world: losses_of(spec, group=world.default_group, **given))[0]
+    classes = options.pop("classes", None)
+    train = TrainConfig(**{"compile": True, **options})
+    return World.mock(1).run(
+        lambda world: losses_of(spec, train, group=world.default_group, classes=classes)
+    )[0]
 
 
 @pytest.fixture
@@ -55,7 +59,9 @@ def test_the_cross_entropy_of_whole_logits_is_compiled_and_stays_what_it_is(
     )
 
 
-@pytest.mark.parametrize("options", [{"is_compiled": False}, {"chunk": 4}, {"classes": 8}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"compile": False}, {"loss_chunk": 4}, {"classes": 8}], ids=str
+)
 def test_a_loss_that_is_divided_or_in_chunks_is_not_compiled(
     compiled: list[Any], options: dict[str, Any]
 ) -> None:

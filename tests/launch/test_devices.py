@@ -70,7 +70,7 @@ def test_ranks_are_given_the_backend_and_the_device_that_auto_stands_for(
 
 
 @pytest.mark.parametrize(
-    ("devices", "words", "message"),
+    ("devices", "overrides", "message"),
     [
         (0, ["launch.device=cuda"], "launch.device=cuda: this node has no accelerator"),
         (0, ["launch.device=cuda", "launch.backend=gloo"], "launch.device=cuda: this node has no"),
@@ -83,15 +83,15 @@ def test_ranks_are_given_the_backend_and_the_device_that_auto_stands_for(
     ],
 )
 def test_a_device_that_ranks_can_not_compute_on_is_refused(
-    monkeypatch: pytest.MonkeyPatch, devices: int, words: list[str], message: str
+    monkeypatch: pytest.MonkeyPatch, devices: int, overrides: list[str], message: str
 ) -> None:
     _have(monkeypatch, devices)
     with pytest.raises(ConfigError, match=message):
-        run_config(["launch.nproc=2", *words])
+        run_config(["launch.nproc=2", *overrides])
 
 
 @pytest.mark.parametrize(
-    ("words", "gib"),
+    ("overrides", "gib"),
     [
         (["launch.nproc=2"], 80),
         (["launch.nproc=4", "launch.device=cuda"], 20),  # threads share the first
@@ -99,10 +99,10 @@ def test_a_device_that_ranks_can_not_compute_on_is_refused(
     ],
 )
 def test_ranks_that_share_a_device_share_its_memory(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], gib: int
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], gib: int
 ) -> None:
     _have(monkeypatch, 2)
-    assert devices.memory_of_a_rank(run_config(words))[0] == gib * GIB
+    assert devices.memory_of_a_rank(run_config(overrides))[0] == gib * GIB
 
 
 def test_an_estimate_leaves_the_backend_to_the_node_that_runs() -> None:
@@ -258,7 +258,7 @@ def _reports_of_a_rank(folder: Path) -> list[Report]:
         credentials=Credentials.random(sender="rank 0"),
         listener=None,
         log=folder / "rank0.log",
-        pulse=HeartbeatTable.of(1),
+        heartbeats=HeartbeatTable.of(1),
         threads=1,
         cores=None,
     )

@@ -110,7 +110,7 @@ def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sizes"),
+    ("overrides", "sizes"),
     [
         (["strategy=ddp", "launch.nproc=8"], [8]),
         (["strategy=hsdp", "strategy.fsdp.replicate=2", "launch.nproc=8"], [8, 2, 4]),
@@ -120,9 +120,9 @@ def test_a_process_holds_the_context_and_each_communicator_besides() -> None:
     ],
 )
 def test_a_rank_is_in_the_worlds_communicator_in_one_for_each_axis_and_in_its_sequences(
-    words: list[str], sizes: list[int]
+    overrides: list[str], sizes: list[int]
 ) -> None:
-    config = estimate_config(["model=llama_debug", "train.global_batch_size=8", *words])
+    config = estimate_config(["model=llama_debug", "train.global_batch_size=8", *overrides])
     layout = Layout.of(config, world_size=num_ranks(config))
     assert communicator_sizes(layout) == sizes
 

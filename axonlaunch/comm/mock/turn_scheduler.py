@@ -1,6 +1,6 @@
 """Whose turn it is: of all rank threads one runs at a time, until it has to wait for another.
 
-The baton goes to the rank that has been ready longest, so a run is the same every time. It also
+The turn goes to the rank that has been ready longest, so a run is the same every time. It also
 carries the random states of torch's generators, which each rank keeps for itself. It knows
 nothing of groups or tensors; what ranks wait for is anything that can say whether it is done.
 """
@@ -206,7 +206,7 @@ class TurnScheduler:
         late = f"rank {rank} has not communicated for {self._timeout_s:g} s{where}"
         return "; ".join([late, *self._waits()])
 
-    # The turns themselves; the lock is held, or the caller holds the baton alone.
+    # The turns themselves; the lock is held, or the caller has the turn alone.
 
     def _hand_over(self, rank: int) -> None:
         with self._lock:

@@ -107,18 +107,18 @@ class MockWorld(Generic[W]):
             _one_at_a_time.release()
 
     def _run(self, fn: Callable[[W], R], shared: SharedDevice) -> list[R]:
-        baton = TurnScheduler(self.world_size, timeout_s=self.timeout_s, device=shared)
-        board = Exchange(baton)
-        store = MockStore(board)
+        turns = TurnScheduler(self.world_size, timeout_s=self.timeout_s, device=shared)
+        exchange = Exchange(turns)
+        store = MockStore(exchange)
         results: dict[int, R] = {}
         isolated = True
 
         def be_rank(rank: int) -> None:
             error: BaseException | None = None
             try:
-                baton.enter(rank)
+                turns.enter(rank)
                 shared.enter()
-                here.board, here.rank = board, rank
+                here.exchange, here.rank = exchange, rank
                 with torch.autograd.set_multithreading_enabled(False):
                     results[rank] = fn(self._join(rank, store, shared.device))
             except BaseException as raised:
@@ -130,7 +130,7 @@ class MockWorld(Generic[W]):
             except BaseException as raised:
                 error = error or raised
             finally:
-                baton.leave(rank, error)
+                turns.leave(rank, error)
 
         threads = [
             threading.Thread(
@@ -146,14 +146,14 @@ class MockWorld(Generic[W]):
                 try:
                     thread.start()
                 except RuntimeError as error:  # the system has no thread left
-                    baton.call_off(error, num_started=rank)
+                    turns.call_off(error, num_started=rank)
                     break
-            baton.supervise()
+            turns.supervise()
         finally:
-            baton.join()
+            turns.join()
             isolated = False
-        if baton.failure is not None:
-            culprit, cause = baton.failure
+        if turns.failure is not None:
+            culprit, cause = turns.failure
             raise RankFailedError(
                 culprit, f"rank {culprit} failed: {type(cause).__name__}: {cause}"
             ) from cause

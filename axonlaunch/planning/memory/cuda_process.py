@@ -141,7 +141,7 @@ def _run(
 def _steps(
     reduced: ReducedRun, dry: FakeRank, trace: RecordingTrace
 ) -> tuple[Recording, dict[int, int]]:
-    spec = spec_for(reduced.config.model)
+    spec = spec_for(reduced.config)
     blocks = {n: [*spec.blocks(part).values()] for n, part in enumerate(dry.engine.modules)}
     extrapolate_depth.watch_blocks(blocks, trace)
     batch = dry.batch()

@@ -71,6 +71,7 @@ def flops_per_token(work: StepWork) -> float:
     return training_flops_per_token(
         parameters=work.parameters,
         looked_up=work.looked_up,
+        frozen=work.frozen,
         layers=sum(work.layers),
         hidden_size=work.hidden_size,
         positions=work.sample_length,
