@@ -67,6 +67,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("accelerator", report["accelerator"] or "none; ranks compute on the CPU"))
     if report["driver"]:
         rows.append(("driver", report["driver"]))
+    rows += _gpu_rows(report.get("gpus"))
     if report["nccl"]["available"]:
         rows.append(("nccl", report["nccl"]["version"]))
     for name, verdict in report["backends"].items():
@@ -80,6 +81,28 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("hardware=cpu", f"with {report['measured_ranks']} ranks at once"))
         rows += [(f"  {name}", text) for name, text in _figures(report["measured"])]
     rows.append(("disk", f"{report['disk_free_gib']} GiB free at {report['run_folder']}"))
+    return rows
+
+
+def _gpu_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Say how GPUs are connected, and what is wrong with them."""
+    if found is None:
+        return []
+    rows = []
+    for pair in found["topology"]:
+        i, j = pair["between"]
+        parts = [pair["path"] or "an unknown path"]
+        for key, name in (("nvlink", "NVLink"), ("peer_access", "peer access")):
+            if pair[key] is not None:
+                parts.append(name if pair[key] else f"no {name}")
+        rows.append(("  topology", f"GPUs {i} and {j}: {', '.join(parts)}"))
+    rows += [
+        ("  link", f"{link['source']} to {link['target']}: {link['gb_s']:g} GB/s")
+        for link in found["links"]
+    ]
+    rows += [("  problem", f"[red]{line}[/red]") for line in found["problems"]]
+    if found["unknown"]:
+        rows.append(("  unknown", found["unknown"]))
     return rows
 
 

@@ -226,7 +226,7 @@ class TrainConfig:
     such chunks, and again in backward; null: the logits of all are kept
     """
     compile: bool = False
-    """torch.compile each block"""
+    """torch.compile each block, and the loss where ranks have whole logits"""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     prove: Literal["auto", "always", "never"] = "auto"

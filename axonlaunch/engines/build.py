@@ -19,11 +19,12 @@ from axonlaunch.comm import World
 from axonlaunch.comm.mesh import Mesh
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
+from axonlaunch.config.model import OWN_MODEL_CONFIGS
 from axonlaunch.config.optimizer_states import ParameterFacts
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.activation_checkpointing import apply_activation_checkpointing
 from axonlaunch.engines.base import Engine
-from axonlaunch.engines.context.context import CHUNKS, ContextAxis
+from axonlaunch.engines.context.context import ContextAxis, length_multiple
 from axonlaunch.engines.data_parallel.fsdp import FSDP, CPUOffload
 from axonlaunch.engines.data_parallel.gradient_synchronizer import GradSyncStrategy
 from axonlaunch.engines.data_parallel.replicas import Replicas, make_replicas
@@ -42,6 +43,7 @@ from axonlaunch.engines.pipeline.pipeline import Pipeline
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.split import (
     Part,
+    around_blocks,
     crossing_ties,
     cut,
     ends_of,
@@ -156,8 +158,7 @@ def build_engine(
     whole = plan.construct()
     num_parameters = sum(p.numel() for p in whole.parameters())
     num_looked_up, num_frozen = looked_up_parameters(whole), frozen_parameters(whole)
-    facts = parameter_facts(plan.spec, whole)
-    ties = tied_names(whole)
+    facts, ties = parameter_facts(plan.spec, whole), tied_names(whole)
     counts: list[int] = []
     if layout.pipeline > 1:
         assert sample is not None, "a pipeline is balanced by what a sample takes"
@@ -187,7 +188,7 @@ def build_engine(
         aliases={n: crossing[n] for n in held if n in crossing},
         losses=losses,
         context=plan.context,
-        input_multiple=_length_multiple(config),
+        input_multiple=length_multiple(config.strategy),
         num_parameters=num_parameters,
         num_looked_up=num_looked_up,
         num_frozen=num_frozen,
@@ -202,13 +203,6 @@ def build_engine(
             peak_rate=config.optimizer.lr,
         ),
     )
-
-
-def _length_multiple(config: RunConfig) -> int:
-    """Return what the length of a sequence must be a multiple of."""
-    strategy = config.strategy
-    pieces = strategy.context.degree * CHUNKS if strategy.context.degree > 1 else 1
-    return pieces * (strategy.tensor.degree if strategy.tensor.sequence_parallel else 1)
 
 
 def _parallelize(plan: _Plan, model: nn.Module) -> None:
@@ -305,7 +299,7 @@ def _wrap_stage(plan: _Plan, stage: nn.Module) -> None:
 
 
 def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
-    train, blocks = plan.config.train, _blocks(plan, model)
+    train, blocks = plan.config.train, [*plan.spec.blocks(model).values()]
     apply_activation_checkpointing(blocks, mode=train.activation_checkpointing)
     if train.compile:
         import torch._dynamo.config
@@ -319,17 +313,18 @@ def _wrap_blocks(plan: _Plan, model: nn.Module) -> None:
             block.forward = torch.compile(block.forward)
 
 
-def _blocks(plan: _Plan, model: nn.Module) -> list[nn.Module]:
-    return list(plan.spec.blocks(model).values())
-
-
 def _shard(plan: _Plan, model: nn.Module) -> FSDP:
     config, fsdp = plan.config, plan.config.strategy.fsdp
+    # Only of our own models is it known that forward calls these, and uses no weight of them alone.
+    own = plan.spec if type(config.model) in OWN_MODEL_CONFIGS else None
+    before, after = around_blocks(own, model) if own else ([], [])
     sharded = FSDP(
         model,
         world=plan.world,
         mesh=sharding_mesh(plan.mesh),
-        layers=_blocks(plan, model),
+        layers=[*plan.spec.blocks(model).values()],
+        before=before,
+        after=after if plan.chunked is None else (),  # a head in chunks runs after forward
         sharding=fsdp.sharding,
         cpu_offload=fsdp.cpu_offload,
         mixed_precision=sharded_policy(

@@ -16,7 +16,7 @@ from axonlaunch.config.layout import Layout, num_ranks
 from axonlaunch.config.optimizer import MuonConfig
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.config.schedule_rules import SCHEDULES
-from axonlaunch.engines.data_parallel import zero1
+from axonlaunch.engines.data_parallel import fsdp, zero1
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.verification.plan import ComparisonPlan
@@ -121,12 +121,12 @@ def _with_clipping(config: RunConfig) -> RunConfig:
 @contextmanager
 def lowered_thresholds() -> Iterator[None]:
     """Let small parameters take the ways of large ones: alone, and in several buckets."""
-    before = zero1._LARGE, zero1._FULL
-    zero1._LARGE, zero1._FULL = _SMALL_BYTES, _TOGETHER_BYTES
+    before = zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT
+    zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT = _SMALL_BYTES, _TOGETHER_BYTES, _SMALL_BYTES
     try:
         yield
     finally:
-        zero1._LARGE, zero1._FULL = before
+        zero1._LARGE, zero1._FULL, fsdp.LARGE_UNIT = before
 
 
 def with_smooth_updates(config: RunConfig) -> RunConfig:

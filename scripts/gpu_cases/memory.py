@@ -26,7 +26,9 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.data.dataset import sample_inputs
 from axonlaunch.data.loader import rank_loader
 from axonlaunch.engines.build import Source, build_engine
+from axonlaunch.engines.precision import DTYPES
 from axonlaunch.planning.memory.live_peak import CpuPeakMemory
+from axonlaunch.planning.tracing import fake_world
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.preflight.checks import resolve_anywhere
 from axonlaunch.training.arithmetic import configure_arithmetic
@@ -79,9 +81,33 @@ TINY = [
     *("model=llama_debug", "data=synthetic_tokens", "data.sequence_length=32"),
     *("model.hidden_size=64", "train.global_batch_size=4", "hardware=cpu"),
 ]
+CASES |= {
+    "8B fsdp 4 x context 2": (
+        8,
+        [
+            *(*LLAMA_8B, FULL, "strategy=fsdp", "strategy.context.degree=2"),
+            "train.global_batch_size=4",
+        ],
+    ),
+    **{
+        f"8B pipeline 4 {schedule}": (
+            4,
+            [
+                *(*LLAMA_8B, FULL, "strategy=pipeline", "strategy.pipeline.degree=4"),
+                *(f"strategy.pipeline.schedule={schedule}", "train.micro_batch_size=1"),
+            ],
+        )
+        for schedule in ("1f1b", "interleaved_1f1b")
+    },
+}
 CASES_OF_CPU: dict[str, tuple[int, list[str]]] = {
     "fsdp 4": (4, [*TINY, "strategy=fsdp"]),
     "fsdp 2 x tensor 2": (4, [*TINY, "strategy=fsdp", "strategy.tensor.degree=2"]),
+    "fsdp x context 2": (2, [*TINY, "strategy=fsdp", "strategy.context.degree=2"]),
+    "pipeline 2 1f1b": (
+        2,
+        [*TINY, "strategy=pipeline", "strategy.pipeline.degree=2", "train.micro_batch_size=1"],
+    ),
 }
 
 
@@ -132,10 +158,38 @@ def _train(config: RunConfig, world: World, watch: PeakWatch) -> None:
     is_cuda = world.device.type == "cuda"
     loader = rank_loader(config, dataset, layout=layout, rank=0, pin_memory=is_cuda)
     source = Source(storing=watch.storing)
+    if layout.pipeline > 1:
+        fake_world.let_pipelines_run_alone()
+        fake_world.let_messages_hold_tensors()
+        source = Source(
+            storing=watch.storing,
+            boundaries=lambda _, stages: _boundaries(config, layout, len(stages), world.device),
+        )
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
     for step in range(3):
         with watch.step(engine):
             engine.train_step(loader.batch(step))
+
+
+def _boundaries(
+    config: RunConfig, layout: Layout, stages: int, device: torch.device
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return what each stage of a llama takes and gives of a micro-batch: nobody sends it."""
+    model: Any = config.model
+    positions: Any = getattr(config.data, "sequence_length", None)
+    shape, dtype = (layout.micro_batch_size, positions), DTYPES[config.train.precision]
+
+    def values(width: int) -> torch.Tensor:
+        return torch.empty(*shape, width, device=device, dtype=dtype)
+
+    tokens = torch.empty(shape, device=device, dtype=torch.int64)
+    return {
+        stage: (
+            values(model.hidden_size) if stage else tokens,
+            values(model.vocab_size if stage == stages - 1 else model.hidden_size),
+        )
+        for stage in range(stages)
+    }
 
 
 def _process_bytes() -> int:
@@ -162,6 +216,10 @@ def estimated(overrides: list[str], ranks: int) -> dict[str, Any]:
 def compared(name: str, found: dict[str, int], estimate: dict[str, Any]) -> table.Row:
     """Return a row: allocated within 2% and 64 MiB, reserved within 5%; on a CPU 0.1%."""
     pairs = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "process": "process_bytes"}
+    first = estimate.get("ranks", [estimate])[0]
+    if first["peak_bytes"] != estimate["peak_bytes"]:
+        # Rank 0 was measured; what another holds at most is not to be held against it.
+        estimate, pairs = first, {"allocated": "peak_bytes"}
     cells: dict[str, str] = {}
     problems = []
     for what, key in pairs.items():

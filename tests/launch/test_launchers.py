@@ -15,6 +15,8 @@ from command import TINY, Command, Served, wait_for
 from launchers import By, ended, logged, needs, slurm, torchrun
 from served import Server
 
+from axonlaunch import config as configuration
+from axonlaunch.launch.external import slurm as slurm_job
 from axonlaunch.system import host
 
 RUN = ["train", *TINY, "strategy=fsdp"]
@@ -234,6 +236,23 @@ def test_a_job_script_says_what_the_configuration_says(served: Command) -> None:
     assert "\nmodule load cuda\n" in script
     assert f"--config-dir {folder} --config-name job launch.name=auto" in script
     assert not (served.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    [
+        ([], ["--gpus-per-node=4"]),
+        (["launch.device=cuda"], ["--gpus-per-node=4"]),
+        (["launch.device=cuda", "launch.backend=gloo"], ["--gpus-per-node=1"]),  # they share it
+        (["launch.device=cpu"], []),
+        (["launch.backend=gloo"], []),
+    ],
+)
+def test_a_job_asks_for_the_devices_that_its_ranks_compute_on(
+    words: list[str], devices: list[str]
+) -> None:
+    script = slurm_job.render(configuration.load(["launch=slurm", "launch.nproc=4", *words]))
+    assert [o.removeprefix("#SBATCH ") for o in script.splitlines() if "gpus" in o] == devices
 
 
 def test_a_job_that_does_not_say_a_nodes_ranks_is_refused(served: Command) -> None:

@@ -29,6 +29,8 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
             backends["nccl"] = _try_processes(context, "nccl", min(2, len(report["devices"])))
         else:
             backends["nccl"] = {"works": False, "reason": report["nccl"]["reason"]}
+        if report["devices"]:
+            report["gpus"] = _gpus(context)
         if ranks is not None:
             report |= {
                 "measured_ranks": ranks,
@@ -38,6 +40,19 @@ def diagnose(run_folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
     report["run_folder"] = str(run_folder.absolute())
     report["disk_free_gib"] = round(free_bytes(run_folder)[1] / GIB, 1)
     return report
+
+
+def _gpus(context: ForkServerContext) -> dict[str, Any]:
+    """Return what NVML says of the GPUs, and how fast their links are, each by a process."""
+    found: dict[str, Any] = forked_call.call(
+        context, "axonlaunch.diagnostics.doctor.gpus:nvml_report"
+    )
+    try:
+        timed = forked_call.call(context, "axonlaunch.diagnostics.doctor.gpus:link_report")
+    except (RuntimeError, OSError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        timed = {"links": [], "problems": [f"copies over the links failed: {first}"]}
+    return {**found, "links": timed["links"], "problems": found["problems"] + timed["problems"]}
 
 
 def _try_processes(context: ForkServerContext, backend: str, ranks: int) -> dict[str, Any]:

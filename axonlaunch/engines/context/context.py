@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from axonlaunch.comm import ProcessGroup
 from axonlaunch.comm.argument_checks import device_of
 from axonlaunch.comm.autograd import all_gather_from_group, collect_from
+from axonlaunch.config.schema import StrategyConfig
 from axonlaunch.data.dataset import Batch
 from axonlaunch.engines.context.ring_attention import ring_attention
 from axonlaunch.models.attention import Attention, Packing, RotaryTable, SequenceParts
@@ -126,3 +127,9 @@ class ContextAxis:
         if length not in self._parts:
             self._parts[length] = self.positions(length).to(device_of(self._group))
         return self._parts[length]
+
+
+def length_multiple(strategy: StrategyConfig) -> int:
+    """Return what the length of a sequence must be a multiple of."""
+    pieces = strategy.context.degree * CHUNKS if strategy.context.degree > 1 else 1
+    return pieces * (strategy.tensor.degree if strategy.tensor.sequence_parallel else 1)

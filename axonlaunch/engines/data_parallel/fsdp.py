@@ -44,6 +44,10 @@ from axonlaunch.engines.optimizer.step import clip_gradients
 from axonlaunch.engines.optimizer.streaming import STREAMED, stream_parameters
 from axonlaunch.engines.precision import sharded_policy
 
+LARGE_UNIT = 16 * 2**20
+"""Bytes of parameters beside the blocks that are gathered by themselves; less travels with what is
+left, for a message costs more than what is in it."""
+
 
 class ShardingStrategy(StrEnum):
     """What is divided among ranks."""
@@ -94,6 +98,8 @@ class FSDP(nn.Module):
         world: World | None = None,
         mesh: DeviceMesh | None = None,
         layers: Sequence[nn.Module] = (),
+        before: Sequence[nn.Module] = (),
+        after: Sequence[nn.Module] = (),
         sharding: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
         cpu_offload: CPUOffload | str = CPUOffload.NONE,
         replicate: int = 1,
@@ -111,6 +117,10 @@ class FSDP(nn.Module):
                 another slice of the same mesh.
             layers: Blocks that are gathered one at a time; what is left is gathered as one more,
                 with the blocks that share a parameter.
+            before: Modules that forward calls before the blocks. Those of ``LARGE_UNIT`` bytes that
+                share no parameter are gathered together, and let go as blocks are.
+            after: Modules that it calls after them, as ``before``, but kept until backward, which
+                begins with them.
             sharding: What is divided.
             cpu_offload: What lives in host memory between uses. Under ``params`` and
                 ``optimizer_states`` the update streams through the device: take the optimizer
@@ -144,6 +154,10 @@ class FSDP(nn.Module):
             "mp_policy": _policy(mixed_precision),
             "offload_policy": offload,
         }
+        if first := _large_unit(before, module):
+            fully_shard(first, reshard_after_forward=reshard, **options)
+        if last := _large_unit(after, module):
+            fully_shard(last, reshard_after_forward=False, **options)
         for layer in _unshared(layers):
             fully_shard(layer, reshard_after_forward=reshard, **options)
         # The root's own parameters are needed again at once, at the start of backward.
@@ -267,6 +281,22 @@ def _unshared(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the layers that share no parameter with others."""
     users = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     return [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
+
+
+def _large_unit(modules: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Return those that hold parameters, where they are many and nobody else uses them."""
+    holding = [module for module in modules if any(True for _ in module.parameters())]
+    inside = {one for module in holding for one in module.modules()}
+    mine = {parameter for module in holding for parameter in module.parameters()}
+    others = (one for module in model.modules() if module not in inside for one in _own(module))
+    if not mine.isdisjoint(others):
+        return []
+    total = sum(parameter.numel() * parameter.element_size() for parameter in mine)
+    return holding if total >= LARGE_UNIT else []
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in module._parameters.values() if parameter is not None)
 
 
 def _mesh(group: ProcessGroup, sharding: ShardingStrategy, replicate: int) -> DeviceMesh:

@@ -71,6 +71,13 @@ def ends_of(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return spec.ends or ((), ())
 
 
+def around_blocks(spec: ModelSpec, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return what a model, or a stage of it, calls before its blocks and after them."""
+    held = dict(model.named_children())
+    before, after = ([held[n] for n in names if n in held] for names in ends_of(spec))
+    return before, after
+
+
 def holds(ends: Sequence[str], parameter: str) -> bool:
     """Say whether a parameter belongs to one of these modules, or is one of them."""
     return any(f"{parameter}.".startswith(f"{name}.") for name in ends)

@@ -22,7 +22,7 @@ from axonlaunch.data.dataset import AnyBatch, Batch, MicroBatch
 from axonlaunch.data.samples import CollatedSamples
 from axonlaunch.engines.tensor.chunked_loss import ChunkedLoss
 from axonlaunch.engines.tensor.loss import gather_logits, vocab_parallel_cross_entropy_sum
-from axonlaunch.models.loss import with_auxiliary_loss
+from axonlaunch.models.loss import cross_entropy_sum, with_auxiliary_loss
 from axonlaunch.models.own_loss import OwnLoss, own_loss
 from axonlaunch.models.spec import IGNORE_INDEX, ModelOutputs, ModelSpec, not_a_tensor
 
@@ -93,6 +93,9 @@ def losses_of(
         summed = partial(vocab_parallel_cross_entropy_sum, group=group, classes=classes)
         loss = partial(with_auxiliary_loss, summed)
         gather = partial(gather_logits, group=group, classes=classes)
+    elif train.compile and train.loss_chunk is None and spec.loss is cross_entropy_sum:
+        # Eagerly it reads and writes whole logits, in fp32, once for each of its five kernels.
+        loss = torch.compile(cross_entropy_sum)
     if train.loss_chunk is None:
         return Losses(loss, gather, own=own_loss(train))
     chunked = ChunkedLoss(summed, chunk=train.loss_chunk)

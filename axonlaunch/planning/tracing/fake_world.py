@@ -48,8 +48,8 @@ def join_fake_world(*, rank: int, world_size: int) -> World:
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     patch_ddp_reducer()
-    _let_pipelines_run_alone()
-    _let_messages_hold_tensors()
+    let_pipelines_run_alone()
+    let_messages_hold_tensors()
     hide_sharding_propagation()
     return World(
         rank=rank,
@@ -107,7 +107,7 @@ def _already_reduced(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
     return done
 
 
-def _let_pipelines_run_alone() -> None:
+def let_pipelines_run_alone() -> None:
     """Let torch's schedules take the shapes that they are given; up to torch 2.11 they do."""
     schedule: Any = pipelining.schedules._PipelineSchedule
     if not hasattr(schedule, "_warmup_p2p"):
@@ -134,7 +134,7 @@ class _InFlight:
             work.wait()
 
 
-def _let_messages_hold_tensors() -> None:
+def let_messages_hold_tensors() -> None:
     """Let what a pipeline sends stay alive until it has waited for it and forgets it."""
     schedules: Any = pipelining.schedules
     begin = schedules._batch_p2p

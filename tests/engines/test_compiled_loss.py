@@ -1,0 +1,75 @@
+"""Which losses are compiled with the blocks, and that they stay what they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from axonlaunch.comm import World
+from axonlaunch.config.data import IGNORE_INDEX
+from axonlaunch.config.schema import TrainConfig
+from axonlaunch.engines.tensor.losses import Losses, losses_of
+from axonlaunch.models.gpt import SPEC
+from axonlaunch.models.loss import cross_entropy_sum
+from axonlaunch.models.spec import ModelSpec
+
+
+def chosen(spec: ModelSpec = SPEC, **options: Any) -> Losses:
+    classes = options.pop("classes", None)
+    train = TrainConfig(**{"compile": True, **options})
+    return World.mock(1).run(
+        lambda world: losses_of(spec, train, group=world.default_group, classes=classes)
+    )[0]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    asked: list[Any] = []
+    compiling = torch.compile
+
+    def compile_eagerly(function: Any) -> Any:
+        asked.append(function)
+        return compiling(function, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    return asked
+
+
+def test_the_cross_entropy_of_whole_logits_is_compiled_and_stays_what_it_is(
+    compiled: list[Any],
+) -> None:
+    loss = chosen().loss
+    assert compiled == [cross_entropy_sum]
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 5, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.tensor([[0, 4, IGNORE_INDEX], [2, 2, 1]])
+    rows = logits.detach().double().flatten(0, 1).requires_grad_()
+    expected = torch.nn.functional.cross_entropy(rows, targets.flatten(), reduction="sum")
+    expected.backward()
+    found = loss(logits, targets)
+    found.backward()
+    assert found.dtype is torch.float32
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert logits.grad is not None
+    assert rows.grad is not None
+    torch.testing.assert_close(
+        logits.grad.double(), rows.grad.view_as(logits), rtol=1e-2, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"compile": False}, {"loss_chunk": 4}, {"classes": 8}], ids=str
+)
+def test_a_loss_that_is_divided_or_in_chunks_is_not_compiled(
+    compiled: list[Any], options: dict[str, Any]
+) -> None:
+    chosen(**options)
+    assert compiled == []
+
+
+def test_a_users_own_loss_is_not_compiled(compiled: list[Any]) -> None:
+    own = ModelSpec(build=SPEC.build, loss=lambda outputs, targets: outputs.sum())
+    assert chosen(own).loss is own.loss
+    assert compiled == []
