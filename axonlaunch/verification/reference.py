@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +92,17 @@ class Reference:
     halfway: int = 0
 
 
+def gradient_norms(config: RunConfig, *, steps: int) -> list[float]:
+    """Return the norm of the whole gradient in each of the first steps.
+
+    Raises:
+        NoReferenceError: They fail.
+    """
+    with _reporting(), threads_for(config), torch.random.fork_rng(devices=[]):
+        run = PlainRun(config, ComparisonPlan(steps=steps))
+        return [run.step(number).norm for number in range(steps)]
+
+
 def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, Reference]:
     """Run some steps in plain torch, and again from weights that are rounded otherwise.
 
@@ -100,20 +112,24 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
     Raises:
         NoReferenceError: They fail, or the model is random by itself.
     """
+    with _reporting(), threads_for(config), torch.random.fork_rng(devices=[]):
+        found = PlainRun(config, plan).run()
+        _refuse_random(found, PlainRun(config, plan))
+        if plan.fp64:
+            return found, PlainRun(config, replace(plan, fp64=False)).run()
+        return found, PlainRun(config, plan, roughness=_roughness(config)).run()
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Report what fails inside as what one process does without the layout."""
     try:
-        with threads_for(config), torch.random.fork_rng(devices=[]):
-            first = PlainRun(config, plan)
-            found = first.run()
-            _refuse_random(found, PlainRun(config, plan))
-            if plan.fp64:
-                return found, PlainRun(config, replace(plan, fp64=False)).run()
-            return found, PlainRun(config, plan, roughness=_roughness(config)).run()
+        yield
     except NoReferenceError:
         raise
     except Exception as error:
-        raise NoReferenceError(
-            f"one process fails, without the layout: {type(error).__name__}: {error}"
-        ) from error
+        message = f"one process fails, without the layout: {type(error).__name__}: {error}"
+        raise NoReferenceError(message) from error
 
 
 def _refuse_random(found: Reference, again: PlainRun) -> None:
@@ -212,8 +228,7 @@ class PlainRun:
             self._start,
             *saved,
             _copies(self._parameters),
-            evaluation,
-            prediction,
+            *(evaluation, prediction),
             self._dropout,
             self._plan.saved,
             self._plan.halfway,
