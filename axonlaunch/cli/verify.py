@@ -148,6 +148,8 @@ def _proved(verdict: ParityResult) -> str:
         f"{verdict.parameters_with_gradient} of {verdict.parameters} parameters got a gradient, "
         f"{verdict.parameters_moved} moved"
     )
+    if verdict.frozen_parameters:
+        proved += f"; {len(verdict.frozen_parameters)} are frozen, and have no gradient to compare"
     names = verdict.unproved_parameters
     if not names:
         return proved

@@ -26,9 +26,9 @@ from axonlaunch.verification.plain_model import threads_for
 from axonlaunch.verification.plan import ComparisonPlan
 from axonlaunch.verification.reference import PlainRun
 
-STEPS = 2
+_STEPS = 2
 """A first one, and another after an update."""
-Kind = Literal["output", "output gradient", "gradient", "parameter"]
+WhatDiffers = Literal["output", "output gradient", "gradient", "parameter"]
 Index = tuple[Any, ...]
 
 
@@ -64,7 +64,7 @@ class Quantity:
     """
 
     step: int
-    kind: Kind
+    kind: WhatDiffers
     name: str
     plain: Tensor
     pairs: list[Pair]
@@ -184,7 +184,7 @@ class BothSides:
         return region(plain.shape, pairs[0].seen.shape, place, of_samples=True) is not None
 
     def _of_parameter(
-        self, number: int, kind: Kind, name: str, before: Tensor | None = None
+        self, number: int, kind: WhatDiffers, name: str, before: Tensor | None = None
     ) -> Quantity:
         def boxes_of(step: _Step) -> dict[str, list[tuple[Index, Tensor]]]:
             return step.gradients if kind == "gradient" else step.parameters
@@ -202,11 +202,11 @@ class BothSides:
 def _plain_steps(config: RunConfig, *, fp64: bool) -> tuple[dict[str, Tensor], list[_Step]]:
     """Return parameters at the start, and the steps of the plain model."""
     with torch.random.fork_rng(devices=[]):
-        run = PlainRun(config, ComparisonPlan(steps=STEPS, fp64=fp64))
+        run = PlainRun(config, ComparisonPlan(steps=_STEPS, fp64=fp64))
         recorder = ModuleRecorder([run.model])
         start = {name: p.detach().clone() for name, p in run.model.named_parameters()}
         steps = []
-        for number in range(STEPS):
+        for number in range(_STEPS):
             recorder.begin()
             done = run.step(number)
             step = _Step(recorder.record, skipped=done.skipped)
@@ -221,14 +221,14 @@ def _rank_steps(config: RunConfig, world: World) -> list[_Step]:
     engine, loader = prepared_engine(config, world)
     layout = Layout.of(config, world_size=world.world_size)
     # Logits that are computed in chunks are never there.
-    spec, is_chunked = spec_for(config.model), config.train.loss_chunk is not None
+    spec, is_chunked = spec_for(config), config.train.loss_chunk is not None
     heads = [spec.head_of(module) for module in engine.modules] if is_chunked else []
     recorder = ModuleRecorder(engine.modules, but=heads)
     steps = []
-    for number in range(STEPS):
+    for number in range(_STEPS):
         recorder.begin()
         batch = loader.batch(number)
-        first = layout.data_shard(world.rank) * len(batch.inputs)
+        first = layout.data_shard(world.rank) * len(batch)
         engine.backward(inputs.uneven(batch, first_row=first, step=number))
         step = _Step(recorder.record)
         for name, parameter in engine.named_parameters():

@@ -33,8 +33,8 @@ from axonlaunch.verification.reference import (
     NoReferenceError,
     Reference,
     ReferenceStep,
-    run_references,
 )
+from axonlaunch.verification.reference_runs import run_references
 from axonlaunch.verification.result import ParityResult, failed
 
 _SAVED = "reference.pt"
@@ -53,7 +53,9 @@ def on_mock(config: RunConfig, plan: ComparisonPlan) -> ParityResult:
         references = run_references(config, plan)
     except NoReferenceError as error:
         return failed(config, plan.steps, str(error))
-    world = World.mock(num_ranks(config), timeout_s=config.launch.timeout_s)
+    world = World.mock(
+        num_ranks(config), timeout_s=config.launch.timeout_s, device=config.launch.device
+    )
 
     def run(member: World) -> RankReport:
         return layout_run.compare(config, member, references[0], plan, folder=folder)
@@ -73,7 +75,7 @@ def save_reference(config: RunConfig, plan: ComparisonPlan, folder: str) -> Pari
         references = run_references(with_smooth_updates(config), plan)
     except NoReferenceError as error:
         return failed(config, plan.steps, str(error))
-    torch.save([asdict(one) for one in references], Path(folder) / _SAVED)
+    torch.save([asdict(reference) for reference in references], Path(folder) / _SAVED)
     return None
 
 
@@ -97,7 +99,11 @@ def verify_on_rank(
     place = local_place(rank, ranks)
     os.environ.update(place.variables())  # a user's model may look for them, as in training
     with World.join(
-        place, backend=config.launch.backend, timeout_s=config.launch.timeout_s, store=store
+        place,
+        backend=config.launch.backend,
+        device=config.launch.device,
+        timeout_s=config.launch.timeout_s,
+        store=store,
     ) as world:
         first, again = map(_read, torch.load(Path(folder) / _SAVED))
         with lowered_thresholds():
@@ -107,8 +113,8 @@ def verify_on_rank(
         return None
     reports = [
         RankReport(
-            [Difference(**one) for one in report["differences"]],
-            [Draw(**one) for one in report["draws"]],
+            [Difference(**item) for item in report["differences"]],
+            [Draw(**item) for item in report["draws"]],
         )
         for report in gathered
     ]

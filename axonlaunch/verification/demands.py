@@ -20,7 +20,8 @@ from axonlaunch.engines.data_parallel import zero1
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import NoReferenceError, gradient_norms
+from axonlaunch.verification.reference import NoReferenceError
+from axonlaunch.verification.reference_runs import gradient_norms
 
 # AdamW divides by a gradient's size, and Lion takes its sign. Where that is nothing but rounding,
 # as for the bias of keys, which softmax ignores, their usual eps would make whole steps in random
@@ -64,7 +65,7 @@ def _batch(config: RunConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     in_round = 1
     # Of one sample batch normalisation makes nothing.
-    size = 1 if layout.pipeline > 1 and spec_for(config.model).inputs == "tokens" else 2
+    size = 1 if layout.pipeline > 1 and spec_for(config).inputs == "tokens" else 2
     if chosen != "auto":
         size = chosen
     if layout.pipeline > 1:
@@ -96,8 +97,8 @@ def _update(config: RunConfig, plan: ComparisonPlan) -> dict[str, Any]:
     if getattr(config.optimizer, "weight_decay", None) == 0:
         settings["optimizer.weight_decay"] = _DECAY
     if Layout.of(config, world_size=num_ranks(config)).facts.section == "ddp":
-        parameters = on_meta(config.model, seed=config.seed).parameters()
-        size = 4 * sum(p.numel() for p in parameters) / _BUCKETS / 2**20
+        parameters = on_meta(config, seed=config.seed).parameters()
+        size = 4 * sum(p.numel() for p in parameters if p.requires_grad) / _BUCKETS / 2**20
         if 0 < size < config.strategy.ddp.bucket_size_mb:
             settings["strategy.ddp.bucket_size_mb"] = size
     return settings

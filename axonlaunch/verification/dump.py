@@ -15,7 +15,7 @@ ONE_PROCESS = "one_process.safetensors"
 LAYOUT = "layout.safetensors"
 
 
-def keep(sides: BothSides, folder: Path) -> None:
+def write_sides(sides: BothSides, folder: Path) -> None:
     """Write both sides of every step; a file that is there is replaced.
 
     Names are ``step<N>/<kind>/<name>``, with the kinds ``output`` and ``output_gradient`` of

@@ -22,8 +22,8 @@ from axonlaunch.checkpoint.weights import load_initial_weights
 from axonlaunch.comm import World
 from axonlaunch.config import RunConfig
 from axonlaunch.config.layout import Layout
-from axonlaunch.data.dataset import Batch, sample_inputs
-from axonlaunch.data.loader import Loader, rank_loader
+from axonlaunch.data.dataset import AnyBatch, Batch, sample_inputs
+from axonlaunch.data.loader import Loader, rank_loader, whole_loader
 from axonlaunch.data.unknown_tokens import naming_unknown_tokens
 from axonlaunch.engines.base import Engine
 from axonlaunch.engines.build import build_engine
@@ -53,7 +53,7 @@ def prepared_engine(
     dataset = data.build_dataset(config.data, config.tokenizer)
     loader = rank_loader(config, dataset, layout=layout, rank=world.rank)
     engine = build_engine(config, world, sample=sample_inputs(dataset))
-    load_initial_weights(engine, config.model, world=world)
+    load_initial_weights(engine, config, world=world)
     inputs.move_vectors(engine.named_parameters())
     if not drops:
         inputs.drop_nothing(engine.modules)
@@ -86,7 +86,7 @@ def compare(
         folder: Where a checkpoint may be written, the same for every rank.
     """
     run = _LayoutRun(config, world, reference, plan)
-    differences = [replace(one, rank=world.rank) for one in run.differences(folder)]
+    differences = [replace(difference, rank=world.rank) for difference in run.differences(folder)]
     draws = run.draws
     if reference.dropout and not config.train.compile:
         draws = _masks(config, world)
@@ -123,7 +123,7 @@ class _LayoutRun:
         self._probe: DrawProbe | None = None
         # What is compiled draws otherwise; a model with dropout draws by itself, with it on.
         if not config.train.compile and not self._reference.dropout:
-            self._probe = DrawProbe(spec_for(config.model), self._engine.modules, rank=rank)
+            self._probe = DrawProbe(spec_for(config), self._engine.modules, rank=rank)
 
     def differences(self, folder: Path) -> Iterator[Difference]:
         """Yield what differs, in the order of what is done."""
@@ -143,10 +143,10 @@ class _LayoutRun:
         if plan.saved < plan.steps:
             yield from self._parameters(plan.steps - 1, self._reference.end)
 
-    def _uneven(self, batch: Batch, step: int) -> Batch:
+    def _uneven(self, batch: AnyBatch, step: int) -> AnyBatch:
         """Return this rank's rows of a global batch with targets left out."""
         layout = Layout.of(self._config, world_size=self._world.world_size)
-        first = layout.data_shard(self._world.rank) * len(batch.inputs)
+        first = layout.data_shard(self._world.rank) * len(batch)
         return inputs.uneven(batch, first_row=first, step=step)
 
     def _step(self, number: int) -> Iterator[Difference]:
@@ -181,6 +181,8 @@ class _LayoutRun:
                 # What one process has no gradient of may have one of zero elsewhere.
                 nothing = torch.zeros(parameter.shape) if expected is None else expected
                 yield of_tensor(where, gradient, nothing, floor=floor)
+            if parameter.requires_grad == (name in self._reference.frozen):
+                yield Difference(number + 1, "gradient", name, math.inf)
 
     def _parameters(self, number: int, expected: dict[str, Tensor]) -> Iterator[Difference]:
         for name, parameter in self._engine.named_parameters():
@@ -212,14 +214,10 @@ class _LayoutRun:
         half = self._plan.halfway - 1
         yield of_number(half, "evaluation", float(sums[0] / sums[1].clamp(min=1)), loss)
         yield of_number(half, "evaluation", float(sums[1]), counted)
-        whole_batch = Loader(
-            self._loader.dataset,
-            seed=self._config.seed,
-            global_batch_size=self._config.train.global_batch_size,
-        )
-        first = next(whole_batch.eval_batches(1)).inputs[:PREDICTED]
         if self._reference.prediction is not None:
-            outputs = self._engine.predict(first)
+            whole_batch = next(whole_loader(self._config, self._loader.dataset).eval_batches(1))
+            assert isinstance(whole_batch, Batch)
+            outputs = self._engine.predict(whole_batch.inputs[:PREDICTED])
             where, expected = (half, "prediction", ""), self._reference.prediction
             yield of_tensor(where, outputs, expected, floor=0.0)
             if outputs.dtype != expected.dtype and not self._plan.fp64:

@@ -57,7 +57,7 @@ class _Compared:
     difference: Difference
 
 
-def locate(
+def locate_difference(
     config: RunConfig, plan: ComparisonPlan, folder: Path | None = None
 ) -> FirstDifference | None:
     """Run both sides again, module by module; return the first difference.
@@ -70,7 +70,7 @@ def locate(
     import_plugins(config.plugins)
     sides = BothSides(config, fp64=plan.fp64)
     if folder is not None:
-        dump.keep(sides, folder)
+        dump.write_sides(sides, folder)
     return first_difference(sides, config)
 
 

@@ -79,7 +79,7 @@ def verify(
     if verdict.failure is not None or config.train.compile or not (has_failed or dump):
         return verdict
     locating = (config, plan, dump)
-    first = forked_call.call(context, "axonlaunch.verification.locate:locate", *locating)
+    first = forked_call.call(context, "axonlaunch.verification.locate:locate_difference", *locating)
     return replace(verdict, first_difference=str(first)) if has_failed and first else verdict
 
 

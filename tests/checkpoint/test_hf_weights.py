@@ -99,7 +99,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     theirs("qwen3").save_pretrained(tmp_path, max_shard_size="100KB")
     [gone, *_] = sorted(tmp_path.glob("*.safetensors"))
     gone.unlink()
-    assert f"names {gone.name}, not there" in refusal(tmp_path)
+    assert f"names {gone.name}, not in its folder" in refusal(tmp_path)
 
 
 def test_a_shard_that_was_cut_is_named(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_what_was_exported_can_be_imported_and_continues_text(tmp_path: Path) ->
     found = checkpoint.latest(tmp_path / "run")
     assert found is not None
     weights.export_weights(found, config, tmp_path / "out", dtype=None, file_bytes=10**9)
-    taken = weights.take_in(tmp_path / "out", tmp_path / "again", config)
+    taken = weights.import_weights(tmp_path / "out", tmp_path / "again", config)
     assert taken.exists()
     how: dict[str, Any] = {"tokens": 8, "temperature": 0.0, "top_k": None, "seed": 0}
     expected = continue_prompt(tmp_path / "run", "def ", **how)

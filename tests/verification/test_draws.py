@@ -24,18 +24,18 @@ CONTEXT = ["strategy.context.degree=2", "launch.nproc=2"]
 RECOMPUTED = [*DDP, "train.activation_checkpointing=full"]
 
 
-def verdict_on(words: list[str], overrides: list[str]) -> ParityResult:
-    chosen = run_config([*words, "train.global_batch_size=8", *overrides])
+def verdict_on(arguments: list[str], overrides: list[str]) -> ParityResult:
+    chosen = run_config([*arguments, "train.global_batch_size=8", *overrides])
     verdict = compare.on_mock(chosen, ComparisonPlan(steps=2))
     assert verdict.failure is None
     return verdict
 
 
 def problems(overrides: list[str]) -> list[str]:
-    words = MODELS["gpt"]
+    arguments = MODELS["gpt"]
     if overrides is RECOMPUTED:  # blocks that don't draw save no generator's state
-        words = without_folder("gpt2", resid_pdrop=0.1)
-    return verdict_on(words, overrides).differences
+        arguments = without_folder("gpt2", resid_pdrop=0.1)
+    return verdict_on(arguments, overrides).differences
 
 
 def seeds(patch: Patch, seed: Any) -> None:

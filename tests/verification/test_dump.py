@@ -31,7 +31,7 @@ def test_both_files_have_the_whole_tensors_of_a_layout(
     config = run_config(
         [*MODELS["llama"], *overrides, "train.global_batch_size=4", "model.num_hidden_layers=2"]
     )
-    locate.locate(config, ComparisonPlan(steps=2), tmp_path)
+    locate.locate_difference(config, ComparisonPlan(steps=2), tmp_path)
     plain, layout = (load_file(tmp_path / name) for name in (dump.ONE_PROCESS, dump.LAYOUT))
     assert plain.keys() == layout.keys()
     for name, tensor in plain.items():

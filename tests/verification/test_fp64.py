@@ -12,7 +12,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.verification import compare, locate
 from axonlaunch.verification.demands import demanding
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import run_references
+from axonlaunch.verification.reference_runs import run_references
 
 PLAN = ComparisonPlan(steps=4, beyond=True, fp64=True)
 DDP = ["strategy=ddp", "strategy.ddp.sync=synchronous", "launch.nproc=2"]
@@ -52,7 +52,7 @@ def test_it_passes_what_is_right(overrides: list[str]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_no_module_is_named_where_nothing_differs(precision: str) -> None:
     config = configured([*DDP, f"train.precision={precision}"])
-    assert locate.locate(config, PLAN) is None
+    assert locate.locate_difference(config, PLAN) is None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

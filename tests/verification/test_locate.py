@@ -21,7 +21,7 @@ DDP = ["strategy=ddp", "strategy.ddp.sync=synchronous", "launch.nproc=2"]
 
 def first(overrides: list[str]) -> locate.FirstDifference | None:
     chosen = [*MODELS["gpt"], "train.global_batch_size=8", *overrides]
-    return locate.locate(run_config(chosen), ComparisonPlan(steps=2))
+    return locate.locate_difference(run_config(chosen), ComparisonPlan(steps=2))
 
 
 @pytest.mark.parametrize(

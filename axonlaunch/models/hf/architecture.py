@@ -25,6 +25,8 @@ _COUNTS = ("layers", "n_layer", "experts", "blocks")
 """What keys end with that say how many of its parts a model has."""
 _ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Keys of older files, which transformers takes into ``rope_parameters``."""
+_EACH_BLOCK = "per_layer_config"
+"""What blocks have of their own, by their number, which newer versions take of every class."""
 
 
 def architecture(config: HuggingFaceConfig) -> Any:
@@ -77,7 +79,8 @@ def known_keys(cls: Any) -> set[str]:
     """Return the keys that a configuration class reads."""
     own = {field.name for field in dataclasses.fields(cls)}
     rope = _ROPE if "rope_parameters" in own else set()
-    return {key for key in own if not key.startswith("_")} | set(cls.attribute_map) | rope
+    each = {_EACH_BLOCK} if hasattr(cls, _EACH_BLOCK) else set()
+    return {key for key in own if not key.startswith("_")} | set(cls.attribute_map) | rope | each
 
 
 def _refuse_unknown(
@@ -181,8 +184,12 @@ def _remote(config: HuggingFaceConfig, content: Mapping[str, Any]) -> Any:
 
 
 def _refuse_quantised(content: Mapping[str, Any], config: HuggingFaceConfig) -> None:
-    given = content.get("quantization_config") or {}
-    if method := given.get("quant_method") if isinstance(given, Mapping) else given:
+    quantization = content.get("quantization_config") or {}
+    if (
+        method := quantization.get("quant_method")
+        if isinstance(quantization, Mapping)
+        else quantization
+    ):
         message = (
             f"its weights are quantised ({method}), which can't be trained; fp32, bf16 and fp16 "
             "are supported: give the model that it was made from"
@@ -199,7 +206,7 @@ def _refuse_kernels(content: Mapping[str, Any], config: HuggingFaceConfig) -> No
     for key, value in content.items():
         named = [*value.values()] if isinstance(value, Mapping) else [value]
         names_code = key.strip("_").removesuffix("_internal") in _IMPLEMENTATIONS
-        if names_code and any("/" in str(one) for one in named):
+        if names_code and any("/" in str(name) for name in named):
             message = (
                 f"its {files.CONFIG_FILE_NAME} has {key}={value}, whose code would be fetched "
             )
