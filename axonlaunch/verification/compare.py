@@ -33,8 +33,8 @@ from axonlaunch.verification.reference import (
     NoReferenceError,
     Reference,
     ReferenceStep,
-    run_references,
 )
+from axonlaunch.verification.reference_runs import run_references
 from axonlaunch.verification.result import ParityResult, failed
 
 _SAVED = "reference.pt"

@@ -20,7 +20,8 @@ from axonlaunch.engines.data_parallel import fsdp, zero1
 from axonlaunch.models.build import on_meta, spec_for
 from axonlaunch.preflight.checks import find_issues
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import NoReferenceError, run_references
+from axonlaunch.verification.reference import NoReferenceError
+from axonlaunch.verification.reference_runs import gradient_norms
 
 # AdamW divides by a gradient's size, and Lion takes its sign. Where that is nothing but rounding,
 # as for the bias of keys, which softmax ignores, their usual eps would make whole steps in random
@@ -108,10 +109,9 @@ def _with_clipping(config: RunConfig) -> RunConfig:
     if config.train.grad_clip is None:
         return config
     try:
-        steps = run_references(config, ComparisonPlan(steps=_TRIED))[0].steps
+        norms = sorted(gradient_norms(config, steps=_TRIED))
     except NoReferenceError:  # the comparison itself says why
         return config
-    norms = sorted(step.norm for step in steps)
     between = sum(norms[:2]) / 2
     if not math.isfinite(between) or between <= 0:
         return config

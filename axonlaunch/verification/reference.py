@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ from axonlaunch.models.module_state import evaluating
 from axonlaunch.models.own_loss import own_loss
 from axonlaunch.models.spec import ModelOutputs, not_a_tensor
 from axonlaunch.verification import inputs
-from axonlaunch.verification.plain_model import LoadableWeights, count_of, loss_sum, threads_for
+from axonlaunch.verification.plain_model import LoadableWeights, count_of, loss_sum
 from axonlaunch.verification.plain_optimizer import PEAK, plain_optimizers, plain_rate
 from axonlaunch.verification.plan import ComparisonPlan
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PREDICTED = 2
 """Samples of a prediction."""
 
@@ -96,61 +96,6 @@ class Reference:
     halfway: int = 0
 
 
-def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, Reference]:
-    """Run some steps in plain torch, and again from weights that are rounded otherwise.
-
-    What the two differ by is what rounding alone makes of this model, step by step. Beside one in
-    float64 the other has the same weights and computes as the run does.
-
-    Raises:
-        NoReferenceError: They fail, or the model is random by itself.
-    """
-    try:
-        with threads_for(config), torch.random.fork_rng(devices=[]):
-            first = PlainRun(config, plan)
-            reference = first.run()
-            _refuse_random(reference, PlainRun(config, plan))
-            if plan.fp64:
-                return reference, PlainRun(config, replace(plan, fp64=False)).run()
-            return reference, PlainRun(config, plan, roughness=_roughness(config)).run()
-    except NoReferenceError:
-        raise
-    except Exception as error:
-        raise NoReferenceError(
-            f"one process fails, without the layout: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _refuse_random(reference: Reference, again: PlainRun) -> None:
-    """Run the first step another time.
-
-    Raises:
-        NoReferenceError: It gives something else.
-    """
-    expected, seen = reference.steps[0], again.step(0)
-    if not math.isfinite(expected.loss):
-        raise NoReferenceError(f"the first loss of one process is {expected.loss}")
-    same = all(_is_same(expected.gradients[n], g) for n, g in seen.gradients.items())
-    if seen.loss != expected.loss or not same:
-        raise NoReferenceError(
-            f"the model is random by itself: of the same weights and samples one process has a "
-            f"loss of {expected.loss:.7g}, then of {seen.loss:.7g}; let it draw nothing in "
-            "training, also not by numpy or Python's random"
-        )
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors are equal, also where fp16 overflowed."""
-    return torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def _roughness(config: RunConfig) -> float:
-    """Return the distance of two neighbours of 1 in the lowest precision in use."""
-    train = config.train
-    lowest = (train.precision, train.param_dtype, config.strategy.reduce_dtype)
-    return max(torch.finfo(_DTYPES[name]).eps for name in lowest)
-
-
 class PlainRun:
     """A model and its optimizers, as a script of one process has them."""
 
@@ -161,7 +106,7 @@ class PlainRun:
         dataset = data.build_dataset(config.data, config.tokenizer)
         self._loader = whole_loader(config, dataset)
         self._own = own_loss(config.train)
-        self._dtype = torch.float64 if plan.fp64 else _DTYPES[config.train.precision]
+        self._dtype = torch.float64 if plan.fp64 else DTYPES[config.train.precision]
         self.model = self._built()
         inputs.move_vectors(self.model.named_parameters())
         self._dropout = inputs.drop_nothing([self.model])
@@ -192,7 +137,7 @@ class PlainRun:
                 # Beside an adapter what is trained stays in fp32.
                 is_kept = config.adapter is not None and parameter.requires_grad
                 if parameter.is_floating_point() and not is_kept:
-                    parameter.data = parameter.data.to(_DTYPES[config.train.param_dtype])
+                    parameter.data = parameter.data.to(DTYPES[config.train.param_dtype])
         return model.train()
 
     def _masters(self) -> dict[str, Tensor]:
@@ -216,8 +161,7 @@ class PlainRun:
             self._start,
             *saved,
             _copies(self._parameters),
-            evaluation,
-            prediction,
+            *(evaluation, prediction),
             tuple(name for name in self._parameters if name not in self._trained),
             self._dropout,
             self._plan.saved,

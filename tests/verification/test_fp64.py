@@ -12,7 +12,7 @@ from axonlaunch.config import RunConfig
 from axonlaunch.verification import compare, locate
 from axonlaunch.verification.demands import demanding
 from axonlaunch.verification.plan import ComparisonPlan
-from axonlaunch.verification.reference import run_references
+from axonlaunch.verification.reference_runs import run_references
 
 PLAN = ComparisonPlan(steps=4, beyond=True, fp64=True)
 DDP = ["strategy=ddp", "strategy.ddp.sync=synchronous", "launch.nproc=2"]
