@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from axonlaunch.checkpoint import adapters, reader, step_folders
+from axonlaunch.checkpoint import adapters, base, reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import storage_path
 from axonlaunch.config import CONFIG as RUN_CONFIG
@@ -151,13 +151,17 @@ def export_weights(
     entries = reader.parameters(checkpoint)
     if config.adapter is not None:
         entries = {name: entry for name, entry in entries.items() if not is_of_adapter(name)}
-    names = list(known) if known else sorted(entries, key=_naturally)
-    if missing := [f"{name} is missing" for name in names if name not in entries]:
+    left_out = base.left_out(config)
+    names = list(known) if known else sorted({*entries, *left_out}, key=_naturally)
+    if missing := [f"{n} is missing" for n in names if n not in entries and n not in left_out]:
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {first(missing)}")])
     reader.refuse_damage(checkpoint)
     contents = {f"{reader.MODEL}{name}": entry for name, entry in entries.items()}
-    read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in names], contents)
-    tensors = adapters.merged(checkpoint, config, zip(names, read, strict=True))
+    saved = [name for name in names if name not in left_out]
+    read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in saved], contents)
+    others = base.base_tensors(config, [name for name in names if name in left_out])
+    whole = ((name, next(others)[1] if name in left_out else next(read)) for name in names)
+    tensors = adapters.merged(checkpoint, config, whole)
     written = safetensors.write_safetensors(
         folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes
     )
@@ -175,7 +179,8 @@ def export_weights(
     if files := _copy_tokenizer(checkpoint.path.parent.parent, folder):
         content[TRAINED_ON]["tokenizer"] = "here"
         copied = [*(name for name in copied if name not in files), *files]
-    content["dtype"] = str(dtype or entries[names[0]].properties.dtype).removeprefix("torch.")
+    own = base.kept_dtype(config) if left_out else entries[names[0]].properties.dtype
+    content["dtype"] = str(dtype or own).removeprefix("torch.")
     (folder / safetensors.CONFIG_FILE).write_text(json.dumps(content, indent=1) + "\n")
     return [*written, safetensors.CONFIG_FILE, *copied]
 

@@ -349,7 +349,9 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    per_checkpoint = count * config.train.parameter_bytes * (1 + TrainingShares.of(config).states)
+    shares = TrainingShares.of(config)
+    saved = 1 if config.saves_frozen else shares.gradients
+    per_checkpoint = count * config.train.parameter_bytes * (saved + shares.states)
     needed = int(per_checkpoint) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from axonlaunch import checkpoint
-from axonlaunch.checkpoint import Retention
+from axonlaunch.checkpoint import Retention, diff, reader
+from axonlaunch.checkpoint.base import record_base
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import export_weights, load_initial_weights
 from axonlaunch.comm import World
-from axonlaunch.config import ConfigError, RunConfig
+from axonlaunch.config import ConfigError, RunConfig, with_values
+from axonlaunch.config.adapter import is_of_adapter
 
 # What peft 0.21 calls is deprecated in transformers 5.23.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -41,8 +44,10 @@ def trained(words: list[str], run_dir: Path, *, steps: int = 2) -> tuple[RunConf
         for step in range(steps):
             engine.train_step(loader.batch(step))
         saver = Saver(run_dir, world=world, retention=Retention(newest=1))
-        saver.save(engine.state_dict(), step=steps, samples=0)
+        saver.save(engine.state_dict(), step=steps, samples=4 * steps)
         saver.close()
+        if world.is_main:
+            record_base(with_values(chosen, {"run_dir": str(run_dir)}))
         return engine.predict(TOKENS).clone()
 
     return chosen, World.mock(chosen.launch.nproc).run(run)[0]
@@ -143,3 +148,40 @@ def test_what_peft_has_no_place_for_is_refused_and_merges(tmp_path: Path) -> Non
     export(chosen, tmp_path / "run", tmp_path / "merged", merge=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert torch.allclose(logits(merged), expected, atol=1e-5)
+
+
+def test_a_checkpoint_holds_the_adapter_and_refers_to_the_base_by_its_hash(tmp_path: Path) -> None:
+    base, run_dir = tmp_path / "base", tmp_path / "run"
+    save("qwen3", base)
+    words = [*LORA, f"model.path={base}", "strategy=fsdp", "launch.nproc=2", "train.steps=4"]
+    chosen, expected = trained(words, run_dir)
+    saved = checkpoint.find_checkpoint(run_dir)
+    assert saved is not None
+    assert all(is_of_adapter(name) for name in reader.parameters(saved))
+    assert diff.faults(saved, chosen) == []
+    digest = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    assert json.loads((run_dir / "base.json").read_text()) == {
+        "files": {"model.safetensors": digest}
+    }
+    resumed = continued([*SETTINGS, *words, "strategy=tensor"], run_dir)
+    assert torch.allclose(resumed, expected, atol=1e-5)
+    save("qwen3", base, initializer_range=0.03)
+    with pytest.raises(ConfigError, match="its SHA-256 differs"):
+        run_config([*SETTINGS, *words, f"checkpoint.resume={run_dir}"])
+
+
+def continued(words: list[str], run_dir: Path) -> Tensor:
+    """Resume on another layout, as a rank does; return the logits."""
+    chosen = run_config([*words, f"checkpoint.resume={run_dir}"])
+    assert chosen.launch.nproc != "auto"
+
+    def run(world: World) -> Tensor:
+        engine, _ = rank_engine(chosen, world)
+        load_initial_weights(engine, chosen, world=world)
+        saved = checkpoint.find_checkpoint(run_dir)
+        assert saved is not None
+        state = checkpoint.load_checkpoint(saved, engine.state_dict(), world=world)
+        engine.load_state_dict(state)
+        return engine.predict(TOKENS).clone()
+
+    return World.mock(chosen.launch.nproc).run(run)[0]
