@@ -158,6 +158,20 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Of which steps what the modules compute is written, for axonlaunch diff."""
+
+    steps: list[int] = field(default_factory=list)
+    """steps that are traced, by the updates before them: [0, 100] are the first and the 101st;
+    empty: none
+    """
+    tensors: Literal["norms"] = "norms"
+    """norms: root mean square, mean and largest absolute value of each module's output, of its
+    gradient, of parameters and their gradients
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much a step, and in which arithmetic."""
 
@@ -214,6 +228,7 @@ class TrainConfig:
     compile: bool = False
     """torch.compile each block"""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     prove: Literal["auto", "always", "never"] = "auto"
     """compare the layout with one process before the first step, on a small model of the same
     architecture. auto: models of transformers in layouts of several ranks, once; always: every
@@ -254,8 +269,8 @@ class SampleConfig:
 
     max_new_tokens: int = field(default=200, metadata={"min": 0})
     """tokens to generate at the end of a run on text; 0: none"""
-    prompt: str = "def "
-    """text that the generated tokens continue"""
+    prompt: str | None = None
+    """text that the generated tokens continue; null: "def ", of chats a question of their files"""
 
 
 @dataclass(frozen=True, kw_only=True)

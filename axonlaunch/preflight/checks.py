@@ -30,7 +30,7 @@ from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.models.trained import frozen_problems
 from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings
-from axonlaunch.preflight.checkpoint import checkpoint_problems
+from axonlaunch.preflight.checkpoint import checkpoint_problems, epochs_problems
 from axonlaunch.preflight.dataset import (
     described_dataset,
     make_dataset,
@@ -115,8 +115,10 @@ def _resolved(
     config = with_adapter_settings(with_absolute_paths(config))
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
     if here and dataset is not None and not problems:
+        epochs = config.train.epochs
         config = with_steps(config, dataset)
         problems = find_rule_violations(config)  # some are about the number of steps
+        problems += epochs_problems(config, epochs=epochs)
     if problems:
         raise ConfigError(problems)
     return config

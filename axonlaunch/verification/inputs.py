@@ -11,6 +11,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,8 @@ from axonlaunch.data.dataset import AnyBatch, Batch
 from axonlaunch.data.loader import Loader
 from axonlaunch.models.dtensor_regions import local_boxes
 
+_COMPARED = 1024
+"""Samples of training that held-out ones are looked for among."""
 _MOVED_BY = 0.1
 """Deviation of what is added to biases and norms."""
 _FOLLOWING = 0.5
@@ -79,6 +82,28 @@ def data_problem(config: Any, loader: Loader, batch: AnyBatch, *, step: int) -> 
     follows = batch.targets[:, :-1][counted] == batch.inputs[:, 1:][counted]
     if len(follows) and float(follows.float().mean()) < _FOLLOWING:
         return "the data: targets are not the tokens that follow their inputs"
+    return ""
+
+
+def held_out_problem(config: Any, loader: Loader, batch: AnyBatch) -> str:
+    """Say that what is held out is trained on, which both sides would do alike; empty if not.
+
+    Args:
+        config: Of the data.
+        loader: Of global batches.
+        batch: Held-out samples.
+    """
+    is_ours = type(config).__module__.startswith("axonlaunch.") and config.name != "custom"
+    if not is_ours or not isinstance(batch, Batch):
+        return ""
+    dataset = loader.dataset
+    first = np.arange(min(dataset.num_samples, dataset.num_eval_samples, _COMPARED))
+    samples = dataset.samples(first, split="train")
+    assert isinstance(samples, Batch)
+    trained = {row.numpy().tobytes() for row in samples.inputs}
+    rows = [row.numpy().tobytes() for row in batch.inputs]
+    if len({*rows}) > 1 and trained.issuperset(rows):
+        return "the data: every held-out sample that was looked at is one of training"
     return ""
 
 

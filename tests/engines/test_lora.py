@@ -68,8 +68,8 @@ def alone(model: str) -> Trained:
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_a_layout_trains_the_adapters_that_one_process_trains(model: str, layout: str) -> None:
-    ranks, words = LAYOUTS[layout]
-    found = train([*MODELS[model], *DATA, *LORA[model], *words.split()], ranks)
+    ranks, overrides = LAYOUTS[layout]
+    found = train([*MODELS[model], *DATA, *LORA[model], *overrides.split()], ranks)
     assert_same(found, alone(model), tolerance=1e-5)
 
 
@@ -84,9 +84,9 @@ def test_nothing_but_adapters_and_what_is_unfrozen_is_trained() -> None:
 
 
 def test_an_adapter_starts_as_that_of_peft_and_changes_no_output() -> None:
-    words = [*MODELS["gpt"], *DATA, "strategy=single"]
-    adapted = build_model(run_config([*words, *LORA["gpt"]]), seed=0)
-    plain = build_model(run_config(words), seed=0)
+    overrides = [*MODELS["gpt"], *DATA, "strategy=single"]
+    adapted = build_model(run_config([*overrides, *LORA["gpt"]]), seed=0)
+    plain = build_model(run_config(overrides), seed=0)
     tokens = torch.arange(8)[None]
     assert torch.equal(adapted(tokens), plain(tokens))
     layers = [layer for layer in adapted.modules() if isinstance(layer, LoraLayer)]
@@ -105,8 +105,8 @@ def test_the_scale_of_rslora_is_by_the_root_of_the_rank() -> None:
 
 
 def test_dropout_leaves_out_inputs_of_a_alone_and_in_training_alone() -> None:
-    words = [*MODELS["gpt"], *DATA, *LORA["gpt"], "adapter.dropout=0.5", "strategy=single"]
-    model = build_model(run_config(words), seed=0)
+    overrides = [*MODELS["gpt"], *DATA, *LORA["gpt"], "adapter.dropout=0.5", "strategy=single"]
+    model = build_model(run_config(overrides), seed=0)
     layer = next(one for one in model.modules() if isinstance(one, LoraLayer))
     nn.init.ones_(layer.lora_B.weight)
     x = torch.ones(2, layer.lora_A.in_features)
@@ -118,15 +118,15 @@ def test_dropout_leaves_out_inputs_of_a_alone_and_in_training_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         "strategy=hybrid strategy.pipeline.degree=2 launch.nproc=4 adapter.dropout=0.1",
         "strategy=fsdp launch.nproc=2 train.precision=bf16 train.param_dtype=bf16",
         "strategy=tensor launch.nproc=2 train.precision=bf16 train.param_dtype=bf16",
     ],
 )
-def test_verify_passes_and_says_that_the_rest_is_frozen(words: str) -> None:
-    chosen = run_config([*MODELS["gpt"], *DATA, *LORA["gpt"], *words.split()])
+def test_verify_passes_and_says_that_the_rest_is_frozen(overrides: str) -> None:
+    chosen = run_config([*MODELS["gpt"], *DATA, *LORA["gpt"], *overrides.split()])
     verdict = compare.on_mock(chosen, ComparisonPlan(steps=3))
     assert verdict.passed, (verdict.differences, verdict.reason, verdict.failure)
     assert not any(is_of_adapter(name) for name in verdict.frozen_parameters)
@@ -134,8 +134,8 @@ def test_verify_passes_and_says_that_the_rest_is_frozen(words: str) -> None:
 
 
 def test_adapters_of_a_model_in_bf16_are_trained_in_fp32() -> None:
-    words = ["train.precision=bf16", "train.param_dtype=bf16", "strategy=single"]
-    found = train([*MODELS["gpt"], *DATA, *LORA["gpt"], *words], 1)
+    overrides = ["train.precision=bf16", "train.param_dtype=bf16", "strategy=single"]
+    found = train([*MODELS["gpt"], *DATA, *LORA["gpt"], *overrides], 1)
     kinds = {is_of_adapter(name): p.dtype for name, p in found.parameters.items()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
 

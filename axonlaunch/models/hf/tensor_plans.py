@@ -238,9 +238,9 @@ def _regions(
     regions = []
     for name, module in modules.items():
         inside = {
-            key.removeprefix(f"{name}."): styles.get(key)
-            for key, inner in modules.items()
-            if key.startswith(f"{name}.") and inner._parameters
+            key: styles.get(f"{name}.{key}")
+            for key, inner in module.named_modules()
+            if key and inner._parameters
         }
         kinds = [style.partition("/")[0] if style else None for style in inside.values()]
         divided = {"column", "packed_column", "key_value"} & set(kinds)

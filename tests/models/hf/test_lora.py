@@ -49,18 +49,18 @@ def test_losses_and_gradients_are_those_of_peft(
 ) -> None:
     save(kind, tmp_path)
     named = targets if isinstance(targets, str) else f"[{','.join(targets)}]"
-    words = [*LORA, f"adapter.targets={named}", f"model.path={tmp_path}"]
-    losses, gradients, start = by_axonlaunch([*words, *LAYOUTS[layout]])
-    expected, wanted = by_peft(tmp_path, words, targets, start)
+    overrides = [*LORA, f"adapter.targets={named}", f"model.path={tmp_path}"]
+    losses, gradients, start = by_axonlaunch([*overrides, *LAYOUTS[layout]])
+    expected, wanted = by_peft(tmp_path, overrides, targets, start)
     assert losses == pytest.approx(expected, rel=2e-5)
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert float((gradients[name] - gradient).norm() / gradient.norm()) < 2e-4, name
 
 
-def by_axonlaunch(words: list[str]) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def by_axonlaunch(overrides: list[str]) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses by step, the last step's gradients, and how adapters start."""
-    chosen = run_config([*SETTINGS, *words])
+    chosen = run_config([*SETTINGS, *overrides])
     assert chosen.launch.nproc != "auto"
 
     def run(world: World) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -86,7 +86,7 @@ def by_axonlaunch(words: list[str]) -> tuple[list[float], dict[str, Tensor], dic
 
 
 def by_peft(
-    path: Path, words: list[str], targets: Any, start: dict[str, Tensor]
+    path: Path, overrides: list[str], targets: Any, start: dict[str, Tensor]
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The same by a plain loop, of adapters that start alike."""
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -104,7 +104,7 @@ def by_peft(
     )
     losses: list[float] = []
     model.train()
-    for batch in batches(run_config([*SETTINGS, *words, "strategy=single"])):
+    for batch in batches(run_config([*SETTINGS, *overrides, "strategy=single"])):
         optimizer.zero_grad()
         logits = model(input_ids=batch.inputs.long()).logits
         loss = cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
