@@ -37,13 +37,14 @@ def faults(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
         config: Of its run.
     """
     from axonlaunch.models.build import on_meta
+    from axonlaunch.models.lora import not_saved
 
     problems = [f"{name} {step_folders.CHANGED}" for name in step_folders.damage(checkpoint)]
     if problems:
         return problems
     model = on_meta(config, seed=config.seed)
     try:
-        return reader.model_differences(checkpoint, model)
+        return reader.model_differences(checkpoint, model, without=not_saved(config, model))
     except CorruptCheckpointError as error:
         return [str(error).removeprefix(f"{checkpoint.path} ")]
 

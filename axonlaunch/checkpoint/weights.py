@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from axonlaunch.checkpoint import reader, step_folders
+from axonlaunch.checkpoint import adapters, base, reader, step_folders
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import storage_path
 from axonlaunch.config import CONFIG as RUN_CONFIG
@@ -49,16 +49,27 @@ def load_initial_weights(engine: HasWeights, config: Any, *, world: World) -> No
         config: A run's, or that of its model alone.
         world: Whose ranks all call this.
     """
-    from axonlaunch.models.build import initial_weights, model_of
+    from axonlaunch.models.build import initial_weights
 
     spelled = initial_weights(config)
-    if spelled is None:
+    adapter = config.adapter if isinstance(config, RunConfig) else None
+    if spelled is None and (adapter is None or adapter.path is None):
         return
     model_state = engine.model_state_dict()
-    has_adapter = isinstance(config, RunConfig) and config.adapter is not None
-    # An adapter starts as the seed says.
-    read = {n: t for n, t in model_state.items() if not (has_adapter and is_of_adapter(n))}
-    where = storage_path(spelled[1])
+    if spelled is not None:
+        # An adapter starts as the seed says, or as its own folder does.
+        own = {n: t for n, t in model_state.items() if adapter is None or not is_of_adapter(n)}
+        _load_named(own, spelled[1], config, world=world)
+    if adapter is not None and adapter.path is not None:
+        adapters.load_peft(model_state, Path(adapter.path))
+    engine.load_model_state_dict(model_state)
+
+
+def _load_named(read: dict[str, Tensor], path: str, config: Any, *, world: World) -> None:
+    """Fill parameters and buffers from a run, a checkpoint or a folder of safetensors."""
+    from axonlaunch.models.build import model_of
+
+    where = storage_path(path)
     checkpoint = step_folders.find_checkpoint(where)
     if checkpoint is not None:
         reader.load_checkpoint(checkpoint, {"model": read}, world=world)
@@ -72,7 +83,6 @@ def load_initial_weights(engine: HasWeights, config: Any, *, world: World) -> No
         known = source.shapes()
         named = {name: tensor for name, tensor in read.items() if name in known}
         dcp.load({"model": named}, storage_reader=source, planner=ReadsBoxes())
-    engine.load_model_state_dict(model_state)
 
 
 def differences(path: Path, config: Any, model: nn.Module) -> list[str]:
@@ -103,8 +113,9 @@ def export_weights(
     *,
     dtype: torch.dtype | None,
     file_bytes: int,
+    merge: bool = False,
 ) -> list[str]:
-    """Write a checkpoint's weights as safetensors, file by file.
+    """Write a checkpoint's weights as safetensors, file by file; of an adapter PEFT's folder.
 
     Args:
         checkpoint: Whose.
@@ -112,19 +123,20 @@ def export_weights(
         folder: New, or empty.
         dtype: Floating-point numbers become this; None: they stay.
         file_bytes: Size from which another file is begun.
+        merge: Write the whole model, adapters merged into it.
 
     Returns:
         The names of what was written.
 
     Raises:
-        ConfigError: The folder holds something.
+        ConfigError: The folder holds something, or PEFT has no place for what was trained.
         CorruptCheckpointError: A file of the checkpoint is not what was written.
     """
     from axonlaunch.checkpoint import safetensors
     from axonlaunch.models import hugging_face
 
-    if config.adapter is not None:
-        message = f"{checkpoint.path}: a run with an adapter can't be exported"
+    if merge and config.adapter is None:
+        message = f"--merge: {checkpoint.path} has no adapter; remove this option"
         raise ConfigError([ConfigIssue("", message)])
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError([ConfigIssue("", f"{folder}: is there already; give a new folder")])
@@ -132,15 +144,24 @@ def export_weights(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError([ConfigIssue("", f"{folder}: can't be made: {error.strerror}")]) from None
+    if config.adapter is not None and not merge:
+        reader.refuse_damage(checkpoint)
+        return adapters.write_peft(checkpoint, config, folder)
     known = hugging_face.places(config.model)
     entries = reader.parameters(checkpoint)
-    names = list(known) if known else sorted(entries, key=_naturally)
-    if missing := [f"{name} is missing" for name in names if name not in entries]:
+    if config.adapter is not None:
+        entries = {name: entry for name, entry in entries.items() if not is_of_adapter(name)}
+    left_out = base.left_out(config)
+    names = list(known) if known else sorted({*entries, *left_out}, key=_naturally)
+    if missing := [f"{n} is missing" for n in names if n not in entries and n not in left_out]:
         raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {first(missing)}")])
     reader.refuse_damage(checkpoint)
     contents = {f"{reader.MODEL}{name}": entry for name, entry in entries.items()}
-    read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in names], contents)
-    tensors = zip(names, read, strict=True)
+    saved = [name for name in names if name not in left_out]
+    read = reader.tensors(checkpoint, [f"{reader.MODEL}{name}" for name in saved], contents)
+    others = base.base_tensors(config, [name for name in names if name in left_out])
+    whole = ((name, next(others)[1] if name in left_out else next(read)) for name in names)
+    tensors = adapters.merged(checkpoint, config, whole)
     written = safetensors.write_safetensors(
         folder, config.model, tensors, dtype=dtype, file_bytes=file_bytes
     )
@@ -158,7 +179,8 @@ def export_weights(
     if files := _copy_tokenizer(checkpoint.path.parent.parent, folder):
         content[TRAINED_ON]["tokenizer"] = "here"
         copied = [*(name for name in copied if name not in files), *files]
-    content["dtype"] = str(dtype or entries[names[0]].properties.dtype).removeprefix("torch.")
+    own = base.kept_dtype(config) if left_out else entries[names[0]].properties.dtype
+    content["dtype"] = str(dtype or own).removeprefix("torch.")
     (folder / safetensors.CONFIG_FILE).write_text(json.dumps(content, indent=1) + "\n")
     return [*written, safetensors.CONFIG_FILE, *copied]
 

@@ -204,6 +204,12 @@ def export(
     file_gb: Annotated[
         float, typer.Option("--file-gb", min=0.001, help="Maximum shard size in GB.")
     ] = 5.0,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge", help="Merge the adapter into the whole model; without: PEFT's folder."
+        ),
+    ] = False,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -222,7 +228,9 @@ def export(
 
         chosen = getattr(torch, dtypes[dtype]) if dtype else None
         size = int(file_gb * GB)
-        written = weights.export_weights(checkpoint, config, out, dtype=chosen, file_bytes=size)
+        written = weights.export_weights(
+            checkpoint, config, out, dtype=chosen, file_bytes=size, merge=merge
+        )
     if as_json:
         print_json({"checkpoint": str(checkpoint.path), "folder": str(out), "files": written})
         return

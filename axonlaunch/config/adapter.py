@@ -36,6 +36,11 @@ class LoraConfig:
     all-linear: every one but the head
     """
 
+    path: str | None = None
+    """folder that PEFT wrote, whose matrices the run starts from; rank, alpha, rslora and targets
+    are then its own. null: A is drawn by the seed, B is zero
+    """
+
     @property
     def scale(self) -> float:
         """What the product of B and A is multiplied by."""

@@ -15,7 +15,7 @@ from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.config.launch import LAUNCHERS, LaunchConfig
 from axonlaunch.config.loggers import LOGGERS
 from axonlaunch.config.losses import LOSSES
-from axonlaunch.config.model import MODELS, GPTConfig
+from axonlaunch.config.model import MODELS, GPTConfig, HuggingFaceConfig
 from axonlaunch.config.optimizer import (
     OPTIMIZERS,
     SCHEDULERS,
@@ -350,6 +350,13 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig, metadata={"variants": LAUNCHERS})
     estimate: EstimateConfig = field(default_factory=EstimateConfig)
     hardware: HardwareConfig | None = None
+
+    @property
+    def saves_frozen(self) -> bool:
+        """Whether checkpoints hold what is not trained; of an adapter's pretrained model not."""
+        model = self.model
+        is_pretrained = isinstance(model, HuggingFaceConfig) and model.init == "pretrained"
+        return self.adapter is None or not is_pretrained or getattr(model, "path", None) is None
 
 
 GROUPS: dict[str, Registry[Any, Any] | None] = {

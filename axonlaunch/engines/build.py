@@ -196,6 +196,7 @@ def build_engine(
         mesh=mesh,
         layout=layout,
         loss_scale=LossScale() if train.precision == "fp16" else None,
+        saves_frozen=config.saves_frozen,
         rule=StepRule(
             seed=config.seed,
             grad_clip=train.grad_clip,

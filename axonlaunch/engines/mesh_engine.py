@@ -85,6 +85,7 @@ class MeshEngine:
         layout: Layout,
         loss_scale: LossScale | None,
         rule: StepRule,
+        saves_frozen: bool = True,
     ) -> None:
         """Take over a model that is on its device, divided and initialised.
 
@@ -107,6 +108,7 @@ class MeshEngine:
             layout: Shares of the batch.
             loss_scale: fp16's; None: the loss is not scaled.
             rule: What a step is besides that.
+            saves_frozen: Whether ``state_dict`` has what is not trained.
         """
         self.step = 0
         self.num_parameters = num_parameters
@@ -127,6 +129,7 @@ class MeshEngine:
         self._layout = layout
         self._scale = loss_scale
         self._rule = rule
+        self._saves_frozen = saves_frozen
         self._pipeline: ProcessGroup | None = mesh.group("pp") if layout.pipeline > 1 else None
         self._buffers = [b for module in self.modules for b in persistent_buffers(module)]
         for module in self.modules:
@@ -250,6 +253,9 @@ class MeshEngine:
             "good_steps": torch.tensor(scale.good_steps),
         }
         model = self._model_state()
+        for name, parameter in () if self._saves_frozen else self.named_parameters():
+            if not parameter.requires_grad:
+                model.pop(name, None)
         optimizer: dict[str, Tensor] = {}
         for key, value in self._update.state_dict().items():
             optimizer.setdefault(self._state_name(key), value)
@@ -282,7 +288,9 @@ class MeshEngine:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that ``state_dict`` of any layout gave."""
-        self.load_model_state_dict(state["model"])
+        # What is not saved has its values already.
+        own = {} if self._saves_frozen else self._model_state()
+        self.load_model_state_dict({**own, **state["model"]})
         saved_states = state["optimizer"]
         counters = state["counters"]
         self.step = int(counters["step"])

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from axonlaunch.config import ConfigIssue
+from axonlaunch.config import ConfigIssue, RunConfig
 from axonlaunch.config.adapter import LoraConfig
 from axonlaunch.config.parameter_groups import unmatched
 from axonlaunch.models.initialization import Constant, Initializer, Uniform
@@ -101,6 +101,13 @@ def adapter_initializers(module: nn.Module) -> dict[str, Initializer]:
 def adapter_names(module: nn.Module) -> set[str]:
     """Return the names of a module's parameters that are an adapter's."""
     return set(adapter_initializers(module))
+
+
+def not_saved(config: RunConfig, module: nn.Module) -> set[str]:
+    """Return the names of a whole model's parameters that a run's checkpoints leave out."""
+    if config.saves_frozen:
+        return set()
+    return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
 def adapter_problems(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from axonlaunch.checkpoint import fallback, reader, step_folders, weights
+from axonlaunch.checkpoint.base import find_base_problems
 from axonlaunch.checkpoint.manifest import Checkpoint
 from axonlaunch.checkpoint.storage import reaching, storage_path
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
@@ -21,6 +22,7 @@ from axonlaunch.config.parameter_groups import states_of, with_options
 from axonlaunch.data.learned_tokenizer import load_or_learn
 from axonlaunch.data.tokenizer import FOLDER, load_kept
 from axonlaunch.models.build import initial_weights, spec_for
+from axonlaunch.models.lora import not_saved
 from axonlaunch.models.parameter_facts import parameter_facts
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def _weights(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     if named is None:
         return
     key, path = named
-    if config.checkpoint.resume not in ("auto", "never"):
+    if config.checkpoint.resume not in ("auto", "never") and config.saves_frozen:
         if key != "model.weights":
             return  # what describes the model names weights too, which that checkpoint replaces
         message = (
@@ -201,7 +203,9 @@ def _resumable(
             f"use never, and model.weights={checkpoint.path}"
         )
         yield ConfigIssue("checkpoint.resume", message, resume)
-    differences = reader.model_differences(checkpoint, model)
+    yield from find_base_problems(config, checkpoint.path.parent.parent)
+    left_out = not_saved(config, model)
+    differences = reader.model_differences(checkpoint, model, without=left_out)
     if differences:
         message = (
             f"{checkpoint.path} was saved with a different model: {weights.first(differences)}"

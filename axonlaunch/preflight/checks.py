@@ -26,10 +26,10 @@ from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.text_rows import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.lora import adapter_problems
 from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.spec import ModelSpec
 from axonlaunch.models.trained import frozen_problems
+from axonlaunch.preflight.adapter import find_adapter_problems, with_adapter_settings
 from axonlaunch.preflight.checkpoint import checkpoint_problems, epochs_problems
 from axonlaunch.preflight.dataset import (
     described_dataset,
@@ -112,7 +112,7 @@ def _resolved(
         config = with_backend(config, accelerators=devices)
     if problems := fetch_model(config, here=here):
         raise ConfigError(problems)
-    config = with_absolute_paths(config)
+    config = with_adapter_settings(with_absolute_paths(config))
     problems, dataset = _examine(config, devices=devices if here else None, report=report)
     if here and dataset is not None and not problems:
         epochs = config.train.epochs
@@ -230,7 +230,7 @@ def _model(
     except (Exception, SystemExit) as error:  # a user's own builder may fail in any way
         message = f"building it failed with {type(error).__name__}: {error}"
         return spec, None, [ConfigIssue("model", message, config.model.name)]
-    issues = [] if config.adapter is None else list(adapter_problems(model, config.adapter, spec))
+    issues = list(find_adapter_problems(config, spec, model))
     if issues := [*issues, *frozen_problems(model, config.train)]:
         return spec, None, issues
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -351,7 +351,9 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    per_checkpoint = count * config.train.parameter_bytes * (1 + TrainingShares.of(config).states)
+    shares = TrainingShares.of(config)
+    saved = 1 if config.saves_frozen else shares.gradients
+    per_checkpoint = count * config.train.parameter_bytes * (saved + shares.states)
     needed = int(per_checkpoint) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known

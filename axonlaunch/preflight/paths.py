@@ -19,7 +19,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     tokenizer = config.tokenizer.path
     if DATASETS.facts(config.data.name).takes_tokenizer:
         tokenizer = tokenizer_of(config).path
-    paths = {"model.path": model, "tokenizer.path": tokenizer}
+    adapter = config.adapter.path if config.adapter is not None else None
+    paths = {"model.path": model, "tokenizer.path": tokenizer, "adapter.path": adapter}
     return with_values(
         config, {key: _absolute(path) for key, path in paths.items() if path is not None}
     )

@@ -119,11 +119,19 @@ def _of_run(folder: Path, *, trusted: bool) -> tuple[nn.Module, int, Tokenizer]:
     tokenizer = load_kept(folder) or _of_its_model(saved)
     if tokenizer is None or (length := getattr(saved.data, "sequence_length", None)) is None:
         length = _length(saved.data, where=f"{folder}: the run")
+    import torch
+
+    from axonlaunch.checkpoint.base import base_tensors
     from axonlaunch.models.build import build_model
+    from axonlaunch.models.lora import not_saved
     from axonlaunch.models.module_state import model_state
 
     model = build_model(saved, seed=saved.seed).eval()
-    checkpoint.load_model(newest, model_state(model))
+    state, left_out = model_state(model), not_saved(saved, model)
+    with torch.no_grad():
+        for name, tensor in base_tensors(saved, sorted(left_out)):
+            state[name].copy_(tensor)
+    checkpoint.load_model(newest, {n: t for n, t in state.items() if n not in left_out})
     return model, length, tokenizer or ByteTokenizer()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from axonlaunch import checkpoint, data
 from axonlaunch.checkpoint import Checkpoint, Retention, storage
+from axonlaunch.checkpoint.base import record_base
 from axonlaunch.checkpoint.fallback import Resumed, load_newest
 from axonlaunch.checkpoint.saver import Saver
 from axonlaunch.checkpoint.weights import load_initial_weights
@@ -75,8 +76,10 @@ def run(
     source = Source(storing=watch.storing)
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
     monitor.report_phase("loading", step=None)
+    if not config.saves_frozen:
+        load_initial_weights(engine, config, world=world)
     resumed = _restore(config, engine, world)
-    if resumed.checkpoint is None:
+    if resumed.checkpoint is None and config.saves_frozen:
         load_initial_weights(engine, config, world=world)
     root = storage.root(config)
     report, notes, loggers = _on_main(monitor.report, resumed.checkpoint, config, world)
@@ -118,6 +121,7 @@ def run(
     if config.checkpoint.every:
         if world.is_main:
             storage.describe(config)
+            record_base(config)
         saver = Saver(
             root,
             world=world,

@@ -95,6 +95,8 @@ def reduced(config: RunConfig) -> RunConfig:
     if before.pipeline > 1:
         per_rank = 2 * degrees["pp"] * before.stages_per_rank
     is_single = before.pipeline > 1 or before.micro_batches > 1
+    if config.adapter is not None:  # whose matrices have other sizes
+        config = with_values(config, {"adapter.path": None})
     small = with_values(
         config,
         {

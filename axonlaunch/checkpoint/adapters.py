@@ -1,0 +1,242 @@
+"""Adapters in PEFT's format, adapter_config.json and adapter_model.safetensors, and merged weights.
+
+PEFT's names of tensors are ours behind a prefix. What it offers beyond LoRA of linear layers is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from axonlaunch.checkpoint import reader
+from axonlaunch.checkpoint.manifest import Checkpoint
+from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
+from axonlaunch.config.adapter import LoraConfig, is_of_adapter
+from axonlaunch.config.model import HuggingFaceConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_ABSENT = (
+    *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters"),
+    *("lora_bias", "layer_replication", "trainable_token_indices", "use_qalora", "alora_offset"),
+)
+"""Keys of ``adapter_config.json`` that change what an adapter computes, where they are set."""
+
+
+@dataclass(frozen=True)
+class PeftFolder:
+    """What a folder of PEFT's says of its adapter.
+
+    Attributes:
+        rank: Of A and B.
+        alpha: As ``adapter.alpha``.
+        rslora: As ``adapter.rslora``.
+        targets: Full names of the adapted layers.
+        shapes: Of its tensors, by our names.
+    """
+
+    rank: int
+    alpha: float
+    rslora: bool
+    targets: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def read_peft(folder: Path) -> PeftFolder:
+    """Read what a folder of PEFT's describes, without the numbers.
+
+    Raises:
+        ConfigError: It can't be read, or is of another kind than LoRA of linear layers.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        content = json.loads((folder / CONFIG_FILE).read_text())
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
+        files = f"{CONFIG_FILE} and {WEIGHTS_FILE}"
+        message = f"is no folder of PEFT's, {files}: {str(error).splitlines()[0]}"
+        raise ConfigError([ConfigIssue("adapter.path", message, str(folder))]) from None
+    if problems := [*_unsupported(content, shapes)]:
+        raise ConfigError(
+            [ConfigIssue("adapter.path", problem, str(folder)) for problem in problems]
+        )
+    named = {key.removeprefix(PREFIX): shape for key, shape in shapes.items()}
+    return PeftFolder(
+        rank=int(content["r"]),
+        alpha=float(content["lora_alpha"]),
+        rslora=bool(content.get("use_rslora", False)),
+        targets=tuple(name.removesuffix(_A) for name in named if name.endswith(_A)),
+        shapes=named,
+    )
+
+
+def _unsupported(content: dict[str, Any], shapes: Iterable[str]) -> Iterator[str]:
+    if content.get("peft_type") != "LORA":
+        yield f"its peft_type is {content.get('peft_type')}; only LORA can be read"
+        return
+    for key in _ABSENT:
+        if content.get(key):
+            yield f"it has {key}={content[key]}, which is not supported"
+    if content.get("bias", "none") != "none":
+        yield f"it has bias={content['bias']}, which is not supported"
+    other = [key for key in shapes if not (key.startswith(PREFIX) and is_of_adapter(key))]
+    if other:
+        yield f"it holds {other[0]}, which is no matrix of LoRA on a linear layer"
+    if not isinstance(content.get("r"), int) or not isinstance(
+        content.get("lora_alpha"), int | float
+    ):
+        yield "it says no r or no lora_alpha"
+
+
+def load_peft(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill the adapters of a rank with those of a folder of PEFT's, in place.
+
+    Args:
+        state: This rank's parameters by name, divided ones as DTensors.
+        folder: Its shapes are the adapters'.
+    """
+    from safetensors import safe_open
+
+    from axonlaunch.models.dtensor_regions import local_boxes
+
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - it is no mapping
+            parameter: Any = state.get(key.removeprefix(PREFIX))
+            if parameter is None:
+                continue  # another stage's
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            for box in local_boxes(parameter) if local.numel() else ():
+                region = tuple(slice(start, start + count) for start, count in box.region)
+                box.of(local).copy_(file.get_slice(key)[region])
+
+
+def write_peft(checkpoint: Checkpoint, config: RunConfig, folder: Path) -> list[str]:
+    """Write a run's adapter as PEFT does; ``PeftModel.from_pretrained`` loads it.
+
+    Args:
+        checkpoint: Whose.
+        config: Of its run.
+        folder: There, and empty.
+
+    Returns:
+        The names of what was written.
+
+    Raises:
+        ConfigError: PEFT has no place for what the run trained.
+    """
+    from safetensors.torch import save_file
+
+    adapter = config.adapter
+    assert adapter is not None
+    if not isinstance(config.model, HuggingFaceConfig):
+        message = (
+            f"PEFT adapts models of transformers, and this is {config.model.name}; use --merge"
+        )
+        raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
+    layers, beside, transposed = _trained(config)
+    if beside:
+        message = f"{beside[0]} was trained beside the adapter; use --merge"
+        raise ConfigError([ConfigIssue("", f"{checkpoint.path}: {message}")])
+    matrices = _matrices(checkpoint, layers)
+    save_file(
+        {f"{PREFIX}{name}": tensor for name, tensor in matrices.items()},
+        folder / WEIGHTS_FILE,
+        metadata={"format": "pt"},
+    )
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.model.path,
+        "revision": config.model.revision,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "use_rslora": adapter.rslora,
+        "target_modules": layers,
+        "fan_in_fan_out": bool(transposed),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    return [WEIGHTS_FILE, CONFIG_FILE]
+
+
+def merged(
+    checkpoint: Checkpoint, config: RunConfig, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a checkpoint's weights with ``scale * B A`` added to those of adapted layers.
+
+    Args:
+        checkpoint: Whose.
+        config: Of its run; without an adapter they are what they are.
+        tensors: The model's own, by name.
+    """
+    adapter = config.adapter
+    if adapter is None:
+        yield from tensors
+        return
+    layers, _, transposed = _trained(config)
+    matrices = _matrices(checkpoint, layers)
+    for name, tensor in tensors:
+        layer = name.removesuffix(".weight")
+        if f"{layer}{_A}" not in matrices:
+            yield name, tensor
+            continue
+        product = matrices[f"{layer}{_B}"].float() @ matrices[f"{layer}{_A}"].float()
+        added = adapter.scale * (product.t() if layer in transposed else product)
+        yield name, (tensor.float() + added).to(tensor.dtype)
+
+
+def _trained(config: RunConfig) -> tuple[list[str], list[str], set[str]]:
+    """Return a run's adapted layers, what else is trained, and layers whose weight is [in, out]."""
+    from torch import nn
+
+    from axonlaunch.models.build import on_meta
+    from axonlaunch.models.lora import LoraLayer
+
+    model = on_meta(config, seed=config.seed)
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, LoraLayer)}
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    beside = [name for name in trained if not is_of_adapter(name)]
+    return [*layers], beside, {n for n, one in layers.items() if not isinstance(one, nn.Linear)}
+
+
+def _matrices(checkpoint: Checkpoint, layers: Iterable[str]) -> dict[str, Tensor]:
+    """Return A and B of each layer, whole, by name."""
+    names = [f"{layer}{end}" for layer in layers for end in (_A, _B)]
+    entries = reader.parameters(checkpoint)
+    contents = {f"{reader.MODEL}{name}": entries[name] for name in names}
+    return dict(zip(names, reader.tensors(checkpoint, [*contents], contents), strict=True))
+
+
+def with_peft_settings(
+    config: RunConfig, found: PeftFolder
+) -> tuple[LoraConfig, list[ConfigIssue]]:
+    """Return a run's adapter as the folder that it starts from has it, and what contradicts it.
+
+    Args:
+        config: With an adapter.
+        found: What is in its ``adapter.path``.
+    """
+    from dataclasses import replace
+
+    adapter, defaults = config.adapter, LoraConfig()
+    assert adapter is not None
+    own: dict[str, Any] = {"rank": found.rank, "alpha": found.alpha, "rslora": found.rslora}
+    own |= {"targets": [*found.targets]}
+    problems = [
+        ConfigIssue(f"adapter.{key}", f"{adapter.path} has {value}; remove this setting", chosen)
+        for key, value in own.items()
+        if (chosen := getattr(adapter, key)) not in (getattr(defaults, key), value)
+    ]
+    return replace(adapter, **own), problems

@@ -1,0 +1,187 @@
+"""Adapters on disk are PEFT's: what is exported PEFT loads, and what PEFT saved trains here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configured import run_config
+from hf_families import save
+from hf_loops import SETTINGS
+from peft import LoraConfig, PeftModel, get_peft_model
+from rank_engine import rank_engine
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from axonlaunch import checkpoint
+from axonlaunch.checkpoint import Retention, diff, reader
+from axonlaunch.checkpoint.base import record_base
+from axonlaunch.checkpoint.saver import Saver
+from axonlaunch.checkpoint.weights import export_weights, load_initial_weights
+from axonlaunch.comm import World
+from axonlaunch.config import ConfigError, RunConfig, with_values
+from axonlaunch.config.adapter import is_of_adapter
+
+# What peft 0.21 calls is deprecated in transformers 5.23.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+LORA = ["adapter=lora", "adapter.rank=4", "adapter.alpha=6"]
+TOKENS = torch.arange(24)[None] % 200
+
+
+def trained(words: list[str], run_dir: Path, *, steps: int = 2) -> tuple[RunConfig, Tensor]:
+    """Train on the mock world, save; return the configuration and the logits of some tokens."""
+    chosen = run_config([*SETTINGS, *words])
+    assert chosen.launch.nproc != "auto"
+
+    def run(world: World) -> Tensor:
+        engine, loader = rank_engine(chosen, world)
+        load_initial_weights(engine, chosen, world=world)
+        for step in range(steps):
+            engine.train_step(loader.batch(step))
+        saver = Saver(run_dir, world=world, retention=Retention(newest=1))
+        saver.save(engine.state_dict(), step=steps, samples=4 * steps)
+        saver.close()
+        if world.is_main:
+            record_base(with_values(chosen, {"run_dir": str(run_dir)}))
+        return engine.predict(TOKENS).clone()
+
+    return chosen, World.mock(chosen.launch.nproc).run(run)[0]
+
+
+def export(chosen: RunConfig, run_dir: Path, out: Path, *, merge: bool) -> list[str]:
+    found = checkpoint.find_checkpoint(run_dir)
+    assert found is not None
+    return export_weights(found, chosen, out, dtype=None, file_bytes=10**9, merge=merge)
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    found: Tensor = model.eval()(input_ids=TOKENS).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("qwen3", ["strategy=tensor", "launch.nproc=2", "adapter.rslora=true"]),
+        ("gpt2", ["strategy=fsdp", "launch.nproc=2", "adapter.targets=[c_attn,c_fc]"]),
+    ],
+)
+def test_peft_loads_what_is_exported_with_the_same_logits(
+    kind: str, layout: list[str], tmp_path: Path
+) -> None:
+    base, run_dir = tmp_path / "base", tmp_path / "run"
+    save(kind, base)
+    chosen, expected = trained([*LORA, *layout, f"model.path={base}"], run_dir)
+    written = export(chosen, run_dir, tmp_path / "peft", merge=False)
+    assert sorted(written) == ["adapter_config.json", "adapter_model.safetensors"]
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert not torch.allclose(logits(plain), expected, atol=1e-3)
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "peft")
+    assert torch.allclose(logits(loaded), expected, atol=1e-5)
+    export(chosen, run_dir, tmp_path / "merged", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.allclose(logits(merged), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [["strategy=tensor"], ["strategy=fsdp"], ["strategy=pipeline"]])
+def test_what_peft_saved_is_what_a_run_starts_from(layout: list[str], tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "peft"
+    save("qwen3", base)
+    theirs = saved_by_peft(base, folder, target_modules=["q_proj", "down_proj"])
+    words = ["adapter=lora", f"adapter.path={folder}", f"model.path={base}", "launch.nproc=2"]
+    chosen, seen = trained([*words, *layout], tmp_path / "run", steps=0)
+    assert torch.allclose(seen, theirs, atol=1e-5)
+    assert chosen.adapter is not None
+    assert (chosen.adapter.rank, chosen.adapter.alpha, chosen.adapter.rslora) == (3, 5.0, True)
+    assert len(chosen.adapter.targets) == 4
+
+
+def saved_by_peft(base: Path, folder: Path, **options: Any) -> Tensor:
+    """Save an adapter of random matrices, and return its logits."""
+    torch.manual_seed(0)
+    model: Any = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        LoraConfig(r=3, lora_alpha=5, use_rslora=True, init_lora_weights=False, **options),
+    )
+    model.save_pretrained(folder)
+    return logits(model)
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "message"),
+    [
+        ([], {"use_dora": True}, "it has use_dora=True"),
+        ([], {"bias": "all"}, "it has bias=all"),
+        ([], {"peft_type": "IA3"}, "peft_type is IA3"),
+        (["adapter.rank=16"], {}, "has 3; remove this setting"),
+        (["adapter.path=nowhere"], {}, "is no folder of PEFT's"),
+        (["model.config.hidden_size=128"], {}, "the model's is [3, 128]"),
+    ],
+)
+def test_a_folder_that_is_another_kind_or_another_models_is_refused(
+    words: list[str], change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    base, folder = tmp_path / "base", tmp_path / "peft"
+    save("qwen3", base)
+    saved_by_peft(base, folder, target_modules=["q_proj"])
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    chosen = [f"adapter.path={folder}", f"model.path={base}", "model.init=random", *words]
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        run_config([*SETTINGS, "adapter=lora", "strategy=single", *chosen])
+
+
+def test_what_peft_has_no_place_for_is_refused_and_merges(tmp_path: Path) -> None:
+    words = [
+        *("model=llama_debug", "model.hidden_size=32", "model.num_hidden_layers=1"),
+        *("model.vocab_size=256", "strategy=single"),
+    ]
+    chosen, expected = trained([*LORA, *words, "train.unfreeze=[norm.*]"], tmp_path / "run")
+    with pytest.raises(ConfigError, match="use --merge"):
+        export(chosen, tmp_path / "run", tmp_path / "peft", merge=False)
+    export(chosen, tmp_path / "run", tmp_path / "merged", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.allclose(logits(merged), expected, atol=1e-5)
+
+
+def test_a_checkpoint_holds_the_adapter_and_refers_to_the_base_by_its_hash(tmp_path: Path) -> None:
+    base, run_dir = tmp_path / "base", tmp_path / "run"
+    save("qwen3", base)
+    words = [*LORA, f"model.path={base}", "strategy=fsdp", "launch.nproc=2", "train.steps=4"]
+    chosen, expected = trained(words, run_dir)
+    saved = checkpoint.find_checkpoint(run_dir)
+    assert saved is not None
+    assert all(is_of_adapter(name) for name in reader.parameters(saved))
+    assert diff.faults(saved, chosen) == []
+    digest = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    assert json.loads((run_dir / "base.json").read_text()) == {
+        "files": {"model.safetensors": digest}
+    }
+    resumed = continued([*SETTINGS, *words, "strategy=tensor"], run_dir)
+    assert torch.allclose(resumed, expected, atol=1e-5)
+    save("qwen3", base, initializer_range=0.03)
+    with pytest.raises(ConfigError, match="its SHA-256 differs"):
+        run_config([*SETTINGS, *words, f"checkpoint.resume={run_dir}"])
+
+
+def continued(words: list[str], run_dir: Path) -> Tensor:
+    """Resume on another layout, as a rank does; return the logits."""
+    chosen = run_config([*words, f"checkpoint.resume={run_dir}"])
+    assert chosen.launch.nproc != "auto"
+
+    def run(world: World) -> Tensor:
+        engine, _ = rank_engine(chosen, world)
+        load_initial_weights(engine, chosen, world=world)
+        saved = checkpoint.find_checkpoint(run_dir)
+        assert saved is not None
+        state = checkpoint.load_checkpoint(saved, engine.state_dict(), world=world)
+        engine.load_state_dict(state)
+        return engine.predict(TOKENS).clone()
+
+    return World.mock(chosen.launch.nproc).run(run)[0]
