@@ -18,15 +18,16 @@ _LARGEST_EXPONENT = 709.0
 class Started:
     """Every rank is ready; the next thing is the first step.
 
-    What is counted is what has a target each: tokens, of images the image.
+    What is counted is what has a target each: tokens, of images the image. A stream need not say
+    how many samples it has.
     """
 
     run_dir: str
     layout: str
     device: str
     parameters: int
-    samples: int
-    counted: Literal["tokens", "images"]
+    samples: int | None
+    counted: Literal["tokens", "images", "samples"]
     step: int
     steps: int
     resumed_from: str | None
@@ -70,7 +71,8 @@ class StepLogged:
         tokens_per_s: Of the world.
         step_s: Seconds of a step, on average since the last logged one.
         peak_memory_bytes: Of this rank, so far.
-        epoch: How often the training samples were seen by the end of the step.
+        epoch: How often the training samples were seen by the end of the step; None: a stream does
+            not say how many it has.
         tokens_seen: Targets that counted in all steps up to this one; None where the run resumed
             from a checkpoint that does not say how many there were.
         data_wait_s: Of ``step_s``, for how long the main rank waited for data.
@@ -94,7 +96,7 @@ class StepLogged:
     tokens_per_s: float
     step_s: float
     peak_memory_bytes: int
-    epoch: float
+    epoch: float | None
     tokens_seen: int | None
     data_wait_s: float = 0.0
     slowest: Straggler | None = None

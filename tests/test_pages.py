@@ -21,6 +21,8 @@ DOCS = ROOT / "axonlaunch" / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 ALL_PAGES = [*PAGES, ROOT / "scripts/benches/README.md", ROOT / "tests/parity/README.md"]
 BIN = Path(sys.executable).parent
+DIFFERING = ("axonlaunch checkpoint diff ", "axonlaunch diff runs/counting ")
+"""Commands that find a difference."""
 MAIN_JOB = "axonlaunch train +strategy=fsdp"
 # Run by continuous integration, and by whoever installs.
 NOT_RUN_HERE = ("scripts/quickstart ", "scripts/test ", "pip install axonlaunch")
@@ -126,7 +128,7 @@ def test_every_command_of_a_page_runs_in_the_order_of_the_page(
         elif command.startswith("python "):
             run_python(tmp_path / command.removeprefix("python "), tmp_path)
         elif command.startswith("axonlaunch "):
-            differs = command.startswith("axonlaunch checkpoint diff ")  # two other runs
+            differs = command.startswith(DIFFERING)
             axonlaunch(*shortened(command)[1:], status=int(differs))
         else:
             assert f"{command} ".startswith(NOT_RUN_HERE), f"{command} is not run by any test"

@@ -99,6 +99,7 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
     for group, name in (
         ("models", "tiny"),
         ("data", "squares"),
+        ("losses", "smoothed"),
         ("optimizers", "signum"),
         ("loggers", "table"),
         ("loggers", "broken"),
@@ -110,7 +111,10 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
     described = command("config", *WORDS, "--describe").stdout
     assert "steps between" in described
     assert "file that the names of runs are appended to" in " ".join(described.split())
-    wrong = command("train", *WORDS, "optimizer.momentun=0.5", "data.sequence_lenght=4", status=2)
+    loss = ["train.loss=smoothed", "train.loss_options.bye=0.5"]
+    misspelt = ["optimizer.momentun=0.5", "data.sequence_lenght=4", *loss]
+    wrong = command("train", *WORDS, *misspelt, status=2)
+    assert "did you mean train.loss_options.by?" in wrong.stderr
     assert "did you mean optimizer.momentum?" in wrong.stderr
     assert "did you mean data.sequence_length?" in wrong.stderr
     broken = command("train", *WORDS, "loggers=[table,broken]", status=2)
@@ -127,7 +131,9 @@ def test_one_command_does_everything_with_what_a_package_adds(command: Environme
         command("plan", *WORDS, "hardware=h100_80gb", "--devices", "2", "--json").stdout
     )
     assert plan["candidates"]
-    verified = json.loads(command("verify", *WORDS, "strategy=fsdp", "--json").stdout)
+    verified = json.loads(
+        command("verify", *WORDS, "train.loss=smoothed", "strategy=fsdp", "--json").stdout
+    )
     assert verified["passed"]
 
     overrides = [*WORDS, "strategy=fsdp", "name=run", "checkpoint.every=4"]

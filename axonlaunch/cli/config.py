@@ -65,7 +65,7 @@ def _accelerators() -> int:
     from axonlaunch.system import forked_call, forkserver
 
     with spinner("detecting accelerators"), forkserver.warm() as context:
-        count: int = forked_call.call(context, "axonlaunch.preflight.checks:accelerators")
+        count: int = forked_call.call(context, "axonlaunch.preflight.devices:accelerators")
     return count
 
 

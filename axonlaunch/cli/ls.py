@@ -25,6 +25,7 @@ SHOWS_REASONS = 12
 """So many models, or fewer, are listed with why a layout is not proved."""
 LISTS = {
     "models": "model",
+    "adapters": "adapter",
     "data": "data",
     "tokenizers": "tokenizer",
     "strategies": "strategy",
@@ -32,6 +33,7 @@ LISTS = {
     "schedulers": "scheduler",
     "launchers": "launch",
     "loggers": "loggers",
+    "losses": "train.loss",
     "data_parallel": "strategy.data_parallel",
     "hardware": "hardware",
     "experiments": "experiment",

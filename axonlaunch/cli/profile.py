@@ -74,10 +74,10 @@ def _predicted(config: RunConfig) -> tuple[dict[str, float] | None, str]:
     from axonlaunch.config import ConfigError
     from axonlaunch.launch.output.spinner import spinner
     from axonlaunch.planning.records import StepPrediction
-    from axonlaunch.planning.run_hardware import hardware_of
+    from axonlaunch.planning.run_hardware import hardware_of_run
     from axonlaunch.system import forked_call, forkserver
 
-    hardware, reason = hardware_of(config)
+    hardware, reason = hardware_of_run(config)
     if hardware is None:
         return None, reason
     config = dataclasses.replace(config, hardware=hardware)

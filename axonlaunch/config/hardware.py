@@ -88,6 +88,17 @@ class HardwareConfig:
         """Whether it is this node, whose ranks have cores and no GPU's allocator or driver."""
         return self.name == "cpu"
 
+    def peak_figure(self, *, precision: str, matmul_precision: str) -> str:
+        """Return the name of the figure that bounds a run's matrix products.
+
+        Args:
+            precision: ``train.precision``.
+            matmul_precision: ``train.matmul_precision``: on GPUs ``high`` and ``medium`` both mean
+                TF32 (``torch.set_float32_matmul_precision``), on a CPU there is none.
+        """
+        has_tf32 = matmul_precision != "highest" and not self.is_cpu
+        return "tf32_tflops" if precision == "fp32" and has_tf32 else f"{precision}_tflops"
+
     @property
     def memory_bytes(self) -> int | None:
         """Memory of one device; None where it is not known."""

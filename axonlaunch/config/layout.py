@@ -259,14 +259,21 @@ def resolved(config: RunConfig, *, accelerators: int) -> RunConfig:
 
 
 def with_backend(config: RunConfig, *, accelerators: int) -> RunConfig:
-    """Decide ``launch.backend=auto`` once the number of ranks is known: nccl with a device each."""
+    """Decide ``launch.backend`` and ``launch.device`` once the number of ranks is known.
+
+    nccl with a device each; ranks that are to share one are threads, of which each layout works.
+    """
     launch = config.launch
-    if launch.backend != "auto":
-        return config
+    backend, device = launch.backend, launch.device
     assert launch.nproc != "auto"
-    return with_values(
-        config, {"launch.backend": "nccl" if 0 < launch.nproc <= accelerators else "gloo"}
-    )
+    if backend == "auto":
+        if device != "cpu" and 0 < launch.nproc <= accelerators:
+            backend = "nccl"
+        else:
+            backend = "mock" if device == "cuda" else "gloo"
+    if device == "auto":
+        device = "cuda" if backend == "nccl" else "cpu"
+    return with_values(config, {"launch.backend": backend, "launch.device": device})
 
 
 def _micro_batches(config: RunConfig, *, share: int) -> tuple[int, int]:

@@ -112,7 +112,7 @@ class Request:
 
 def accelerators_of(server: Callable[[], ForkServerContext]) -> int:
     """Count this node's accelerators, in a forked process."""
-    count: int = forked_call.call(server(), "axonlaunch.preflight.checks:accelerators")
+    count: int = forked_call.call(server(), "axonlaunch.preflight.devices:accelerators")
     return count
 
 

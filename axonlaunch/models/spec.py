@@ -102,8 +102,8 @@ class ModelSpec:
         undivided: Why ``divide`` would not give what the whole gives; empty if it does.
         unpackable: Why rows can't hold several documents; empty if its forward takes ``positions``
             of tokens in their documents, and lets none attend to another.
-        divides_documents: Whether a part of such a row keeps them apart too: the model finds them
-            by an attribute ``find_documents``, which engines replace.
+        divides_documents: Whether a part of such a row keeps them apart too: by ``divide``, or by
+            the model's attribute ``find_documents``, which engines replace.
     """
 
     build: Callable[[Any], nn.Module]

@@ -15,7 +15,7 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.config.hardware import HardwareConfig
 from axonlaunch.planning import estimate_cache
 from axonlaunch.planning.records import Estimate, StepPrediction
-from axonlaunch.planning.run_hardware import hardware_of
+from axonlaunch.planning.run_hardware import hardware_of_run
 from axonlaunch.planning.tracing.shape_only_data import replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver
 from axonlaunch.system.run_files import ESTIMATE, STEP_TIME
@@ -124,7 +124,7 @@ class BackgroundEstimate:
             on_its_devices,
             keep=lambda estimate: estimate_cache.write_estimate(on_its_devices, estimate),
         )
-        hardware, reason = hardware_of(config)
+        hardware, reason = hardware_of_run(config)
         self.step: BackgroundCall[StepPrediction] = BackgroundCall(
             context,
             "axonlaunch.planning.estimate:predict_step_beside",

@@ -8,7 +8,7 @@ from axonlaunch.config.layout import nodes, num_ranks
 from axonlaunch.diagnostics.doctor import measured_hardware
 
 
-def hardware_of(config: RunConfig) -> tuple[HardwareConfig | None, str]:
+def hardware_of_run(config: RunConfig) -> tuple[HardwareConfig | None, str]:
     """Return the figures of the devices that a run computes on, or None and the reason.
 
     Nothing is measured for it: of this node's CPU those are taken that were measured before.

@@ -101,10 +101,10 @@ def peak_flops(hardware: HardwareConfig | None, config: TrainConfig) -> float | 
     """
     if hardware is None:
         return None
-    kind: str = config.precision
-    if kind == "fp32" and config.matmul_precision != "highest":
-        kind = "tf32"
-    tflops = getattr(hardware, f"{kind}_tflops")
+    tflops = getattr(
+        hardware,
+        hardware.peak_figure(precision=config.precision, matmul_precision=config.matmul_precision),
+    )
     return None if tflops is None else tflops * 1e12
 
 

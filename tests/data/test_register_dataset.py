@@ -197,10 +197,6 @@ class Tokens(Pairs):
 
 class Bare(Pairs):
     classes = property()
-
-class Single(Tokens):
-    def __getitem__(self, index):
-        return torch.zeros(3)
 """
 
 
@@ -255,16 +251,15 @@ def test_custom_takes_pairs_of_tokens() -> None:
         ("math:pi", "is float, not a class or function"),
         (
             "builtins:object",
-            "returned object, which is neither a map-style dataset (__len__ and __getitem__) nor "
-            "one of ours: it has no kind, num_samples, num_eval_samples, num_classes, "
-            "sample_shape, samples",
+            "returned object, which is neither a map-style dataset (__len__ and __getitem__), nor "
+            "a stream (__iter__), nor one of ours: it has no kind, num_samples, num_eval_samples, "
+            "num_classes, sample_shape, samples",
         ),
         ("builtins:dict", "its dataset is empty"),
         (
             "pairs_of_a_test:Bare",
             "the dataset has no attribute num_classes or vocab_size; set data.num_classes",
         ),
-        ("pairs_of_a_test:Single", "its items are Tensor; return a pair (inputs, targets)"),
     ],
 )
 def test_what_is_no_dataset_is_refused_before_anything_starts(target: str, message: str) -> None:

@@ -73,16 +73,3 @@ def test_an_estimate_of_packed_rows_needs_no_file() -> None:
     assert chosen.data.document_length == chosen.data.sequence_length == 1024
     chosen = estimate_config(["data=documents", "data.files=[none.jsonl]", "data.packing=none"])
     assert chosen.data.document_length is None
-
-
-def test_documents_of_a_model_of_transformers_are_not_divided() -> None:
-    pytest.importorskip("transformers")
-    sizes = "hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, vocab_size: 256"
-    sizes += ", num_key_value_heads: 2"
-    model = f"model.config={{model_type: qwen3, {sizes}, intermediate_size: 16, head_dim: 8}}"
-    with pytest.raises(ConfigError) as raised:
-        run_config(["model=hf", model, "model.init=random", *DATA, *CONTEXT, "launch.nproc=2"])
-    assert str(raised.value) == (
-        "data.document_length=5: a row holds several documents, which model=hf does not keep apart "
-        "where attention is divided; use null, or strategy.context.degree=1 in place of 2"
-    )

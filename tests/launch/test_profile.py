@@ -250,9 +250,9 @@ def test_of_a_gpu_the_actions_are_when_its_kernels_ran() -> None:
 
 def test_a_profiled_pipeline_shows_every_action_of_its_schedule(served: Served) -> None:
     schedule = "interleaved_zero_bubble"
-    words = ["strategy=pipeline", f"strategy.pipeline.schedule={schedule}", "launch.nproc=2"]
-    words += ["train.profile.steps=[1,1]", "train.profile.ranks=[0,1]", "launch.backend=gloo"]
-    served.train(*words, "name=run", "train.steps=1", "model.num_hidden_layers=4")
+    overrides = ["strategy=pipeline", f"strategy.pipeline.schedule={schedule}", "launch.nproc=2"]
+    overrides += ["train.profile.steps=[1,1]", "train.profile.ranks=[0,1]", "launch.backend=gloo"]
+    served.train(*overrides, "name=run", "train.steps=1", "model.num_hidden_layers=4")
     folder = served.folder / "runs/run"
     read = {rank: read_trace(path) for rank, path in step_breakdown.traces(folder).items()}
     config = read_frozen(folder)

@@ -12,13 +12,13 @@ from run_folders import run_folder
 from axonlaunch.diagnostics.doctor import measured_hardware
 from axonlaunch.diagnostics.report.page_data import page_data
 from axonlaunch.diagnostics.report.run_record import read_run
-from axonlaunch.planning.run_hardware import hardware_of
+from axonlaunch.planning.run_hardware import hardware_of_run
 from axonlaunch.planning.throughput.predicted_parts import predict_step
 from axonlaunch.system.forked_map import map_forked
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("overrides", "reason"),
     [
         (["launch.backend=gloo"], "the run names no hardware"),
         (["launch.backend=mock", "hardware=h100_80gb"], "ranks of launch.backend=mock take turns"),
@@ -26,10 +26,10 @@ from axonlaunch.system.forked_map import map_forked
     ],
 )
 def test_a_run_whose_step_is_not_predicted_says_why(
-    words: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured_hardware, "_kept", lambda ranks: None)
-    hardware, said = hardware_of(run_config([*words, "launch.nproc=2"]))
+    hardware, said = hardware_of_run(run_config([*overrides, "launch.nproc=2"]))
     assert hardware is None
     assert reason in said
 
@@ -38,9 +38,9 @@ def test_figures_are_the_hardwares_or_what_was_measured_of_this_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(measured_hardware, "_kept", lambda ranks: {"fp32_tflops": 10.0 * ranks})
-    words = ["launch.backend=gloo", "launch.nproc=4"]
-    measured, _ = hardware_of(run_config([*words, "hardware=cpu"]))
-    named, _ = hardware_of(run_config([*words, "hardware=h200"]))
+    overrides = ["launch.backend=gloo", "launch.nproc=4"]
+    measured, _ = hardware_of_run(run_config([*overrides, "hardware=cpu"]))
+    named, _ = hardware_of_run(run_config([*overrides, "hardware=h200"]))
     assert measured is not None
     assert measured.fp32_tflops == 40.0
     assert named is not None
@@ -50,9 +50,13 @@ def test_figures_are_the_hardwares_or_what_was_measured_of_this_node(
 def test_a_predicted_step_has_parts_and_a_round_that_its_page_shows(
     tmp_path: Path,
 ) -> None:
-    words = ["strategy=pipeline", "launch.nproc=2", "hardware=h100_80gb", "launch.backend=gloo"]
-    words += ["model.num_hidden_layers=2", "train.micro_batch_size=2", "train.global_batch_size=8"]
-    config = run_config(words)
+    overrides = ["strategy=pipeline", "launch.nproc=2", "hardware=h100_80gb", "launch.backend=gloo"]
+    overrides += [
+        "model.num_hidden_layers=2",
+        "train.micro_batch_size=2",
+        "train.global_batch_size=8",
+    ]
+    config = run_config(overrides)
     [step] = map_forked([lambda: predict_step(config)])
     assert sum(step.parts.values()) == pytest.approx(step.step_s)
     assert {"matrix products", "attention", "exposed communication pp", "idle"} <= {*step.parts}

@@ -8,6 +8,7 @@ import pytest
 from configured import estimate_config
 
 from axonlaunch.config.layout import Layout
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.planning.memory import analytic
 from axonlaunch.planning.memory.analytic import on_one_device
 from axonlaunch.planning.memory.estimate import estimate
@@ -99,7 +100,9 @@ def test_memory_by_formulas_is_near_what_is_traced(
 ) -> None:
     chosen = estimate_config([*MODEL, *overrides.split()])
     layout = Layout.of(chosen, world_size=2)
-    reported = analytic.peak_bytes(chosen, layout, work=one, activations=held, layers=4)
+    reported = analytic.peak_bytes(
+        chosen, layout, work=one, activations=held, layers=4, shares=TrainingShares()
+    )
     assert reported == pytest.approx(estimate(chosen).peak_bytes, rel=0.35)
 
 

@@ -162,7 +162,9 @@ class Exchange:
             collective = self._collectives[key] = PendingCollective(ranks)
         if collective.arrive(rank, asked, label, payload):
             del self._collectives[key]
+            self.turns.device.wait()
             collective.finish(work)
+            self.turns.device.wait()
         if collective.done:
             self.turns.wake(ranks, collective)
         return collective
@@ -178,7 +180,9 @@ class Exchange:
             send, receive = (message, other) if sending else (other, message)
             if receive.peer in (None, send.rank):
                 theirs[address].remove(other)
+                self.turns.device.wait()
                 deliver(send, receive)
+                self.turns.device.wait()
                 self.turns.wake([other.rank], other)
                 return
         mine[address].append(message)

@@ -247,7 +247,8 @@ class MockProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        shared = self._world_exchange.turns.device
+        return [torch.device("cpu")] + ([] if shared.is_cpu else [shared.device])
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []

@@ -45,7 +45,7 @@ class MockWork(dist.Work):
     def get_future(self) -> Future[Any]:
         """Wait, then return a completed future: C++ waits for it while it has the turn."""
         self.wait()
-        future: Future[Any] = Future()
+        future = self._turns.device.future()
         future.set_result(self._result)
         return future
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from axonlaunch.system.files import opened
 
-LARGEST = 1 << 30
+LARGEST_READ = 1 << 30
 """Bytes of a file that are read: metrics of 100,000 steps are 30 MB."""
 _TAIL = 256
 
@@ -47,11 +47,11 @@ class GrowingLines:
                     self._forget()
                     stream.seek(0)
                     self._inode = _inode(stream)
-                content = stream.read(max(0, LARGEST - self._offset) + 1)
+                content = stream.read(max(0, LARGEST_READ - self._offset) + 1)
         except (FileNotFoundError, NotADirectoryError):
             self._forget()
             return
-        self.is_cut = self._offset + len(content) > LARGEST
+        self.is_cut = self._offset + len(content) > LARGEST_READ
         whole, newline, _ = content.rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         self._tail = (self._tail + whole + newline)[-_TAIL:]

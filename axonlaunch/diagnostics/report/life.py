@@ -67,7 +67,7 @@ def cost(run: RunRecord) -> float | None:
     return price * device_seconds(run) / 3600
 
 
-def nodes(run: RunRecord) -> list[str]:
+def nodes_of_run(run: RunRecord) -> list[str]:
     """Return the host names of the nodes that take part now, or did last."""
     for event in reversed(run.events):
         if event["event"] == "nodes" and isinstance(event.get("machines"), list):

@@ -17,7 +17,7 @@ from axonlaunch.diagnostics.report.life import (
     cost,
     device_seconds,
     goodput,
-    nodes,
+    nodes_of_run,
     spans,
     step_seconds,
 )
@@ -80,7 +80,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("parameters", _thousands(started.get("parameters"))),
         ("data", run.config.get("data.name")),
         ("device", started.get("device")),
-        ("nodes", ", ".join(nodes(run))),
+        ("nodes", ", ".join(nodes_of_run(run))),
         ("started", _moment(run.events[0]["time"]) if run.events else None),
         ("in steps", _duration(step_seconds(run))),
         (str(started.get("counted", "tokens")), _thousands(tokens)),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from axonlaunch.config import CONFIG
 from axonlaunch.config.plain import flatten, read_yaml
-from axonlaunch.diagnostics.report.growing_lines import LARGEST, GrowingLines
+from axonlaunch.diagnostics.report.growing_lines import LARGEST_READ, GrowingLines
 from axonlaunch.system.files import opened
 from axonlaunch.system.run_files import (
     CRASH,
@@ -241,7 +241,7 @@ class _Files:
         if growing.unreadable:
             self.notes.append(f"{growing.unreadable} of the lines of {name} can't be read")
         if growing.is_cut:
-            self.notes.append(f"{name} is larger than {LARGEST} bytes: its beginning is shown")
+            self.notes.append(f"{name} is larger than {LARGEST_READ} bytes: its beginning is shown")
         return growing.lines
 
     def _content(self, name: str) -> bytes | None:

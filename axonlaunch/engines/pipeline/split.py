@@ -186,7 +186,7 @@ def stage_blocks(
     device = next(whole.parameters()).device
     batch = torch.zeros((layout.micro_batch_size, *sample.shape), dtype=sample.dtype, device=device)
     return stage_counts(
-        spec_for(config.model),
+        spec_for(config),
         whole,
         num_stages=layout.num_stages,
         sample=batch,

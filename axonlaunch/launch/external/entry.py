@@ -14,7 +14,7 @@ from axonlaunch.config.launch import LaunchConfig
 from axonlaunch.launch.cluster_environment import ClusterEnvironment
 from axonlaunch.launch.external.launcher_process import LauncherProcess
 from axonlaunch.launch.runs import Request
-from axonlaunch.system import forkserver
+from axonlaunch.system import allocator_settings, forkserver
 
 
 def be_rank(
@@ -49,13 +49,14 @@ def be_rank(
         config = request.load(
             request.overrides, counted, server=server, accelerators=lambda: counted.devices
         )
-        if config.launch.backend == "mock":
+        resolved = checks.resolve(config, devices=counted.devices)
+        if resolved.launch.backend == "mock":
             message = f"its ranks are threads of one process, and {environment.launcher} starts "
             message += "a process for each; use auto, gloo or nccl"
             raise ConfigError([ConfigIssue("launch.backend", message, "mock")])
-        resolved = checks.resolve(config, devices=counted.devices)
         return request.composed(request.overrides, counted, config), resolved
 
+    allocator_settings.grow_segments()
     with forkserver.private_files():
         launch = _of_token(request)
         from axonlaunch.launch.external import rank

@@ -90,7 +90,11 @@ def main(pickled: bytes, place: RankSpec, connection: Connection) -> None:
             cpu_peak=CpuPeakMemory,
         )
         if config.launch.backend == "mock":
-            mock = World.mock(num_ranks(config), timeout_s=config.launch.timeout_s)
+            mock = World.mock(
+                num_ranks(config),
+                timeout_s=config.launch.timeout_s,
+                device=config.launch.device,
+            )
             finished = merge_finished(mock.run(train))
         else:
             # Not in a with statement: an error is reported before anything waits for the peers.
@@ -136,6 +140,7 @@ def join_world(config: RunConfig, place: RankSpec) -> World:
     return World.join(
         environment,
         backend=config.launch.backend,
+        device=config.launch.device,
         timeout_s=waits_s,
         store=_store(place, waits_s),
     )

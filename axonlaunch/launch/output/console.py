@@ -144,9 +144,10 @@ class RunConsole:
         self.stop()
         self._counted = "tok" if event.counted == "tokens" else event.counted
         self._of_process = " RSS" if event.device == "cpu" else ""
+        samples = "a stream" if event.samples is None else f"{quantity(event.samples)} samples"
         self.line(
             f"[bold]{event.layout}[/bold] on {event.device}: "
-            f"{quantity(event.parameters)} parameters, {quantity(event.samples)} samples, "
+            f"{quantity(event.parameters)} parameters, {samples}, "
             f"steps {event.step} to {event.steps}"
         )
         self.line(f"[dim]run folder {escape(shortened(event.run_dir))}[/dim]")

@@ -286,7 +286,7 @@ def _rows(config: RunConfig, summary: dict[str, Any], *, counted: str) -> list[t
     if peak is not None:
         beside = "" if estimated is None else f", {size(estimated)} estimated"
         # Beside it the console shows what the process holds; on a GPU both are the allocator's.
-        tensors = "" if config.launch.backend == "nccl" else " of tensors"
+        tensors = "" if config.launch.device == "cuda" else " of tensors"
         rows.append(("peak memory", f"{size(peak)}{tensors} per rank{beside}"))
     elif estimated is not None:
         rows.append(("peak memory", f"{size(estimated)} per rank estimated"))

@@ -48,6 +48,7 @@ def divide_attention(model: Any, parts: SequenceParts, *, needs_mask: bool = Fal
     """
     library.register_attention(NAME, attend=attend, mask=mask)
     model._part_positions = parts.positions
+    model._whole_positions = lambda part: parts.gather(part[:, None, :, None])[:, 0, :, 0]
     for config in {id(each): each for each in map(_config, model.modules()) if each}.values():
         chosen = config._attn_implementation_internal
         if chosen != NAME:
@@ -70,6 +71,8 @@ def mask(
 ) -> Tensor | None:
     """Return what a part's tokens may attend to, [B, 1, part, whole]; None: all before them.
 
+    Of rows that hold several documents, those of a token's own.
+
     Args:
         batch_size: Samples.
         q_length: Tokens of the part.
@@ -88,8 +91,9 @@ def mask(
         raise ValueError("a padded sequence can't be divided over ranks")
     division: _Division = getattr(config, NAME)
     whole = q_length * division.parts.ranks
+    positions = library.document_positions()
     is_causal = allow_is_causal_skip and (local_size is None or whole <= local_size)
-    if is_causal and division.chosen == "sdpa":
+    if is_causal and division.chosen == "sdpa" and positions is None:
         return None
     with division.parts.around():
         here = division.parts.positions(q_length).to(device)[None, None, :, None]
@@ -97,6 +101,9 @@ def mask(
         sample = torch.arange(batch_size, device=device)[:, None, None, None]
         head = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
         seen = mask_function(sample, head, here, there).expand(batch_size, -1, q_length, whole)
+        if positions is not None:
+            documents = (positions == 0).cumsum(-1)
+            seen = seen & (documents[sample, here] == documents[sample, there])
         if division.chosen == "sdpa":
             return seen
         return torch.zeros((), dtype=dtype, device=device).where(seen, torch.finfo(dtype).min)

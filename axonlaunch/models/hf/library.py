@@ -55,13 +55,18 @@ def documents_apart(positions: Tensor) -> Iterator[None]:
     not all do, and with a look at the values, for which a GPU is waited for.
 
     Args:
-        positions: Of each token in its document, [samples, tokens].
+        positions: Of each token of whole rows in its document, [samples, tokens].
     """
     token = _DOCUMENTS.set(positions)
     try:
         yield
     finally:
         _DOCUMENTS.reset(token)
+
+
+def document_positions() -> Tensor | None:
+    """Return the positions of tokens in their documents, [samples, tokens]; None: no packing."""
+    return _DOCUMENTS.get()
 
 
 def register_attention(name: str, *, attend: Any, mask: Any) -> None:

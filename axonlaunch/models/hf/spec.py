@@ -63,5 +63,6 @@ SPEC = ModelSpec(
     loss=cross_entropy_sum,
     adapt=adapt,
     divide=divide_attention,
+    divides_documents=True,
     runs_without_values=True,
 )

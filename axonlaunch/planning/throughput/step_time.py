@@ -15,7 +15,7 @@ from axonlaunch.config.layout import Layout
 from axonlaunch.config.schedule_rules import SCHEDULES
 from axonlaunch.engines.pipeline.schedule import PipelineSchedule
 from axonlaunch.engines.pipeline.timeline import Timeline, timeline
-from axonlaunch.models.parameter_facts import share_of_states
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.planning.throughput.collectives import Links
 from axonlaunch.planning.throughput.operations import (
     Amount,
@@ -62,7 +62,7 @@ class StepTime:
     def __init__(self, config: RunConfig, layout: Layout, hardware: HardwareConfig) -> None:
         self._config = config
         self._layout = layout
-        self._roofline = Roofline(hardware)
+        self._roofline = Roofline(hardware, matmul_precision=config.train.matmul_precision)
         self._links = Links(hardware, layout.axes)
 
     def parts(self, work: StepWork) -> Parts:
@@ -117,14 +117,14 @@ class StepTime:
         shards = layout.tensor * layout.pipeline * layout.dp_shard * layout.context
         state_bytes = self._config.train.parameter_bytes * work.parameters / shards
         rate = self._roofline.figure("host_gb_s") * self._roofline.figure("host_efficiency") * 1e9
+        shares = TrainingShares.of(self._config)
         if offload == "optimizer_states":
-            moments = share_of_states(self._config)
-            return float(2 * moments * state_bytes / rate)
+            return float(2 * shares.states * state_bytes / rate)
         # The shard is read for forward and, where it was let go, for backward; its gradient is
-        # written. An update reads both and writes the shard.
+        # written. An update reads both and writes the shard, of what is trained.
         reads = 1 if self._config.strategy.fsdp.sharding == "shard_grad_op" else 2
-        beside = (reads + 1) * layout.micro_batches * state_bytes / rate
-        return float(max(0.0, beside - step_s) + 3 * state_bytes / rate)
+        beside = (reads + shares.gradients) * layout.micro_batches * state_bytes / rate
+        return float(max(0.0, beside - step_s) + 3 * shares.gradients * state_bytes / rate)
 
     def _alone(self, work: StepWork) -> Parts:
         stage, layers = work.first, work.layers[0]

@@ -17,7 +17,7 @@ from axonlaunch.diagnostics.report.life import (
     cost,
     device_seconds,
     goodput,
-    nodes,
+    nodes_of_run,
     spans,
     step_seconds,
 )
@@ -163,7 +163,7 @@ def test_nodes_that_join_and_leave_are_named(tmp_path: Path) -> None:
     run = read_run(folder)
     changes = [(span.start, span.text) for span in spans(run) if span.kind == "node"]
     assert changes == [(1, "b left"), (2, "c joined"), (2, "c joined")]
-    assert nodes(run) == ["a", "c", "c"]
+    assert nodes_of_run(run) == ["a", "c", "c"]
 
 
 def test_runs_are_found_at_any_depth_and_not_in_each_other(tmp_path: Path) -> None:
