@@ -8,7 +8,6 @@ is counted apart.
 
 from __future__ import annotations
 
-import os
 import socket
 import statistics
 import sys
@@ -26,9 +25,9 @@ from axonlaunch.comm import World
 from axonlaunch.comm.backend import Backend
 from axonlaunch.diagnostics.wait_detection import waits
 from axonlaunch.events import RankTimes, Straggler
-from axonlaunch.system.process_state import queued_s, state
+from axonlaunch.system.process_state import WatchedThread, queued_s
 
-_INTERVAL_S = 0.02
+_INTERVAL_S = 0.04
 _ENOUGH_S = 0.5
 """Sampled seconds of a rank from which shares are reported; fewer are kept for the next time."""
 _KINDS = ("data", "compute", "wait")
@@ -90,6 +89,7 @@ class _Samples:
         self.phase = ""
         self.clear()
         self._thread, self._native = threading.get_ident(), threading.get_native_id()
+        self._watched = WatchedThread(self._native)
         self._over = threading.Event()
         self._sampler = threading.Thread(target=self._sample, name="stragglers", daemon=True)
         self._sampler.start()
@@ -103,26 +103,26 @@ class _Samples:
         """Sample no more."""
         self._over.set()
         self._sampler.join()
+        self._watched.close()
 
     def _sample(self) -> None:
-        sampled, queued = time.perf_counter(), queued_s(self._native) or 0.0
+        sampled, (_, queued) = time.perf_counter(), self._watched.look()
         while not self._over.wait(_INTERVAL_S):
-            kind = self._kind()
-            now, queued_now = time.perf_counter(), queued_s(self._native) or 0.0
+            letter, queued_now = self._watched.look()
+            kind, now = self._kind(is_asleep=letter == "S"), time.perf_counter()
             if kind:
                 self.seconds[_KINDS.index(kind)] += now - sampled
                 self.queued_s += queued_now - queued
             sampled, queued = now, queued_now
 
-    def _kind(self) -> str:
+    def _kind(self, *, is_asleep: bool) -> str:
         """Return what the training thread does; empty for what is not part of a step."""
         if self.phase == "reading":
             return "data"
         if self.phase != "stepping":
             return ""
-        asleep = state(os.getpid(), self._native) == "S"
         files = files_of(sys._current_frames().get(self._thread))
-        return "wait" if waits(files, is_asleep=asleep) else "compute"
+        return "wait" if waits(files, is_asleep=is_asleep) else "compute"
 
 
 def files_of(frame: FrameType | None) -> list[str]:

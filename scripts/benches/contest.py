@@ -151,5 +151,6 @@ def step_seconds(contestant: Contestant) -> float:
     contestant.process.wait()
     text = contestant.progress.read_text().splitlines()
     if contestant.progress.name == "metrics.jsonl":
-        return statistics.median(json.loads(line)["step_s"] for line in text[1:])
+        lines = [line for line in map(json.loads, text) if "step_s" in line]
+        return statistics.median(line["step_s"] for line in lines[1:])
     return statistics.median(map(float, text[1:]))

@@ -26,8 +26,11 @@ def changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """Return what came of each run: a name, and the value of every run, None where it has none."""
-    return [
+    """Return what came of each run: a name, and the value of every run, None where it has none.
+
+    What no run has is left out.
+    """
+    rows: list[tuple[str, list[Any]]] = [
         ("status", [run.status for run in runs]),
         ("steps", [_last(run, "step") for run in runs]),
         ("loss", [_last(run, "loss") for run in runs]),
@@ -38,7 +41,9 @@ def results(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
         ("cost", [cost(run) for run in runs]),
         ("peak memory (bytes)", [run.summary.get("measured_peak_bytes") for run in runs]),
         ("estimated (bytes)", [run.summary.get("predicted_peak_bytes") for run in runs]),
+        ("predicted step (s)", [run.summary.get("predicted_step_s") for run in runs]),
     ]
+    return [row for row in rows if any(value is not None for value in row[1])]
 
 
 def _written(config: dict[str, Any], key: str) -> str:

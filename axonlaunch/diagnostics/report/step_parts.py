@@ -32,7 +32,7 @@ def steps_of(run: RunRecord) -> dict[str, Any] | None:
         name = f"predicted for {predicted.get('hardware')}"
         bars.append({"name": name, "parts": numbers, "step_s": total})
         pipelines.append({"name": "a round as predicted", "actions": predicted.get("pipeline")})
-    profiled, actions = _profiled(run)
+    profiled, actions = _profiled(run, world=_only_axis(run))
     bars += profiled
     pipelines.append({"name": "a step as profiled", "actions": actions})
     pipelines = [one for one in pipelines if _are_actions(one["actions"])]
@@ -49,12 +49,19 @@ def _measured(run: RunRecord) -> float | None:
     return statistics.median(seconds) if seconds else None
 
 
-def _profiled(run: RunRecord) -> tuple[list[dict[str, Any]], list[Any]]:
+def _only_axis(run: RunRecord) -> str:
+    """Return the axis that all ranks are on, where there is one; else ``world``."""
+    mesh = (run.estimate or {}).get("mesh")
+    axes = [axis for axis, size in mesh.items() if size != 1] if isinstance(mesh, dict) else []
+    return str(axes[0]) if len(axes) == 1 else "world"
+
+
+def _profiled(run: RunRecord, *, world: str) -> tuple[list[dict[str, Any]], list[Any]]:
     if is_url(str(run.path)):
         return [], []
     paths = step_breakdown.traces(run.path)
     states = tuple((rank, path, *_state(path)) for rank, path in paths.items())
-    return _read(states)
+    return _read(states, world)
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -64,14 +71,14 @@ def _state(path: Path) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=8)
 def _read(
-    states: tuple[tuple[int, Path, int, int], ...],
+    states: tuple[tuple[int, Path, int, int], ...], world: str
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """Read traces, which takes seconds for some and is done once for a page that is watched."""
     bars, read = [], {}
     for rank, path, _, _ in states:
         try:
             trace = step_breakdown.read_trace(path)
-            one = step_breakdown.breakdown(trace, rank=rank, world="world")
+            one = step_breakdown.breakdown(trace, rank=rank, world=world)
         except step_breakdown.UnreadableTraceError:
             continue  # it is being written, or `axonlaunch profile` says what is wrong with it
         read[rank] = trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import threading
@@ -89,6 +90,22 @@ def resumed_on_other_nodes(folder: Path) -> Path:
     return made
 
 
+def elastic(folder: Path) -> Path:
+    made = run_folder(folder)
+    events: list[dict[str, Any]] = [{"time": 0, "event": "launched", "machine": "node-0"}]
+    nodes = ["node-0", "node-1", "node-2"]
+    for attempt, present in enumerate((nodes[:2], nodes, nodes[:1])):
+        ranks = 4 * len(present)
+        start = {"step": 10 * attempt, "world_size": ranks, "layout": f"fsdp {ranks}"}
+        events += [
+            {"time": 100 * attempt + 1, "event": "nodes", "machines": present},
+            {"time": 100 * attempt + 2, "event": "started", **start},
+            {"time": 100 * attempt + 90, "event": "failed", "rank": 1, "reason": "node was lost"},
+        ]
+    write_lines(made / "events.jsonl", events[:-1])
+    return made
+
+
 def half_written(folder: Path) -> Path:
     made = run_folder(folder, steps=1, status=None)
     with (made / "metrics.jsonl").open("a") as stream:
@@ -97,7 +114,7 @@ def half_written(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("make", [finished, crashed, resumed_on_other_nodes, half_written])
+@pytest.mark.parametrize("make", [finished, crashed, resumed_on_other_nodes, elastic, half_written])
 def test_a_page_opens_without_a_complaint_and_fits_the_window(
     make: Callable[[Path], Path], width: int, browser: Any, tmp_path: Path
 ) -> None:
@@ -177,6 +194,54 @@ def test_a_run_in_dark_mode_is_dark(browser: Any, tmp_path: Path) -> None:
 
     opened(browser, [run_folder(tmp_path / "demo")])
     assert (ground("light"), ground("dark")) == ("rgb(255, 255, 255)", "rgb(18, 22, 27)")
+    assert complaints(browser) == []
+
+
+def test_the_life_of_an_elastic_run_names_the_nodes_that_joined_and_left(
+    browser: Any, tmp_path: Path
+) -> None:
+    opened(browser, [elastic(tmp_path / "demo")])
+    titles = [one.get_attribute("title") for one in browser.find_elements("css selector", ".node")]
+    assert titles == ["node-2 joined", "node-1 left", "node-2 left"]
+    facts = dict(
+        zip(*(browser.find_elements("tag name", tag) for tag in ("dt", "dd")), strict=True)
+    )
+    assert {name.text: value.text for name, value in facts.items()}["nodes"] == "node-0"
+
+
+def test_it_prints_dark_on_white_whatever_the_screen_shows(browser: Any, tmp_path: Path) -> None:
+    opened(browser, [run_folder(tmp_path / "demo", ranks=2)])
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    for media, colours in (
+        ("screen", ["rgb(18, 22, 27)", "rgb(230, 233, 236)"]),
+        ("print", ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]),
+    ):
+        emulated = {"media": media, "features": [dark]}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulated)
+        shown = browser.execute_script(
+            "const style = getComputedStyle(document.body);"
+            "return [style.backgroundColor, style.color, "
+            "getComputedStyle(document.querySelector('.tools')).display];"
+        )
+        assert shown == [*colours, "none" if media == "print" else "flex"]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+    assert base64.b64decode(browser.print_page()).startswith(b"%PDF")
+    assert complaints(browser) == []
+
+
+def test_a_step_is_shown_as_predicted_and_as_measured_with_the_round_of_its_pipeline(
+    browser: Any, tmp_path: Path
+) -> None:
+    folder = run_folder(tmp_path / "demo")
+    actions = [[0, 0.0, 0.01, "0F0"], [1, 0.01, 0.02, "1F0"], [1, 0.02, 0.04, "1B0"]]
+    step = {"hardware": "h200", "step_s": 0.08, "parts": {"attention": 0.08}, "pipeline": actions}
+    (folder / "step_time.json").write_text(json.dumps(step))
+    opened(browser, [folder], width=390)
+    text = browser.find_element("tag name", "main").text
+    assert "predicted for h200: 80 ms a step" in text
+    assert "measured, median of the logged steps: 100 ms" in text
+    drawn = [one.get_attribute("title") for one in browser.find_elements("css selector", ".lane i")]
+    assert drawn == ["0F0: 10 ms", "1F0: 10 ms", "1B0: 20 ms"]
     assert complaints(browser) == []
 
 

@@ -1,0 +1,145 @@
+"""Ten mistakes, and what each peer makes of them, judged by its exit status and what it printed.
+
+reported        it ended with an error that names what is wrong, or went on rightly and said so
+misreported     it ended with an error that does not
+hung            it did not end
+silently wrong  it ended as if nothing were wrong
+works           there was nothing to report: it did what was asked for
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from peer_environments import AXONLAUNCH, Job, Peer, final_loss, started, words_of
+
+TIMEOUT_S = 8.0
+"""After which each peer, by its own setting, is to give up a rank that does nothing."""
+_MISSPELT = {
+    "axonlaunch": ("grad_clip", "grad_clipp"),
+    "torchrun": ("nproc-per-node", "nproc-per-nodez"),
+    "accelerate": ("kwargs_handlers", "kwarg_handlers"),
+    "Fabric": ("devices", "devicez"),
+    "Lightning": ("gradient_clip_val", "gradient_clip_value"),
+    "DeepSpeed": ("gradient_clipping", "gradient_cliping"),
+}
+
+
+PLAIN = Job()
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Something that users do, or that befalls them.
+
+    Attributes:
+        name: As the table has it.
+        job: What is asked for.
+        fault: Of ``small``: what rank 1 does in the third step.
+        names: Regular expressions, all of which a report holds.
+    """
+
+    name: str
+    job: Job = PLAIN
+    fault: str = ""
+    names: tuple[str, ...] = ()
+
+
+_RANK_1 = r"\[?rank:? ?1\b|rank *: 1|local_rank: 1"
+MISTAKES = [
+    Mistake("a misspelt key"),
+    Mistake("tensor degree 3 of 2 ranks", Job(degree=3), names=(r"\b3\b", r"world|device|rank")),
+    Mistake("7 samples a step on 2 ranks", Job(batch=7), names=(r"\b7\b", r"batch")),
+    Mistake("an exception in rank 1", fault="exception", names=(_RANK_1, "planted")),
+    Mistake("rank 1 is killed", fault="kill", names=(_RANK_1, r"SIGKILL|signal 9|exitcode *: -9")),
+    Mistake("rank 1 is stopped", Job(timeout=TIMEOUT_S), fault="stop", names=(_RANK_1,)),
+    Mistake(
+        "rank 1 does one collective more",
+        Job(timeout=TIMEOUT_S),
+        fault="collective",
+        names=(_RANK_1, r"all_?reduce|collective"),
+    ),
+    Mistake(
+        "the loss is no number", Job(lr=1e30), names=(r"\bnan\b|\binf\b|not finite|no number",)
+    ),
+]
+
+
+def outcome(status: int | None, output: str, names: tuple[str, ...]) -> str:
+    """Judge a run in which something was wrong."""
+    if status is None:
+        return "hung"
+    is_named = all(re.search(name, output, re.IGNORECASE) for name in names)
+    if status == 0:
+        return "reported" if names and is_named else "silently wrong"
+    return "reported" if is_named else "misreported"
+
+
+def judge(peer: Peer, python: Path, mistake: Mistake, *, patience_s: float) -> tuple[str, str]:
+    """Let a peer make a mistake; return what came of it, and the last of what it printed."""
+    names, replaced = mistake.names, ("", "")
+    if not mistake.fault and mistake.job == PLAIN:
+        replaced = _MISSPELT[peer.name]
+        names = (re.escape(replaced[1]),)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = words_of(peer, python, mistake.job, folder=folder, replaced=replaced)
+        status, output = _ran(words, python, folder, patience_s, mistake.fault)
+    if mistake.job.lr > 1 and status == 0:
+        return "silently wrong", output  # a loss that is printed as nan is no report of it
+    return outcome(status, output, names), output
+
+
+def judge_resuming(peer: Peer, python: Path, *, patience_s: float) -> dict[str, tuple[str, str]]:
+    """Let a peer resume on one rank, and from a checkpoint in which a bit has changed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def run(place: str, job: Job) -> tuple[int | None, str, float | None]:
+            inside = folder / place
+            inside.mkdir()
+            words = words_of(peer, python, job, folder=inside)
+            status, output = _ran(words, python, inside, patience_s)
+            where = job.load or job.save or inside / "run"
+            return status, output, final_loss(peer, where if peer is AXONLAUNCH else inside)
+
+        saved, copies = folder / "saved", {}
+        saved.mkdir()
+        whole, _ = run("whole", Job())[2], run("first", Job(steps=4, save=saved))
+        for kind in ("fewer", "damaged"):
+            copies[kind] = shutil.copytree(saved, folder / f"copy-{kind}")
+        _flip(copies["damaged"])
+        status, output, loss = run("again", Job(ranks=1, load=copies["fewer"]))
+        is_same = loss is not None and whole is not None and abs(loss - whole) < 1e-3 * whole
+        fewer = "works" if status == 0 and is_same else outcome(status, output, ("rank|world",))
+        status, text, loss = run("damaged", Job(load=copies["damaged"]))
+        names = (r"corrupt|damaged|checksum|crc|hash",)
+        return {
+            "resuming on 1 rank what 2 saved": (fewer, output),
+            "resuming from a checkpoint with a changed bit": (outcome(status, text, names), text),
+        }
+
+
+def _flip(folder: Path) -> None:
+    """Change a bit in the middle of the largest file: of weights or moments."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 64
+    largest.write_bytes(content)
+
+
+def _ran(
+    words: list[str | Path], python: Path, folder: Path, patience_s: float, fault: str = ""
+) -> tuple[int | None, str]:
+    with started(words, python, folder=folder, fault=fault) as (process, _):
+        try:
+            status: int | None = process.wait(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            status = None
+    return status, (folder / "output").read_text(errors="replace")

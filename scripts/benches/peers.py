@@ -1,0 +1,234 @@
+"""The same small transformer trained by axonlaunch and by what others use: time, memory, lines,
+and what each makes of ten mistakes. Writes axonlaunch/docs/comparison.md.
+
+All on this CPU, with gloo and DDP. Contestants take turns. The first call makes their environments
+from PyPI (a minute; DeepSpeed compiles an extension when it first runs, another).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from contest import Contestant, step_seconds
+from peer_environments import (
+    AXONLAUNCH,
+    PEERS,
+    Job,
+    Peer,
+    lines_of,
+    python_of,
+    started,
+    version_of,
+    why_not,
+    words_of,
+)
+from peer_mistakes import MISTAKES, TIMEOUT_S, judge, judge_resuming
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "axonlaunch/docs/comparison.md"
+GOOD = ("works", "reported")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--only", nargs="+", choices=[peer.name for peer in PEERS])
+    parser.add_argument("--patience", type=float, default=30.0, help="seconds, then a run hangs")
+    parser.add_argument("--no-mistakes", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="2 ranks, once, three mistakes")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".venv/peers")
+    parser.add_argument("--output", type=Path, default=PAGE)
+    args = parser.parse_args()
+    if args.quick:
+        args.ranks, args.repeats, args.steps = [2], 1, 20
+    chosen = [peer for peer in PEERS if args.only is None or peer.name in args.only]
+    pythons = {peer: python_of(peer, args.environments.absolute()) for peer in chosen}
+    absent = {p: reason for p in chosen if (reason := why_not(p, pythons[p]))}
+    peers = [peer for peer in chosen if peer not in absent]
+    for peer in peers:  # an extension is compiled, files are in the cache
+        print(f"warming {peer.name}", flush=True)
+        warm(peer, pythons[peer])
+    speeds = {ranks: measured(peers, pythons, ranks, args) for ranks in args.ranks}
+    mistakes: dict[str, dict[Peer, str]] = {}
+    if not args.no_mistakes:
+        mistakes = judged(peers, pythons, args.patience, is_quick=args.quick)
+    versions = {peer: version_of(peer, pythons[peer]) for peer in chosen}
+    args.output.write_text(page(peers, absent, versions, speeds, mistakes, args))
+    print(f"written: {args.output}")
+
+
+def warm(peer: Peer, python: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = words_of(peer, python, Job(steps=1), folder=folder)
+        with started(words, python, folder=folder) as (process, _):
+            if process.wait(timeout=600):
+                raise SystemExit(f"{peer.name} fails:\n{(folder / 'output').read_text()}")
+
+
+def measured(
+    peers: Sequence[Peer], pythons: dict[Peer, Path], ranks: int, args: Any
+) -> dict[Peer, dict[str, list[float]]]:
+    """Return seconds to the first step and of a step, and MiB of a rank, of each turn."""
+    found: dict[Peer, dict[str, list[float]]] = {
+        peer: {"first": [], "step": [], "memory": []} for peer in peers
+    }
+    for turn in range(args.repeats):
+        for peer in reversed(peers) if turn % 2 else peers:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                job = Job(ranks=ranks, steps=args.steps)
+                words = words_of(peer, pythons[peer], job, folder=folder)
+                with started(words, pythons[peer], folder=folder) as (process, began):
+                    contestant = contestant_of(peer, process, folder, began)
+                    found[peer]["first"].append(contestant.first_step_s())
+                    found[peer]["memory"].append(contestant.rank_pss_mib())
+                    found[peer]["step"].append(step_seconds(contestant))
+            print(
+                ranks, peer.name, {k: round(v[-1], 4) for k, v in found[peer].items()}, flush=True
+            )
+    return found
+
+
+def contestant_of(
+    peer: Peer, process: subprocess.Popen[bytes], folder: Path, began: float
+) -> Contestant:
+    def is_rank(found: Path) -> bool:
+        if peer is AXONLAUNCH:
+            return str((found / "fd" / "1").readlink()).startswith(str(folder / "run/logs"))
+        line = (found / "cmdline").read_bytes()
+        return f"--out={folder}".encode() in line and b"--standalone" not in line
+
+    progress = folder / ("run/metrics.jsonl" if peer is AXONLAUNCH else "seconds")
+    return Contestant(process, folder, progress, began, is_rank)
+
+
+def judged(
+    peers: Sequence[Peer], pythons: dict[Peer, Path], patience_s: float, *, is_quick: bool
+) -> dict[str, dict[Peer, str]]:
+    """Return by mistake and peer what came of it."""
+    verdicts: dict[str, dict[Peer, str]] = {}
+
+    def note(name: str, peer: Peer, verdict: str, output: str) -> None:
+        verdicts.setdefault(name, {})[peer] = verdict
+        last = " | ".join(output.strip().splitlines()[-2:])[-160:]
+        print(f"{name:46} {peer.name:11} {verdict:15} {last}", flush=True)
+
+    for mistake in MISTAKES[:3] if is_quick else MISTAKES:
+        for peer in peers:
+            verdict, output = judge(peer, pythons[peer], mistake, patience_s=patience_s)
+            note(mistake.name, peer, verdict, output)
+    for peer in () if is_quick else peers:
+        for name, (verdict, output) in judge_resuming(
+            peer, pythons[peer], patience_s=patience_s
+        ).items():
+            note(name, peer, verdict, output)
+    return verdicts
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def page(
+    peers: Sequence[Peer],
+    absent: dict[Peer, str],
+    versions: dict[Peer, str],
+    speeds: dict[int, dict[Peer, dict[str, list[float]]]],
+    mistakes: dict[str, dict[Peer, str]],
+    args: Any,
+) -> str:
+    """Return the page of the documentation."""
+    command = " ".join(["scripts/bench peers", *sys.argv[1:]])
+    python = ".".join(map(str, sys.version_info[:3]))
+    stated = ", ".join(f"{peer.name} {version}" for peer, version in versions.items())
+    lines = [
+        "# Compared with others",
+        "",
+        f"The same transformer of 0.9 million parameters, DDP on gloo, on {os.cpu_count()} CPU "
+        "cores: axonlaunch, a script written by hand for torchrun, and the same with what others "
+        f"offer. Written by `{command}`, which makes their environments; Python {python}, "
+        f"{stated}. The load of the machine was {os.getloadavg()[2]:.1f} over the last quarter of "
+        "an hour: only what stands in one table can be compared. What each trains is in "
+        "`scripts/benches/peer_scripts`.",
+    ]
+    for peer, reason in absent.items():
+        lines += ["", f"{peer.name} does not run on a CPU: `{reason}`."]
+    for ranks, by_peer in speeds.items():
+        lines += [
+            "",
+            f"## {ranks} ranks",
+            "",
+            f"Medians of {args.repeats}, contestants in turns.",
+            "",
+        ]
+        lines += table(
+            ["", "first step", "a step", "memory of a rank (PSS)", "lines a user writes"],
+            [
+                [
+                    peer.name,
+                    f"{statistics.median(turns['first']):.1f} s",
+                    f"{1e3 * statistics.median(turns['step']):.1f} ms",
+                    f"{statistics.median(turns['memory']):.0f} MiB",
+                    str(lines_of(peer)),
+                ]
+                for peer, turns in by_peer.items()
+            ],
+        )
+    if mistakes:
+        lines += [
+            "",
+            "## Ten mistakes",
+            "",
+            "Two ranks. *reported*: it ended with an error that names what was wrong (the key, the "
+            "number, the rank), or went on rightly and said so. *misreported*: with an error that "
+            f"does not. *hung*: it had not ended after {args.patience:g} s, though told to give a "
+            f"silent rank up after {TIMEOUT_S:g} s. *silently wrong*: it ended as if nothing were "
+            "wrong. *works*: it did what was asked for.",
+            "",
+            *table(
+                ["", *(peer.name for peer in peers)],
+                [[name, *(found[peer] for peer in peers)] for name, found in mistakes.items()],
+            ),
+        ]
+    lines += ["", "## Where another is better", "", *better(speeds, mistakes)]
+    return "\n".join(lines) + "\n"
+
+
+def better(
+    speeds: dict[int, dict[Peer, dict[str, list[float]]]], mistakes: dict[str, dict[Peer, str]]
+) -> list[str]:
+    """Return a line for each thing in which another is better."""
+    kinds = {"first": "first step", "step": "step", "memory": "memory of a rank"}
+    lines = []
+    for ranks, by_peer in speeds.items():
+        for key, name in kinds.items():
+            values = {peer: statistics.median(turns[key]) for peer, turns in by_peer.items()}
+            ours = values.get(AXONLAUNCH)
+            for peer, value in values.items():
+                if ours is not None and value < ours:
+                    share = f"{value / ours:.2f} of axonlaunch's"
+                    lines.append(f"- {name}, {ranks} ranks: {peer.name}, {share}")
+    for name, found in mistakes.items():
+        if found.get(AXONLAUNCH) not in GOOD:
+            others = [peer.name for peer, verdict in found.items() if verdict in GOOD]
+            if others:
+                lines.append(f"- {name}: {', '.join(others)}")
+    return lines or ["In nothing that was measured here."]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What a run writes for its report: microseconds of a logged step, bytes a step and rank, and what
+watching the ranks takes, in CPU time; beside a step of the small workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from axonlaunch.config.model import GPTConfig
+from axonlaunch.diagnostics.stragglers import _Samples
+from axonlaunch.events import RankTimes, StepLogged
+from axonlaunch.models.build import build_model
+from axonlaunch.training.loggers.event_log import EventLog
+from axonlaunch.training.loggers.jsonl import JSONLLogger
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--ranks", type=int, nargs="+", default=[2, 64, 1000])
+parser.add_argument("--events", type=int, default=200)
+parser.add_argument("--log-every", type=int, default=10)
+args = parser.parse_args()
+
+
+def step_s() -> float:
+    """Return CPU seconds of a rank's step of ``scripts/bench step --workloads small``."""
+    torch.set_num_threads(1)
+    model = build_model(GPTConfig(hidden_size=256, num_hidden_layers=6, num_attention_heads=4))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(0, 256, (4, 128))
+    for step in range(6):
+        if step == 1:
+            began = time.process_time()
+        model(tokens).float().logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (time.process_time() - began) / 5
+
+
+def writing(ranks: int) -> tuple[float, int]:
+    """Return CPU seconds and bytes of a logged step."""
+    shares = tuple(0.01 * (rank % 100) for rank in range(ranks))
+    names = tuple(f"node-{rank // 8:03}.cluster.example" for rank in range(ranks))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        listeners = [
+            JSONLLogger(folder / "metrics.jsonl", resumed_at=None),
+            EventLog(folder, world_size=ranks),
+        ]
+        began = time.process_time()
+        for step in range(1, args.events + 1):
+            events = [
+                StepLogged(
+                    step, 2.345678, 1e-3, 0.98765, 4096, 123456.7, 0.0331, 2**30, 0.1, 10**6
+                ),
+                RankTimes(step, names, shares, shares, shares, shares),
+            ]
+            for event in events:
+                for listener in listeners:
+                    listener(event)
+        seconds = (time.process_time() - began) / args.events
+        return seconds, sum(path.stat().st_size for path in folder.iterdir()) // args.events
+
+
+def watching() -> float:
+    """Return the share of a core that sampling the training thread takes."""
+    samples = _Samples()
+    samples.phase = "stepping"
+    began, cpu = time.perf_counter(), time.process_time()
+    time.sleep(5)
+    share = (time.process_time() - cpu) / (time.perf_counter() - began)
+    samples.close()
+    return share
+
+
+def main() -> None:
+    step, share = step_s(), watching()
+    print(f"a step {step * 1e3:.1f} ms, sampling {share:.2%} of a core")
+    columns = f"{'ranks':>6}{'a logged step':>16}{'of a step':>12}{'with sampling':>15}"
+    print(f"{columns}{'bytes a rank':>14}")
+    for ranks in args.ranks:
+        seconds, size = writing(ranks)
+        of_step = seconds / args.log_every / step
+        print(
+            f"{ranks:>6}{seconds * 1e6:>13.0f} us{of_step:>12.3%}{of_step + share:>15.3%}"
+            f"{size / args.log_every / ranks:>14.1f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
