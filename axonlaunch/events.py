@@ -205,7 +205,7 @@ def merge_finished(finished: Sequence[Finished]) -> Finished:
     return dataclasses.replace(finished[0], peak_memory_bytes=max(peaks, default=None))
 
 
-class Beat(Protocol):
+class PhaseReporter(Protocol):
     """Takes what a rank begins to do, and how many optimizer steps it has done by then."""
 
     def __call__(self, phase: str, *, step: int | None) -> None:
@@ -213,7 +213,7 @@ class Beat(Protocol):
 
 
 def ignore_heartbeat(phase: str, *, step: int | None) -> None:
-    """Take a beat to which nobody listens."""
+    """Report a phase to nobody."""
     del phase, step
 
 
@@ -238,12 +238,12 @@ class Monitor:
 
     Attributes:
         report: Takes the rank's events.
-        beat: Takes what the rank begins to do.
+        report_phase: Takes what the rank begins to do.
         stop: Whether the rank was asked to stop after its step.
     """
 
     report: Listener = lambda event: None
-    beat: Beat = ignore_heartbeat
+    report_phase: PhaseReporter = ignore_heartbeat
     stop: Callable[[], bool] = lambda: False
 
 

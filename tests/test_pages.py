@@ -43,41 +43,45 @@ def shortened(command: str) -> list[str]:
 
     A run does a fifth of the steps that the page asks for, so that one resumes another.
     """
-    words = shlex.split(command)
+    overrides = shlex.split(command)
     small = ["model.num_hidden_layers=2", "data.sequence_length=64"]
-    has_more_stages = any("pipeline.schedule=" in word for word in words)  # several a rank
+    has_more_stages = any("pipeline.schedule=" in word for word in overrides)  # several a rank
     narrow = ["model.hidden_size=32", "model.num_attention_heads=2", *small[has_more_stages:]]
-    is_default = not any(word.startswith("model=") for word in words)
-    if words[1] == "verify":
-        return [*words, *(narrow if is_default else []), "--steps=1"]
-    if words[1] == "estimate":
-        return [*words, *small]
-    if words[1] == "plan":
+    is_default = not any(word.startswith("model=") for word in overrides)
+    if overrides[1] == "verify":
+        return [*overrides, *(narrow if is_default else []), "--steps=1"]
+    if overrides[1] == "estimate":
+        return [*overrides, *small]
+    if overrides[1] == "plan":
         one = ["data_parallel=ddp", "tensor.degree=8", "pipeline.degree=1"]
         rest = ["train.micro_batch_size=1", "train.activation_checkpointing=full"]
-        return [*words, *small, *(f"strategy.{key}" for key in one), *rest]
-    if words[1] != "train" or "--render" in words:
-        return words
-    if "strategy=auto" in words:  # a few layouts to search
-        words += ["strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
-        words += ["strategy.tensor.degree=1", "train.activation_checkpointing=none"]
-        words.append("train.micro_batch_size=4")
-    given = dict(word.split("=", 1) for word in words if word.startswith("train."))
+        return [*overrides, *small, *(f"strategy.{key}" for key in one), *rest]
+    if overrides[1] != "train" or "--render" in overrides:
+        return overrides
+    if "strategy=auto" in overrides:  # a few layouts to search
+        overrides += ["strategy.data_parallel=ddp", "strategy.pipeline.degree=1"]
+        overrides += ["strategy.tensor.degree=1", "train.activation_checkpointing=none"]
+        overrides.append("train.micro_batch_size=4")
+    given = dict(word.split("=", 1) for word in overrides if word.startswith("train."))
     length = f"train.steps={int(given.get('train.steps', 20)) // 5}"
     length = "train.epochs=0.2" if "train.epochs" in given else length
-    words = [word for word in words if not word.startswith(("train.steps=", "train.epochs="))]
+    overrides = [
+        word for word in overrides if not word.startswith(("train.steps=", "train.epochs="))
+    ]
     if is_default:
-        words += narrow
-    elif "model=llama_debug" in words:
-        words += small
-    elif "model=hf" in words:  # whose import takes seconds, in each process that is not a thread
-        words.append("launch.backend=mock")
-    return [*words, length, "train.eval_batches=1", "sample.max_new_tokens=4"]
+        overrides += narrow
+    elif "model=llama_debug" in overrides:
+        overrides += small
+    elif (
+        "model=hf" in overrides
+    ):  # whose import takes seconds, in each process that is not a thread
+        overrides.append("launch.backend=mock")
+    return [*overrides, length, "train.eval_batches=1", "sample.max_new_tokens=4"]
 
 
-def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(overrides: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words,
+        overrides,
         cwd=folder,
         capture_output=True,
         text=True,

@@ -177,7 +177,7 @@ def _naturally(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in segments]
 
 
-def take_in(folder: Path, run_dir: Path, config: RunConfig) -> Path:
+def import_weights(folder: Path, run_dir: Path, config: RunConfig) -> Path:
     """Make a run, at step 0, of a folder of Hugging Face's safetensors.
 
     Args:

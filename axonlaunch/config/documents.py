@@ -50,7 +50,7 @@ class TextRowsConfig:
         metadata={
             "groups": SourceShare,
             "schema_of": _schema_of,
-            "words": "{NAME: {files: [...], weight: ..., ...}}",
+            "allowed": "{NAME: {files: [...], weight: ..., ...}}",
         },
     )
     """sources in place of files, by a name: each has its files, its weight or epochs, as data what
@@ -82,28 +82,28 @@ class TextRowsConfig:
 
     def problems(self) -> list[tuple[str, str]]:
         """Return ``(field, message)`` for values that don't fit each other."""
-        found = []
+        problems = []
         if not self.files and not self.mix:
-            found.append(("files", "names no file; write data.files=['corpus/*.jsonl']"))
+            problems.append(("files", "names no file; write data.files=['corpus/*.jsonl']"))
         if self.files and self.mix:
-            found.append(("files", "data.mix names the files of each source; use one of them"))
+            problems.append(("files", "data.mix names the files of each source; use one of them"))
         if self.mix and self.shuffle == "shards":
             message = "data.mix is shuffled over all its sources; use all, or data.files"
-            found.append(("shuffle", message))
+            problems.append(("shuffle", message))
         shares = self.shares()
         weighted = [name for name, share in shares.items() if share.weight is not None]
         if weighted and len(weighted) < len(shares):
             other = next(name for name in shares if name not in weighted)
-            found.append((f"mix.{other}", f"has no weight, and {weighted[0]} has; give it one"))
+            problems.append((f"mix.{other}", f"has no weight, and {weighted[0]} has; give it one"))
         if weighted and any(share.epochs is not None for share in shares.values()):
             message = "has weights and epochs, which follow from each other; use one of them"
-            found.append(("mix", message))
+            problems.append(("mix", message))
         for name, source in self.sources().items():
-            found += [(f"mix.{name}.{key}", message) for key, message in source.problems()]
+            problems += [(f"mix.{name}.{key}", message) for key, message in source.problems()]
         if isinstance(self.held_out, float) and self.held_out >= 1:
             message = "a share must be below 1; write a whole number for so many documents"
-            found.append(("held_out", message))
-        return found
+            problems.append(("held_out", message))
+        return problems
 
     def sources(self) -> dict[str, TextRowsConfig]:
         """Return the configuration of each source of a mix, as that of a dataset of its own."""

@@ -59,6 +59,7 @@ def find_rule_violations(config: RunConfig) -> list[ConfigIssue]:
         *_prompt(config),
         *_tokenizer(config),
         *_saving(config),
+        *_device(config),
         *_node_count(config),
         *_profile(config),
     ]
@@ -258,7 +259,9 @@ def _tokenizer(config: RunConfig) -> Iterator[ConfigIssue]:
     facts = DATASETS.facts(name) if DATASETS.is_registered(name) else None
     is_asked = path is not None or config.tokenizer.name == "train"
     if is_asked and not (facts and facts.takes_tokenizer):
-        takers = [one for one, facts in DATASETS.known_facts().items() if facts.takes_tokenizer]
+        takers = [
+            dataset for dataset, facts in DATASETS.known_facts().items() if facts.takes_tokenizer
+        ]
         instead = "null" if path is not None else "auto"
         message = f"data={name} takes no tokenizer; use data={one_of(takers)}, or {instead}"
         key = "path" if path is not None else "name"
@@ -275,6 +278,22 @@ def _saving(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.checkpoint.keep_best and not config.train.eval_batches:
         message = "nothing is evaluated: train.eval_batches is 0; use 0, or evaluate"
         yield ConfigIssue("checkpoint.keep_best", message, config.checkpoint.keep_best)
+
+
+def _device(config: RunConfig) -> Iterator[ConfigIssue]:
+    launch, strategy = config.launch, config.strategy
+    if launch.device == "cpu" and launch.backend == "nccl":
+        message = "NCCL works on accelerators alone; use auto, or launch.backend=gloo"
+        yield ConfigIssue("launch.device", message, launch.device)
+    if launch.device != "cuda" or launch.backend != "gloo":
+        return
+    degrees = (strategy.tensor.degree, strategy.pipeline.degree, strategy.context.degree)
+    if max(degrees) > 1 or strategy.data_parallel not in (None, "none", "ddp"):
+        message = (
+            "gloo reduces and broadcasts tensors of a GPU, and can't gather, scatter or send them, "
+            "which this strategy does; use mock"
+        )
+        yield ConfigIssue("launch.backend", message, launch.backend)
 
 
 def _profile(config: RunConfig) -> Iterator[ConfigIssue]:

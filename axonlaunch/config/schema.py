@@ -126,7 +126,7 @@ class StrategyConfig:
     """
     options: Any = field(
         default=None,
-        metadata={"typed_by": "data_parallel", "words": "keys of a registered variant, or null"},
+        metadata={"typed_by": "data_parallel", "allowed": "keys of a registered variant, or null"},
     )
     """keys of a data-parallel variant that is not included"""
     ddp: DDPConfig = field(default_factory=DDPConfig)
@@ -187,6 +187,14 @@ class TrainConfig:
     """type in which weights and their gradients are kept. fp32: as the model builds them; bf16:
     half the bytes, and updates smaller than 1/256 of a weight are lost; with precision=bf16
     """
+    freeze: list[str] = field(default_factory=list)
+    """patterns of names of parameters that are not trained: they have no gradient, no optimizer
+    state and no decay; a weight of two names is frozen by either
+    """
+    unfreeze: list[str] = field(default_factory=list)
+    """patterns of names of parameters that are trained although freeze, an adapter or the model
+    itself freezes them
+    """
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """recompute activations in backward. full: each block keeps its input alone; selective:
     attention, collectives and every second matrix product are kept
@@ -195,7 +203,7 @@ class TrainConfig:
     """a registered loss, which sees the whole batch; null: the model's own"""
     loss_options: Any = field(
         default=None,
-        metadata={"typed_by": "loss", "words": "keys of a registered loss, or null"},
+        metadata={"typed_by": "loss", "allowed": "keys of a registered loss, or null"},
     )
     """keys of the registered loss"""
     loss_chunk: int | None = field(default=None, metadata={"min": 1})
@@ -282,7 +290,7 @@ class CheckpointConfig:
     """where resume=auto finds that the newest checkpoint is corrupt: move it aside, report it, and
     resume from the newest good one; false: refuse to start
     """
-    resume: str = field(default="auto", metadata={"words": "auto, never or a path"})
+    resume: str = field(default="auto", metadata={"allowed": "auto, never or a path"})
     """auto: resume where this run folder stopped; never: start from step 0; or the path of a run
     folder or a checkpoint
     """
@@ -315,7 +323,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     loggers: list[Named] = field(
         default_factory=list,
-        metadata={"each": LOGGERS, "words": "list of loggers, each a name or its keys"},
+        metadata={"each": LOGGERS, "allowed": "list of loggers, each a name or its keys"},
     )
     """where numbers are logged beside metrics.jsonl: [tensorboard, {name: wandb, project: mine}];
     your own: [{target: package.module:Class, arguments: {}}]

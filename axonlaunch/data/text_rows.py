@@ -111,14 +111,14 @@ class TextRows:
         self._places = lengths - 1
         documents = np.arange(len(lengths))
         if eval_sources:
-            held = documents >= self._first_document[train_shards]
+            is_held_out = documents >= self._first_document[train_shards]
         else:
-            held = np.zeros(len(lengths), dtype=bool)
-            held[_chosen(config, len(lengths))] = True
+            is_held_out = np.zeros(len(lengths), dtype=bool)
+            is_held_out[_chosen(config, len(lengths))] = True
         self._too_long = self._uncounted = 0
         self._tables = {
-            "train": self._table(documents[~held]),
-            "eval": self._table(documents[held]),
+            "train": self._table(documents[~is_held_out]),
+            "eval": self._table(documents[is_held_out]),
         }
         if not len(self._tables["train"]):
             empty = sum(shard.progress.empty for shard in self._shards)
@@ -233,7 +233,8 @@ class TextRows:
                 places = np.minimum(places, length)
                 counts = ~is_long
                 counts[is_long] = [
-                    self._counts(*one) for one in zip(starts[is_long], places[is_long], strict=True)
+                    self._counts(*span)
+                    for span in zip(starts[is_long], places[is_long], strict=True)
                 ]
                 self._uncounted += int((~counts).sum())
                 starts, places = starts[counts], places[counts]

@@ -157,7 +157,7 @@ def groups(sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, ...]]:
     group: list[SourceFile] = []
     for source in sources:
         group.append(source)
-        if sum(one.size for one in group) >= _SMALL:
+        if sum(file.size for file in group) >= _SMALL:
             yield tuple(group)
             group = []
     if group:
@@ -172,7 +172,7 @@ def _shard(
     skip_bad: bool,
     report: OnProgress,
 ) -> Shard:
-    named = [[one.name, one.size, one.stamp] for one in group]
+    named = [[file.name, file.size, file.stamp] for file in group]
     text = json.dumps([_FORMAT, encoder.fingerprint, named])
     complete = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
     while (shard := _opened(complete, group, encoder)) is None:

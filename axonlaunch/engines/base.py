@@ -39,6 +39,8 @@ class Engine(Protocol):
     num_parameters: int
     num_looked_up: int
     """Of the whole model's, the embedding's, which no product multiplies with."""
+    num_frozen: int
+    """Of the whole model's, those that have no gradient, without those that are looked up."""
     modules: tuple[nn.Module, ...]
     """This rank's part of the model, a module for each pipeline stage."""
 

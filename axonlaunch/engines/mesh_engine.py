@@ -79,6 +79,7 @@ class MeshEngine:
         input_multiple: int,
         num_parameters: int,
         num_looked_up: int,
+        num_frozen: int,
         world: World,
         mesh: Mesh,
         layout: Layout,
@@ -100,6 +101,7 @@ class MeshEngine:
             input_multiple: What the length of a sequence must be a multiple of.
             num_parameters: Of the whole model.
             num_looked_up: Of these, as ``models.flops`` counts them.
+            num_frozen: As well.
             world: Who takes part.
             mesh: Where this rank stands.
             layout: Shares of the batch.
@@ -109,6 +111,7 @@ class MeshEngine:
         self.step = 0
         self.num_parameters = num_parameters
         self.num_looked_up = num_looked_up
+        self.num_frozen = num_frozen
         self.modules = passes.modules
         self._passes = passes
         self._update = update

@@ -54,8 +54,10 @@ def casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[
     @functools.wraps(forward)
     def cast(*inputs: Any, **kwargs: Any) -> Any:
         taken = (
-            one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
-            for one in inputs
+            tensor.to(dtype)
+            if isinstance(tensor, Tensor) and tensor.is_floating_point()
+            else tensor
+            for tensor in inputs
         )
         return forward(*taken, **kwargs)
 

@@ -1,6 +1,7 @@
 """From a typed configuration to a module, in the steps that engines put their own between.
 
-It shards nothing: ``construct``, whatever an engine does, then ``start``.
+A configuration is a run's, which says what of the model is trained, or a model's alone. It shards
+nothing: ``construct``, whatever an engine does, then ``initialize_weights``.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from axonlaunch.config import RunConfig
 from axonlaunch.config.errors import ConfigError, ConfigIssue
 from axonlaunch.config.model import MODELS, HuggingFaceConfig
 from axonlaunch.models.initialization import initialize, materialize
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.trained import choose_trained
 
 
 def spec_for(config: Any) -> ModelSpec:
@@ -22,8 +25,14 @@ def spec_for(config: Any) -> ModelSpec:
     Raises:
         UnknownNameError: No model of that name is registered.
     """
-    spec: ModelSpec = MODELS.get(config.name)
-    return spec if spec.adapt is None else spec.adapt(spec, config)
+    model = model_of(config)
+    spec: ModelSpec = MODELS.get(model.name)
+    return spec if spec.adapt is None else spec.adapt(spec, model)
+
+
+def model_of(config: Any) -> Any:
+    """Return the typed configuration of the model, of a run's or of the model's own."""
+    return config.model if isinstance(config, RunConfig) else config
 
 
 def construct(config: Any, *, seed: int) -> nn.Module:
@@ -69,10 +78,13 @@ def _built(spec: ModelSpec, config: Any) -> nn.Module:
     Raises:
         ConfigError: It returns no module.
     """
-    module: Any = spec.build(config)
+    model = model_of(config)
+    module: Any = spec.build(model)
     if not isinstance(module, nn.Module):
         message = f"its builder returned {type(module).__name__}, not an nn.Module"
-        raise ConfigError([ConfigIssue("model.name", message, config.name)])
+        raise ConfigError([ConfigIssue("model.name", message, model.name)])
+    if isinstance(config, RunConfig):
+        choose_trained(module, config.train)
     return module
 
 
@@ -101,6 +113,7 @@ def initial_weights(config: Any) -> tuple[str, str] | None:
     Raises:
         ConfigError: They are a model's of the Hub, and not in its cache.
     """
+    config = model_of(config)
     if (path := getattr(config, "weights", None)) is not None:
         return "model.weights", path
     if isinstance(config, HuggingFaceConfig) and config.init == "pretrained":
@@ -116,6 +129,7 @@ def refuse_problems(config: Any) -> None:
     Raises:
         ConfigError: It says which.
     """
+    config = model_of(config)
     problems: list[tuple[str, str]] = getattr(config, "problems", list)()
     if problems:
         raise ConfigError(

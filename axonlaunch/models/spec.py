@@ -102,8 +102,8 @@ class ModelSpec:
         undivided: Why ``divide`` would not give what the whole gives; empty if it does.
         unpackable: Why rows can't hold several documents; empty if its forward takes ``positions``
             of tokens in their documents, and lets none attend to another.
-        divides_documents: Whether a part of such a row keeps them apart too: the model finds them
-            by an attribute ``find_documents``, which engines replace.
+        divides_documents: Whether a part of such a row keeps them apart too: by ``divide``, or by
+            the model's attribute ``find_documents``, which engines replace.
     """
 
     build: Callable[[Any], nn.Module]
@@ -145,8 +145,8 @@ class ModelSpec:
         try:
             container = module.get_submodule(self.layers)
         except AttributeError:
-            held = ", ".join(name for name, _ in module.named_children()) or "nothing"
-            message = f"{type(module).__name__} has no such module; at its top it has {held}"
+            children = ", ".join(name for name, _ in module.named_children()) or "nothing"
+            message = f"{type(module).__name__} has no such module; at its top it has {children}"
             raise ConfigError([ConfigIssue("model.layers", message, self.layers)]) from None
         return {
             f"{self.layers}.{name}": block

@@ -19,7 +19,7 @@ from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, resolved
 from axonlaunch.config.plugins import import_plugins
 from axonlaunch.planning import auto_strategy, estimate_cache
-from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched
+from axonlaunch.planning.records import Estimate, Forecast, Remedy, Searched, StepPrediction
 from axonlaunch.planning.search.workload import host_memory, workload
 from axonlaunch.planning.tracing.shape_only_data import naming_files, replace_with_synthetic
 from axonlaunch.system import forked_call, forkserver, host
@@ -164,11 +164,27 @@ def trace_beside(config: RunConfig) -> Estimate:
     Raises:
         ConfigError: The configuration can't be run on any node, or can't be traced.
     """
+    _work_beside()
+    return trace(config)
+
+
+def predict_step_beside(config: RunConfig) -> StepPrediction:
+    """Do as ``predict_step`` with what others leave of the cores, in silence.
+
+    Raises:
+        ConfigError: The run can't be traced, or its hardware lacks a figure.
+    """
+    _work_beside()
+    from axonlaunch.planning.throughput.predicted_parts import predict_step
+
+    return predict_step(config)
+
+
+def _work_beside() -> None:
     _yield_to_ranks()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
-    return trace(config)
 
 
 def _yield_to_ranks() -> None:

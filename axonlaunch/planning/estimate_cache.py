@@ -20,6 +20,7 @@ from axonlaunch.config.layout import num_ranks
 from axonlaunch.config.schema import REGISTRIES
 from axonlaunch.planning.records import Estimate, RankEstimate
 from axonlaunch.system import cache
+from axonlaunch.system.allocator_settings import segments_grow
 from axonlaunch.system.cache import keep
 
 _MOST = 1000
@@ -105,6 +106,7 @@ def _file(config: RunConfig, exact: bool) -> Path:
         "memory_gib": hardware.memory_gib if hardware else None,
         "is_cpu": hardware is not None and hardware.is_cpu,
         "exact": exact,
+        "segments_grow": segments_grow(),
         "axonlaunch": version("axonlaunch"),
         "torch": version("torch"),
         "source": cache.source_hash(),

@@ -214,7 +214,7 @@ def _other_states(
 ) -> Iterator[ConfigIssue]:
     """Refuse optimizer states that this run's optimizer does not have, or has and lacks here."""
     optimizer, saved = config.optimizer, reader.saved_states(checkpoint)
-    facts = parameter_facts(spec_for(config.model), model)
+    facts = parameter_facts(spec_for(config), model)
     wanted = {
         f"{name}.{state}"
         for name, parameter in facts.items()
@@ -242,37 +242,39 @@ def _other_states(
         yield ConfigIssue("optimizer.name", message, optimizer.name)
 
 
-def _other_types(config: RunConfig, found: Checkpoint, model: nn.Module) -> Iterator[ConfigIssue]:
+def _other_types(
+    config: RunConfig, checkpoint: Checkpoint, model: nn.Module
+) -> Iterator[ConfigIssue]:
     """Refuse to take weights, or states, in another type than they were saved in."""
-    saved, optimizer = reader.contents(found), config.optimizer
-    kept = _DTYPES[config.train.param_dtype]
-    facts = parameter_facts(spec_for(config.model), model)
+    saved, optimizer = reader.contents(checkpoint), config.optimizer
+    dtype = _DTYPES[config.train.param_dtype]
+    facts = parameter_facts(spec_for(config), model)
     for name, parameter in model.named_parameters():
-        own = parameter.dtype if kept is torch.float32 else kept
+        own = parameter.dtype if dtype is torch.float32 else dtype
         seen = _dtype(saved.get(f"{reader.MODEL}{name}"))
         if seen is not None and parameter.is_floating_point() and seen != own:
-            message = f"{found.path} has {name} in {_named(seen)}; use that, or model.weights"
+            message = f"{checkpoint.path} has {name} in {_named(seen)}; use that, or model.weights"
             yield ConfigIssue("train.param_dtype", message, config.train.param_dtype)
             return
         updated = torch.float32 if getattr(optimizer, "state_dtype", None) == "fp32" else own
-        if (one := facts.get(name)) is None:
+        if (entry := facts.get(name)) is None:
             continue
-        for state, kind in states_of(with_options(optimizer, one), one.shape).items():
+        for state, kind in states_of(with_options(optimizer, entry), entry.shape).items():
             seen = _dtype(saved.get(f"optimizer.{name}.{state}"))
             if kind.dtype == "parameter" and seen is not None and seen != updated:
                 use = "fp32" if seen is torch.float32 else "parameter"
-                message = f"{found.path} has {name}.{state} in {_named(seen)}; use {use}"
+                message = f"{checkpoint.path} has {name}.{state} in {_named(seen)}; use {use}"
                 yield ConfigIssue("optimizer.state_dtype", message, optimizer.state_dtype)
                 return
 
 
 def _dtype(entry: Any) -> torch.dtype | None:
-    found: torch.dtype | None = getattr(getattr(entry, "properties", None), "dtype", None)
-    return found
+    dtype: torch.dtype | None = getattr(getattr(entry, "properties", None), "dtype", None)
+    return dtype
 
 
 def _named(dtype: torch.dtype) -> str:
-    return next((name for name, one in _DTYPES.items() if one == dtype), str(dtype))
+    return next((name for name, known in _DTYPES.items() if known == dtype), str(dtype))
 
 
 def _kinds(states: set[str]) -> set[str]:

@@ -14,7 +14,6 @@ from queue import SimpleQueue
 import torch
 from torch import nn
 
-from axonlaunch.comm import nccl
 from axonlaunch.config import ConfigError, ConfigIssue, RunConfig
 from axonlaunch.config.hardware import GIB
 from axonlaunch.config.layout import Layout, num_ranks, resolved, with_backend
@@ -27,8 +26,9 @@ from axonlaunch.data.dataset import Dataset
 from axonlaunch.data.encoding import OnProgress, Tokenising
 from axonlaunch.data.text_rows import Untokenised
 from axonlaunch.models.build import on_meta, spec_for
-from axonlaunch.models.parameter_facts import share_of_states
+from axonlaunch.models.parameter_facts import TrainingShares
 from axonlaunch.models.spec import ModelSpec
+from axonlaunch.models.trained import frozen_problems
 from axonlaunch.preflight.checkpoint import checkpoint_problems, epochs_problems
 from axonlaunch.preflight.dataset import (
     described_dataset,
@@ -37,6 +37,7 @@ from axonlaunch.preflight.dataset import (
     sample_problems,
     with_steps,
 )
+from axonlaunch.preflight.devices import accelerators, device_problems, memory_of_a_rank
 from axonlaunch.preflight.model_outputs import head_problems, output_problems
 from axonlaunch.preflight.optimizer import optimizer_problems
 from axonlaunch.preflight.own_data import own_data_problems
@@ -48,7 +49,6 @@ from axonlaunch.preflight.parallelism import (
     tensor_problems,
 )
 from axonlaunch.preflight.paths import with_absolute_paths
-from axonlaunch.system import host
 from axonlaunch.system.disk import free_bytes
 from axonlaunch.system.formatting import size
 
@@ -63,7 +63,7 @@ def resolve(config: RunConfig, *, devices: int | None = None) -> RunConfig:
     Raises:
         ConfigError: Every problem, all at once.
     """
-    devices = accelerators() if devices is None else devices
+    devices = accelerators(config) if devices is None else devices
     return _resolved(config, devices=devices, here=True)
 
 
@@ -75,7 +75,7 @@ def resolving(
     Raises:
         ConfigError: Every problem, all at once.
     """
-    devices = accelerators() if devices is None else devices
+    devices = accelerators(config) if devices is None else devices
     states: SimpleQueue[Tokenising | None] = SimpleQueue()
     with ThreadPoolExecutor(1, thread_name_prefix="checking") as pool:
         checking = pool.submit(_resolved, config, devices=devices, here=True, report=states.put)
@@ -91,14 +91,14 @@ def resolve_anywhere(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: Every problem, all at once.
     """
-    nproc = config.launch.nproc
-    return _resolved(config, devices=accelerators() if nproc == "auto" else 0, here=False)
+    devices = accelerators(config) if config.launch.nproc == "auto" else 0
+    return _resolved(config, devices=devices, here=False)
 
 
 def obstacles(config: RunConfig) -> list[ConfigIssue]:
     """Return what would stop a run here whose ``launch.nproc`` is resolved."""
     import_plugins(config.plugins)
-    devices = accelerators()
+    devices = accelerators(config)
     return find_issues(with_backend(config, accelerators=devices), devices=devices)
 
 
@@ -147,7 +147,7 @@ def _examine(
     # Again, now that all is resolved: each rank holds what it reads of the run against them.
     problems = find_rule_violations(config)
     if devices is not None:
-        problems += _backend(config, devices)
+        problems += device_problems(config, devices)
         problems += _custom_loggers(config)
         problems += _attention(config)
     dataset, issues = described_dataset(config)
@@ -197,37 +197,6 @@ def fetch_model(config: RunConfig, *, here: bool) -> list[ConfigIssue]:
     return []
 
 
-def accelerators() -> int:
-    """Return the number of accelerators that NCCL can serve.
-
-    Raises:
-        ConfigError: There is a driver, and it fails: the run would be on the CPU unnoticed.
-    """
-    try:
-        return len(nccl.devices())
-    except RuntimeError as error:
-        message = (
-            f"CUDA fails here: {str(error).splitlines()[0]}; repair it (nvidia-smi), or hide the "
-            "devices by CUDA_VISIBLE_DEVICES= to compute on the CPU"
-        )
-        raise ConfigError([ConfigIssue("launch.backend", message)]) from None
-
-
-def _backend(config: RunConfig, devices: int) -> Iterator[ConfigIssue]:
-    backend, nproc = config.launch.backend, config.launch.nproc
-    assert nproc != "auto"
-    if backend == "nccl" and devices < nproc:
-        have = f"this node has {devices}" if devices else "this node has none"
-        yield ConfigIssue(
-            "launch.backend",
-            f"{nproc} ranks need an accelerator each; {have}; use gloo",
-            backend,
-        )
-    if backend == "mock" and config.train.compile:
-        message = "ranks are threads of one process, and torch.compile is not for threads; use gloo"
-        yield ConfigIssue("launch.backend", message, backend)
-
-
 def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
     """Import them; each is made on the main rank, once it is running."""
     for number, logger in enumerate(config.loggers):
@@ -240,7 +209,7 @@ def _custom_loggers(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _attention(config: RunConfig) -> Iterator[ConfigIssue]:
     model = config.model
-    on_cpu = config.launch.backend != "nccl"
+    on_cpu = config.launch.device != "cuda"
     if isinstance(model, HuggingFaceConfig) and model.attention == "flex" and on_cpu:
         message = "torch can't train with it on CPUs; use sdpa"
         yield ConfigIssue("model.attention", message, "flex")
@@ -252,14 +221,16 @@ def _model(
     """Build the model without storage."""
     spec = None
     try:
-        spec = spec_for(config.model)
-        model = on_meta(config.model, seed=config.seed)
+        spec = spec_for(config)
+        model = on_meta(config, seed=config.seed)
         spec.blocks(model)
     except ConfigError as error:
         return spec, None, error.problems
     except (Exception, SystemExit) as error:  # a user's own builder may fail in any way
         message = f"building it failed with {type(error).__name__}: {error}"
         return spec, None, [ConfigIssue("model", message, config.model.name)]
+    if issues := list(frozen_problems(model, config.train)):
+        return spec, None, issues
     if not any(parameter.requires_grad for parameter in model.parameters()):
         message = "it has no parameter that can be trained"
         return spec, None, [ConfigIssue("model", message, config.model.name)]
@@ -344,11 +315,11 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
     count = sum(p.numel() for p in model.parameters())
     parameters = count // (layout.tensor * layout.pipeline)
     element = config.train.parameter_bytes
-    states = element * share_of_states(config)
-    per_element = (
-        element / layout.parameter_shards
-        + element / layout.gradient_shards
-        + states / layout.optimizer_shards
+    shares = TrainingShares.of(config)
+    per_element = element * (
+        1 / layout.parameter_shards
+        + shares.gradients / layout.gradient_shards
+        + shares.states / layout.optimizer_shards
     )
     per_rank = int(parameters * per_element)
     memory, where = min(_rooms(config))
@@ -364,14 +335,10 @@ def _memory(config: RunConfig, model: nn.Module, layout: Layout) -> Iterator[Con
 
 def _rooms(config: RunConfig) -> Iterator[tuple[int, str]]:
     """Yield the bytes that a rank may take: of what runs it here, and of the hardware it names."""
-    hardware, nproc = config.hardware, config.launch.nproc
-    assert nproc != "auto"
+    hardware = config.hardware
     if hardware is not None and hardware.memory_bytes is not None:
         yield hardware.memory_bytes, f"hardware={hardware.name}"
-    if config.launch.backend == "nccl" and (devices := nccl.devices()):
-        yield devices[0].memory_bytes, "a device here"
-    else:
-        yield host.memory_bytes() // nproc, "a rank's share of this node's memory"
+    yield memory_of_a_rank(config)
 
 
 def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
@@ -382,7 +349,7 @@ def _disk(config: RunConfig, model: nn.Module) -> Iterator[ConfigIssue]:
     num_checkpoints = (
         config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     )  # and the one being written
-    per_checkpoint = count * config.train.parameter_bytes * (1 + share_of_states(config))
+    per_checkpoint = count * config.train.parameter_bytes * (1 + TrainingShares.of(config).states)
     needed = int(per_checkpoint) * num_checkpoints
     where = config.checkpoint.path or config.run_dir
     if is_url(where):  # a bucket's room is not known

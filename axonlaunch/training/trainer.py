@@ -159,7 +159,7 @@ def fit(
         peak_memory_bytes=watch.peak_bytes(),
     )
     monitor.report(done)
-    monitor.beat("done", step=engine.step)
+    monitor.report_phase("done", step=engine.step)
     return done
 
 
@@ -274,7 +274,7 @@ class _Loop:
         self.progress.leave_out_since(started)
 
     def _begin(self, phase: str) -> None:
-        self.monitor.beat(phase, step=self.engine.step)
+        self.monitor.report_phase(phase, step=self.engine.step)
         self.stragglers.note(phase)
 
     def _read(self) -> AnyBatch:

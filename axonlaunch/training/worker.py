@@ -59,7 +59,7 @@ def run(
         monitor: Follows this rank; events reach that of the main rank alone.
         cpu_peak: Makes what finds the peak of a CPU's memory; None: it is not found.
     """
-    monitor.beat("building", step=None)
+    monitor.report_phase("building", step=None)
     configure_arithmetic(config.train)
     layout = Layout.of(config, world_size=world.world_size)
     dataset = data.build_dataset(config.data, config.tokenizer)
@@ -73,7 +73,7 @@ def run(
     watch = _watch(config, world, cpu_peak)
     source = Source(storing=watch.storing)
     engine = build_engine(config, world, sample=sample_inputs(dataset), source=source)
-    monitor.beat("loading", step=None)
+    monitor.report_phase("loading", step=None)
     resumed = _restore(config, engine, world)
     if resumed.checkpoint is None:
         load_initial_weights(engine, config.model, world=world)
@@ -127,7 +127,7 @@ def run(
             every=config.checkpoint.every,
             layout=str(layout),
             background=config.checkpoint.async_save,
-            wrote=lambda: monitor.beat("saving", step=engine.step),
+            wrote=lambda: monitor.report_phase("saving", step=engine.step),
         )
     with loggers, _tokenising_ahead(config, dataset, world):
         finished = fit(
@@ -163,6 +163,7 @@ def _flops_per_token(config: RunConfig, engine: Engine, dataset: Dataset) -> flo
     return training_flops_per_token(
         parameters=engine.num_parameters,
         looked_up=engine.num_looked_up,
+        frozen=engine.num_frozen,
         layers=getattr(config.model, "num_hidden_layers", 0),
         hidden_size=getattr(config.model, "hidden_size", 0),
         positions=dataset.sample_shape[0],
@@ -261,7 +262,7 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
             "strategy.fsdp.sharding=hybrid_shard: there is one replica, as under full_shard; "
             "strategy.fsdp.replicate=2 makes two"
         )
-    notes += device_notes(world.backend)
+    notes += device_notes(world)
     offload = strategy.fsdp.cpu_offload
     if offload != "none" and world.device.type == "cpu":
         notes.append(
@@ -281,11 +282,17 @@ def _notes(config: RunConfig, world: World) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def device_notes(backend: str) -> Iterator[str]:
-    """Say that devices are there, and the run is on the CPU."""
-    if backend == Backend.GLOO and (devices := device_count()):
+def device_notes(world: World) -> Iterator[str]:
+    """Say that devices are there and the run is on the CPU, or that ranks share a device."""
+    if world.device.type == "cpu" and (devices := device_count()):
         yield (
-            f"launch.backend=gloo: the ranks compute on the CPU, and rank 0 sees {devices} "
+            f"launch.device=cpu: the ranks compute on the CPU, and rank 0 sees {devices} "
             f"{'device' if devices == 1 else 'devices'}; a rank for each would use them: "
-            f"launch.nproc={devices} launch.backend=nccl"
+            f"launch.device=cuda launch.nproc={devices}"
+        )
+    if world.device.type != "cpu" and world.backend is not Backend.NCCL and world.world_size > 1:
+        whose = "are those of all ranks" if world.backend is Backend.MOCK else "are its own"
+        yield (
+            f"launch.backend={world.backend}: ranks share {world.device} to be debugged on it, "
+            f"which is slow; the main rank's memory figures {whose}"
         )

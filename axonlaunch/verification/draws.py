@@ -115,10 +115,15 @@ def _between_ranks(
                     f"step {step}: data ranks {other} and {rank} draw the same random numbers in "
                     f"{module}: dropout would mask their samples alike"
                 )
+            if apart == {"cp"} and set(values) & set(theirs):
+                yield (
+                    f"step {step}: ranks {other} and {rank} of a context axis draw the same random "
+                    f"numbers in {module}: dropout would mask other positions alike"
+                )
 
 
 def recorder(config: RunConfig, modules: Iterable[nn.Module], *, rank: int) -> DrawRecorder | None:
     """Return what records a rank's draws; None where blocks are compiled, which draw otherwise."""
     if config.train.compile:
         return None
-    return DrawRecorder(spec_for(config.model), modules, rank=rank)
+    return DrawRecorder(spec_for(config), modules, rank=rank)

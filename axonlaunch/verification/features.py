@@ -26,7 +26,7 @@ def features(config: RunConfig, plan: ComparisonPlan, reference: Reference) -> d
         train.grad_clip is not None and step.norm > train.grad_clip for step in reference.steps
     )
     skipped = sum(step.skipped for step in reference.steps)
-    found = {
+    exercised = {
         "real processes": (
             f"{NOT}; use launch.backend=gloo"
             if config.launch.backend == "mock"
@@ -55,13 +55,13 @@ def features(config: RunConfig, plan: ComparisonPlan, reference: Reference) -> d
         else f"{NOT}; axonlaunch verify does",
     }
     if train.precision == "fp16":
-        found["skipped steps"] = f"{skipped} of {len(reference.steps)}"
-    return found
+        exercised["skipped steps"] = f"{skipped} of {len(reference.steps)}"
+    return exercised
 
 
 def _accumulation(layout: Layout) -> str:
     if layout.pipeline > 1:
-        return f"{layout.rounds} rounds of {layout.round_microbatches} micro-batches"
+        return f"{layout.rounds} rounds of {layout.microbatches_per_round} micro-batches"
     if layout.micro_batches == 1:
         return f"{NOT}; use a smaller train.micro_batch_size"
     return f"{layout.micro_batches} micro-batches of {layout.micro_batch_size}"

@@ -73,7 +73,7 @@ def compare(
         folder: Where a checkpoint may be written, the same for every rank.
     """
     run = _LayoutRun(config, world, reference, plan)
-    differences = [replace(one, rank=world.rank) for one in run.differences(folder)]
+    differences = [replace(difference, rank=world.rank) for difference in run.differences(folder)]
     return RankReport(differences, run.draws)
 
 
@@ -150,6 +150,8 @@ class _LayoutRun:
                 # What one process has no gradient of may have one of zero elsewhere.
                 nothing = torch.zeros(parameter.shape) if expected is None else expected
                 yield of_tensor(where, gradient, nothing, floor=floor)
+            if parameter.requires_grad == (name in self._reference.frozen):
+                yield Difference(number + 1, "gradient", name, math.inf)
 
     def _parameters(self, number: int, expected: dict[str, Tensor]) -> Iterator[Difference]:
         for name, parameter in self._engine.named_parameters():

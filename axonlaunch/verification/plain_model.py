@@ -29,7 +29,7 @@ def threads_for(config: RunConfig) -> Iterator[None]:
         config: The run's.
     """
     before = torch.get_num_threads()
-    parameters = sum(p.numel() for p in on_meta(config.model, seed=config.seed).parameters())
+    parameters = sum(p.numel() for p in on_meta(config, seed=config.seed).parameters())
     if parameters < _SMALL:
         torch.set_num_threads(1)
     try:

@@ -75,6 +75,7 @@ class Reference:
         end: Parameters after the last step.
         evaluation: Mean loss and counted targets of the first held-out batch, halfway.
         prediction: Outputs for ``PREDICTED`` samples of it, then.
+        frozen: Names of parameters that are not trained.
         dropout: Largest rate of dropout in the model, which is off here.
         saved_step: Steps before the state that is saved.
         halfway: Steps before the evaluation.
@@ -88,6 +89,7 @@ class Reference:
     end: dict[str, Tensor]
     evaluation: tuple[float, float] | None = None
     prediction: Tensor | None = None
+    frozen: tuple[str, ...] = ()
     dropout: float = 0.0
     saved_step: int = 0
     halfway: int = 0
@@ -104,9 +106,9 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
     try:
         with threads_for(config), torch.random.fork_rng(devices=[]):
             first = PlainRun(config, plan)
-            found = first.run()
-            _refuse_random(found, PlainRun(config, plan))
-            return found, PlainRun(config, plan, roughness=_roughness(config)).run()
+            reference = first.run()
+            _refuse_random(reference, PlainRun(config, plan))
+            return reference, PlainRun(config, plan, roughness=_roughness(config)).run()
     except NoReferenceError:
         raise
     except Exception as error:
@@ -115,13 +117,13 @@ def run_references(config: RunConfig, plan: ComparisonPlan) -> tuple[Reference, 
         ) from error
 
 
-def _refuse_random(found: Reference, again: PlainRun) -> None:
+def _refuse_random(reference: Reference, again: PlainRun) -> None:
     """Run the first step another time.
 
     Raises:
         NoReferenceError: It gives something else.
     """
-    expected, seen = found.steps[0], again.step(0)
+    expected, seen = reference.steps[0], again.step(0)
     if not math.isfinite(expected.loss):
         raise NoReferenceError(f"the first loss of one process is {expected.loss}")
     same = all(_is_same(expected.gradients[n], g) for n, g in seen.gradients.items())
@@ -150,7 +152,7 @@ class PlainRun:
 
     def __init__(self, config: RunConfig, plan: ComparisonPlan, *, roughness: float = 0.0) -> None:
         self._config, self._plan = config, plan
-        self._spec = spec_for(config.model)
+        self._spec = spec_for(config)
         self._layout = Layout.of(config, world_size=num_ranks(config))
         dataset = data.build_dataset(config.data, config.tokenizer)
         self._loader = whole_loader(config, dataset)
@@ -166,7 +168,7 @@ class PlainRun:
             inputs.roughen(self._parameters, relative=roughness)
         self._held = self._masters()
         self._optimizers = plain_optimizers(config.optimizer, self._spec, self.model, self._held)
-        is_fp16 = config.train.precision == "fp16" and not plan.fp64
+        is_fp16 = config.train.precision == "fp16"
         self._scaler = torch.amp.GradScaler("cpu", enabled=is_fp16)
         # Gradients that data ranks average are as many times larger before that as there are ranks,
         # which decides what overflows.
@@ -174,7 +176,7 @@ class PlainRun:
 
     def _built(self) -> nn.Module:
         config = self._config
-        model = build_model(config.model, seed=config.seed)
+        model = build_model(config, seed=config.seed)
         if initial_weights(config.model) is not None:
             World.mock(1).run(
                 lambda world: load_initial_weights(
@@ -212,6 +214,7 @@ class PlainRun:
             _copies(self._parameters),
             evaluation,
             prediction,
+            tuple(name for name in self._parameters if name not in self._trained),
             self._dropout,
             self._plan.saved,
             self._plan.halfway,
@@ -260,11 +263,11 @@ class PlainRun:
     def _update(self, number: int) -> tuple[float, bool]:
         """Clip and update; return the gradient's norm, and whether fp16 left the update out."""
         config = self._config
-        for name, held in self._held.items():
+        for name, parameter in self._held.items():
             gradient = self._trained[name].grad
-            if held is not self._trained[name]:
-                held.copy_(self._trained[name].detach())
-                held.grad = None if gradient is None else gradient.float()
+            if parameter is not self._trained[name]:
+                parameter.copy_(self._trained[name].detach())
+                parameter.grad = None if gradient is None else gradient.float()
         updated = [tensor for tensor in self._held.values() if tensor.grad is not None]
         if updated:
             for optimizer in self._optimizers:
@@ -299,15 +302,15 @@ class PlainRun:
             yield batch
             return
         size, share = self._layout.micro_batch_size, len(batch) // self._layout.data_ranks
-        kept: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         pieces: Iterator[MicroBatch] = batch.micro_batches(size)
         for number, piece in enumerate(pieces):
             if number * size == share:
-                kept = _copies(self._buffers())
+                buffers = _copies(self._buffers())
             yield piece
         for name, buffer in self._buffers().items():
-            if kept:
-                buffer.copy_(kept[name])
+            if buffers:
+                buffer.copy_(buffers[name])
 
     def _loss_sum(self, batch: MicroBatch) -> Tensor:
         outputs = self._outputs(batch)
@@ -331,20 +334,20 @@ class PlainRun:
         def in_type(tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        taken, given = batch.forward_arguments(self.model.forward)
+        taken, positions = batch.forward_arguments(self.model.forward)
         if dtype is torch.float64:
-            taken, given = map_tensors(in_type, (taken, given))
+            taken, positions = map_tensors(in_type, (taken, positions))
         if dtype in (torch.float32, torch.float64):
-            outputs = self.model(*taken, **given)
+            outputs = self.model(*taken, **positions)
         elif self._layout.facts.shards_parameters or self._config.train.param_dtype != "fp32":
             cast = {
                 n: p.to(dtype) if p.is_floating_point() else p for n, p in self._parameters.items()
             }
-            taken, given = map_tensors(in_type, (taken, given))
-            outputs = functional_call(self.model, cast, tuple(taken), given)
+            taken, positions = map_tensors(in_type, (taken, positions))
+            outputs = functional_call(self.model, cast, tuple(taken), positions)
         else:
             with torch.autocast("cpu", dtype=dtype):
-                outputs = self.model(*taken, **given)
+                outputs = self.model(*taken, **positions)
         if self._own is None and not isinstance(outputs, Tensor | ModelOutputs):
             raise NoReferenceError(str(not_a_tensor(outputs)))
         return outputs

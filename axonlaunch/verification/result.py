@@ -57,7 +57,8 @@ class ParityResult:
         parameters: Of the model.
         parameters_with_gradient: Those that have one on both sides, and not one of zeros.
         parameters_moved: Those that the updates changed.
-        unproved_parameters: Names of those that got no gradient, or did not move.
+        unproved_parameters: Names of those trained that got no gradient, or did not move.
+        frozen_parameters: Names of those that are not trained, and had no gradient on either side.
         features: How each feature was exercised, or that it was not.
         first_difference: The first module, in order of computation, whose output or gradient is
             not one process's in the first step, and how; empty where there is none.
@@ -83,6 +84,7 @@ class ParityResult:
     parameters_with_gradient: int = 0
     parameters_moved: int = 0
     unproved_parameters: list[str] = field(default_factory=list)
+    frozen_parameters: list[str] = field(default_factory=list)
     features: dict[str, str] = field(default_factory=dict)
     first_difference: str = ""
 

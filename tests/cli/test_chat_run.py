@@ -43,8 +43,8 @@ def test_an_epoch_is_resolved_to_steps_before_the_run_is_frozen(command: Served)
 
 
 def test_a_model_of_chats_answers_a_prompt_or_each_line(command: Served) -> None:
-    words = ["--chat", "--prompt", "What is 3 + 1?", "--tokens", "6", "--json"]
-    answered = json.loads(command("sample", "runs/chat", *words).stdout)["messages"]
+    overrides = ["--chat", "--prompt", "What is 3 + 1?", "--tokens", "6", "--json"]
+    answered = json.loads(command("sample", "runs/chat", *overrides).stdout)["messages"]
     assert [message["role"] for message in answered] == ["user", "assistant"]
     assert answered[0]["content"] == "What is 3 + 1?"
     assert "<|im_" not in answered[1]["content"]
@@ -55,8 +55,8 @@ def test_more_epochs_resume_with_the_tokenizer_that_was_learned(command: Served)
     more = command("train", *MODEL, *DATA, *SHORT, "train.epochs=2", "data.packing=none").stdout
     assert "steps 7 to 13" in more
     corpus.write_jsonl(command.folder / "others.jsonl", [{"prompt": "a", "completion": "b"}] * 60)
-    words = [*MODEL, *DATA, "data.files=[others.jsonl]", *SHORT, "train.epochs=3"]
-    error = command("train", *words, status=2).stderr
+    overrides = [*MODEL, *DATA, "data.files=[others.jsonl]", *SHORT, "train.epochs=3"]
+    error = command("train", *overrides, status=2).stderr
     assert "is not the tokenizer that the run was trained with; use " in error
 
 
@@ -79,9 +79,9 @@ def test_the_closing_sample_asks_a_question_of_the_data(tmp_path: Path) -> None:
 
 def test_a_model_without_a_chat_template_is_not_talked_to(command: Served) -> None:
     small = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
-    words = ["strategy=single", "launch.backend=mock", "train.steps=1", "train.eval_batches=0"]
+    overrides = ["strategy=single", "launch.backend=mock", "train.steps=1", "train.eval_batches=0"]
     (command.folder / "text.txt").write_text("to be or not to be. " * 60)
     data = ["data=text", "data.files=[text.txt]", "data.sequence_length=16"]
-    command("train", *small, *words, *data, "sample.max_new_tokens=0", "name=plain")
+    command("train", *small, *overrides, *data, "sample.max_new_tokens=0", "name=plain")
     error = command("sample", "runs/plain", "--chat", "--prompt", "a", status=2).stderr
     assert "have no chat template" in error

@@ -35,25 +35,25 @@ LAYOUTS = {
 }
 
 
-def words(model: str) -> list[str]:
+def overrides_of(model: str) -> list[str]:
     return [*MODELS[model], "model.num_hidden_layers=4", *DATA]
 
 
 @cache
 def single(model: str) -> Trained:
-    return train([*words(model), "strategy=single"], 1)
+    return train([*overrides_of(model), "strategy=single"], 1)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_keeps_documents_apart_as_one_process_does(layout: str, model: str) -> None:
     overrides, ranks = LAYOUTS[layout]
-    trained = train([*words(model), *overrides], ranks)
+    trained = train([*overrides_of(model), *overrides], ranks)
     assert_same(trained, single(model), tolerance=1e-5)
 
 
 def test_documents_of_a_row_change_what_is_learned() -> None:
-    together = train([*words("gpt"), "data.document_length=null", "strategy=single"], 1)
+    together = train([*overrides_of("gpt"), "data.document_length=null", "strategy=single"], 1)
     assert together.losses != single("gpt").losses
 
 
@@ -73,16 +73,3 @@ def test_an_estimate_of_packed_rows_needs_no_file() -> None:
     assert chosen.data.document_length == chosen.data.sequence_length == 1024
     chosen = estimate_config(["data=documents", "data.files=[none.jsonl]", "data.packing=none"])
     assert chosen.data.document_length is None
-
-
-def test_documents_of_a_model_of_transformers_are_not_divided() -> None:
-    pytest.importorskip("transformers")
-    sizes = "hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, vocab_size: 256"
-    sizes += ", num_key_value_heads: 2"
-    model = f"model.config={{model_type: qwen3, {sizes}, intermediate_size: 16, head_dim: 8}}"
-    with pytest.raises(ConfigError) as raised:
-        run_config(["model=hf", model, "model.init=random", *DATA, *CONTEXT, "launch.nproc=2"])
-    assert str(raised.value) == (
-        "data.document_length=5: a row holds several documents, which model=hf does not keep apart "
-        "where attention is divided; use null, or strategy.context.degree=1 in place of 2"
-    )

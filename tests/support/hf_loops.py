@@ -69,7 +69,11 @@ def _trained_by_transformers(path: Path, *more: str) -> list[float]:
     losses = []
     for batch in batches(chosen):
         optimizer.zero_grad()
-        found = model(input_ids=batch.inputs.long())
+        # Positions that start again are how transformers is told of documents in a row.
+        packed: dict[str, Any] = {}
+        if batch.positions is not None:
+            packed = {"position_ids": batch.positions, "use_cache": False}
+        found = model(input_ids=batch.inputs.long(), **packed)
         # Of the loss that models compute of labels, not all versions take ones that are shifted.
         loss = cross_entropy(found.logits.flatten(0, 1), batch.targets.flatten())
         if getattr(found, "aux_loss", None) is not None:

@@ -16,15 +16,18 @@ from axonlaunch.verification.plan import ComparisonPlan
 Patch = pytest.MonkeyPatch
 DDP = ["strategy=ddp", "launch.nproc=2"]
 TENSOR = ["strategy=tensor", "launch.nproc=2"]
+CONTEXT = ["strategy.context.degree=2", "launch.nproc=2"]
 RECOMPUTED = [*DDP, "train.activation_checkpointing=full"]
 
 
 def problems(overrides: list[str]) -> list[str]:
-    words = MODELS["gpt"]
+    arguments = MODELS["gpt"]
     if overrides is RECOMPUTED:  # blocks that don't draw save no generator's state
-        words = without_folder("gpt2", resid_pdrop=0.1)
-    chosen = run_config([*words, "train.global_batch_size=8", *overrides])
-    return compare.on_mock(chosen, ComparisonPlan(steps=2)).differences
+        arguments = without_folder("gpt2", resid_pdrop=0.1)
+    chosen = run_config([*arguments, "train.global_batch_size=8", *overrides])
+    verdict = compare.on_mock(chosen, ComparisonPlan(steps=2))
+    assert verdict.failure is None
+    return verdict.differences
 
 
 def seeds(patch: Patch, seed: Any) -> None:
@@ -57,7 +60,7 @@ def recomputation_draws_anew(patch: Patch) -> None:
     patch.setattr(activation_checkpointing, "checkpoint", without_state)
 
 
-@pytest.mark.parametrize("overrides", [DDP, TENSOR, RECOMPUTED], ids=" ".join)
+@pytest.mark.parametrize("overrides", [DDP, TENSOR, CONTEXT, RECOMPUTED], ids=" ".join)
 def test_it_passes_what_draws_as_it_should(overrides: list[str]) -> None:
     assert problems(overrides) == []
 
@@ -66,6 +69,7 @@ def test_it_passes_what_draws_as_it_should(overrides: list[str]) -> None:
     ("fault", "overrides", "reported"),
     [
         (every_rank_draws_the_same, DDP, "data ranks 0 and 1 draw the same random numbers"),
+        (every_rank_draws_the_same, CONTEXT, "of a context axis draw the same random numbers"),
         (every_step_draws_the_same, DDP, "the same random numbers in layers.0"),
         (tensor_ranks_draw_different_numbers, TENSOR, "of a tensor axis draw different"),
         (recomputation_draws_anew, RECOMPUTED, "recomputing "),

@@ -323,7 +323,7 @@ class TensorParallelAttention(Attention):
         )
         self.axis = axis
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        columns = [convert_module(one, ColumnParallelLinear) for one in projections]
+        columns = [convert_module(projection, ColumnParallelLinear) for projection in projections]
         self.region = ColumnParallelGroup(axis, columns)
         for column in columns:
             column.axis, column.region, column.enters = axis, self.region, False

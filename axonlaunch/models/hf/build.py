@@ -30,9 +30,11 @@ class CausalLM(nn.Module):
 
     Attributes:
         _part_positions: Of the tokens of a part of a sequence, by their number; None: they are all.
+        _whole_positions: Positions in documents of a part's tokens to those of the whole rows'.
     """
 
     _part_positions: Callable[[int], Tensor] | None = None
+    _whole_positions: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor | ModelOutputs:
         """Return logits [samples, tokens, vocabulary] of tokens [samples, tokens].
@@ -42,16 +44,17 @@ class CausalLM(nn.Module):
             positions: Of each token in its document, for rows that hold several, [samples, tokens].
         """
         if positions is not None:
-            with library.documents_apart(positions):
-                found: Any = super().forward(input_ids=input_ids, position_ids=positions)
+            whole = self._whole_positions
+            with library.documents_apart(positions if whole is None else whole(positions)):
+                outputs: Any = super().forward(input_ids=input_ids, position_ids=positions)
         elif self._part_positions is None:
-            found = super().forward(input_ids=input_ids)
+            outputs = super().forward(input_ids=input_ids)
         else:
             positions = self._part_positions(input_ids.shape[1]).to(input_ids.device)
             with library.positions_of_a_part():
-                found = super().forward(input_ids=input_ids, position_ids=positions[None])
-        logits: Tensor = found.logits
-        auxiliary = getattr(found, "aux_loss", None)
+                outputs = super().forward(input_ids=input_ids, position_ids=positions[None])
+        logits: Tensor = outputs.logits
+        auxiliary = getattr(outputs, "aux_loss", None)
         if auxiliary is None:
             return logits
         return ModelOutputs(logits, auxiliary * _coefficient(self))

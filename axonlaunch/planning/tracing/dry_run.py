@@ -118,7 +118,7 @@ class FakeRank:
             materialize(module, device=device)
 
     def _boundaries(self, divide: Divide, stages: Any) -> dict[int, tuple[Tensor, Tensor]]:
-        spec, layout = spec_for(self._reduced.config.model), self._reduced.layout
+        spec, layout = spec_for(self._reduced.config), self._reduced.layout
         model = self._reduced.build(1 if self._reduced.repeats else None)
         divide(model)
         shape = [layout.micro_batch_size, *self._reduced.sample.shape]

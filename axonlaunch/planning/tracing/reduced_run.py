@@ -75,11 +75,11 @@ class ReducedRun:
         ranks = num_ranks(config)
         layout = Layout.of(config, world_size=ranks)
         dataset = data.build_dataset(config.data, config.tokenizer)
-        model, sample = on_meta(config.model, seed=config.seed), sample_inputs(dataset)
+        model, sample = on_meta(config, seed=config.seed), sample_inputs(dataset)
         if layout.pipeline > 1:
             split = _split(config, layout, model, sample)
             config = with_values(config, {"strategy.pipeline.split": split})
-        spec = spec_for(config.model)
+        spec = spec_for(config)
         return cls(
             config,
             layout,
@@ -103,7 +103,7 @@ class ReducedRun:
 
     def build(self, num_blocks: int | None = None) -> nn.Module:
         """Return a model of as many of the first blocks, or ``num_blocks``, on the meta device."""
-        spec, count = spec_for(self.config.model), num_blocks or self.num_blocks
+        spec, count = spec_for(self.config), num_blocks or self.num_blocks
         if count == len(spec.blocks(self.model)):
             return copy.deepcopy(self.model)
         assert spec.layers is not None
@@ -115,7 +115,7 @@ class ReducedRun:
         return PipelineSchedule(
             self.layout.schedule,
             degree=self.layout.pipeline,
-            microbatches=self.layout.round_microbatches,
+            microbatches=self.layout.microbatches_per_round,
             stages_per_rank=self.layout.stages_per_rank,
         )
 
@@ -163,13 +163,13 @@ class ReducedRun:
         degree = min(_SHORT, layout.pipeline)
         fits = SCHEDULES[layout.schedule].fits
         # The first rank's forwards may all go ahead of its backwards, or all but one.
-        rest = 2 if place else min(2, layout.round_microbatches - layout.pipeline)
+        rest = 2 if place else min(2, layout.microbatches_per_round - layout.pipeline)
         microbatches = next(
             n
             for n in itertools.count(degree + rest if rest < 2 else _SETTLED)
             if fits(n, degree=degree, stages_per_rank=layout.stages_per_rank)
         )
-        microbatches = min(microbatches, layout.round_microbatches)
+        microbatches = min(microbatches, layout.microbatches_per_round)
         short = self._with(degree=degree, microbatches=microbatches, rounds=min(2, layout.rounds))
         short_place = min(place, max(1, degree - layout.pipeline + place))
         counts = [1] * short.layout.num_stages

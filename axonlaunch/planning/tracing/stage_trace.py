@@ -116,7 +116,7 @@ class StageTrace:
         trace = done[next(iter(self._keys()))]
         short, whole = self.short.layout, self.whole.layout
         micro_batches = whole.micro_batches - short.micro_batches
-        in_a_round = whole.round_microbatches - short.round_microbatches
+        in_a_round = whole.microbatches_per_round - short.microbatches_per_round
         more = dict.fromkeys(CATEGORIES, 0)
         more["activations"] = micro_batches * trace.fed
         for category, num_bytes in trace.received.items():
@@ -173,7 +173,7 @@ def traced(reduced: ReducedRun, rank: int) -> Traced:
     world = fake_world.join_fake_world(rank=rank, world_size=reduced.world_size)
     with refusing_untraceable(reduced.config):
         dry = FakeRank(reduced, world, trace=trace)
-        batch, spec = dry.batch(), spec_for(reduced.config.model)
+        batch, spec = dry.batch(), spec_for(reduced.config)
         with dry.storing():
             dry.settle()
             measure_stage(dry.engine, batch, trace, spec=spec, updating=fake_world.assume_true)

@@ -65,6 +65,30 @@ def test_other_axes_divide_what_a_context_axis_leaves(layout: list[str], tmp_pat
     assert found == pytest.approx(by_transformers(tmp_path), rel=2e-5)
 
 
+PACKED = {
+    "llama": CONTEXT,
+    "mistral": ["strategy=ddp", "strategy.context.degree=4", "launch.nproc=4"],
+    "deepseek_v3": CONTEXT,
+    "qwen3_moe": ["strategy=tensor", "strategy.tensor.degree=2", *CONTEXT[1:2], "launch.nproc=4"],
+    "gemma3_text": [
+        *("strategy=pipeline", "strategy.pipeline.degree=2", *CONTEXT[1:2], "launch.nproc=4"),
+        "train.activation_checkpointing=full",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_parts_of_packed_rows_keep_documents_apart_as_a_plain_loop_does(
+    kind: str, tmp_path: Path
+) -> None:
+    # Documents of 20 tokens begin in one part and end in another, and are longer than a window.
+    save(kind, tmp_path)
+    packed = "data.document_length=20"
+    expected = by_transformers(tmp_path, packed)
+    assert by_axonlaunch(tmp_path, PACKED[kind], packed) == pytest.approx(expected, rel=2e-5)
+    assert expected != pytest.approx(by_transformers(tmp_path), rel=2e-5)
+
+
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_heads_of_two_sizes_and_sinks_attend_as_they_do_whole(kind: str, tmp_path: Path) -> None:
     save(kind, tmp_path)
