@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 _OF_THE_MIX = {"of_all_groups": True}
 """Of a key that is one for all sources of a mix."""
 
 
+def _schema_of(options: dict[str, Any], schema: type) -> type:
+    """Return the dataclass of a source's options: of its kind, or of the mix's."""
+    kinds = {"documents": DocumentsConfig, "chat": ChatConfig}
+    return kinds.get(str(options.get("data")), schema)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceShare:
-    """How much of a mix is of a source."""
+    """How much of a mix is of a source, and of which kind it is."""
 
+    data: Literal["documents", "chat"] | None = None
+    """what the rows are, as data=documents and data=chat read them; null: what those of the mix
+    are
+    """
     weight: float | None = field(default=None, metadata={"above": 0})
     """share of the rows, beside the weights of the other sources; the mix is as long as it takes to
     see each row once
@@ -37,10 +47,15 @@ class TextRowsConfig:
     """
     mix: dict[str, dict[str, Any]] = field(
         default_factory=dict,
-        metadata={"groups": SourceShare, "allowed": "{NAME: {files: [...], weight: ..., ...}}"},
+        metadata={
+            "groups": SourceShare,
+            "schema_of": _schema_of,
+            "allowed": "{NAME: {files: [...], weight: ..., ...}}",
+        },
     )
-    """sources in place of files, by a name: each has its files, its weight or epochs, and what keys
-    of data it wants to be other than the mix's
+    """sources in place of files, by a name: each has its files, its weight or epochs, as data what
+    its rows are where the mix's are others, and what keys of data it wants to be other than the
+    mix's
     """
     sequence_length: int = field(default=1024, metadata={"min": 1, **_OF_THE_MIX})
     """tokens of a row"""
@@ -90,17 +105,21 @@ class TextRowsConfig:
             problems.append(("held_out", message))
         return problems
 
-    def sources(self) -> dict[str, Self]:
+    def sources(self) -> dict[str, TextRowsConfig]:
         """Return the configuration of each source of a mix, as that of a dataset of its own."""
+        return {name: self._source(options) for name, options in self.mix.items()}
+
+    def _source(self, options: dict[str, Any]) -> TextRowsConfig:
+        schema = _schema_of(options, type(self))
         shares = {share.name for share in dataclasses.fields(SourceShare)}
-        return {
-            name: dataclasses.replace(
-                self,
-                **{"files": [], **{k: v for k, v in options.items() if k not in shares}},
-                mix={},
-            )
-            for name, options in self.mix.items()
+        own = {name: value for name, value in options.items() if name not in shares}
+        common = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(schema)
+            if field.name != "name" and hasattr(self, field.name)
         }
+        source: TextRowsConfig = schema(**{**common, "mix": {}, "files": [], **own})
+        return source
 
     def shares(self) -> dict[str, SourceShare]:
         """Return how much of a mix each source is."""

@@ -23,6 +23,7 @@ def typed_groups(
     key: str,
     *,
     type_tree: Callable[[dict[str, Any], type, str], Any],
+    schema_of: Callable[[dict[str, Any], type], type] = lambda options, schema: schema,
 ) -> tuple[dict[str, dict[str, Any]], list[ConfigIssue]]:
     """Type ``{pattern: {option: value}}``, whose options are a dataclass's fields, or ``extra``'s.
 
@@ -36,6 +37,7 @@ def typed_groups(
         tree: Of the optimizer or the data, as composed.
         key: Dotted, of the patterns.
         type_tree: ``validate``, which imports this module.
+        schema_of: A group's options and ``schema`` to the dataclass of that group.
 
     Returns:
         The typed options, and what is wrong with them.
@@ -43,16 +45,7 @@ def typed_groups(
     if not isinstance(patterns, dict):
         return {}, [ConfigIssue(key, "expected {PATTERN: {OPTION: value}}", patterns)]
     problems: list[ConfigIssue] = []
-    fields = {
-        field.name
-        for field in dataclasses.fields(schema)
-        if field.name not in ("name", key.rpartition(".")[2])
-        and not field.metadata.get("of_all_groups")
-    }
     extras = {f.name for f in dataclasses.fields(extra)}
-    is_free = "arguments" in fields  # whose class takes what it takes
-    if is_free:
-        fields = {"lr"}
     own = {name: value for name, value in tree.items() if name != key.rpartition(".")[2]}
     typed: dict[str, dict[str, Any]] = {}
     for pattern, options in patterns.items():
@@ -60,10 +53,15 @@ def typed_groups(
         if not isinstance(options, dict) or not options:
             problems.append(ConfigIssue(where, "expected its options, {OPTION: value}", options))
             continue
+        of_group = schema_of(options, schema)
+        fields = _options_of(of_group, key)
+        is_free = "arguments" in fields  # whose class takes what it takes
+        if is_free:
+            fields = {"lr"}
         known = fields & options.keys()
         beside = {name: options[name] for name in extras & options.keys()}
         chosen = {name: options[name] for name in known}
-        of_fields = type_tree({**own, **chosen}, schema, where)
+        of_fields = type_tree({**own, **chosen}, of_group, where)
         of_extras = type_tree(beside, extra, where)
         problems += [
             problem
@@ -81,3 +79,13 @@ def typed_groups(
                 message = unknown("option of a group", str(name), sorted(fields | extras))
                 problems.append(ConfigIssue(f"{where}.{name}", message, value))
     return typed, problems
+
+
+def _options_of(schema: type, key: str) -> set[str]:
+    """Return the fields of a dataclass that a group may set."""
+    return {
+        field.name
+        for field in dataclasses.fields(schema)
+        if field.name not in ("name", key.rpartition(".")[2])
+        and not field.metadata.get("of_all_groups")
+    }

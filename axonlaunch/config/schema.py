@@ -218,7 +218,7 @@ class TrainConfig:
     """a registered loss, which sees the whole batch; null: the model's own"""
     loss_options: Any = field(
         default=None,
-        metadata={"typed_by": "loss", "words": "keys of a registered loss, or null"},
+        metadata={"typed_by": "loss", "allowed": "keys of a registered loss, or null"},
     )
     """keys of the registered loss"""
     loss_chunk: int | None = field(default=None, metadata={"min": 1})

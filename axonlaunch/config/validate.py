@@ -107,7 +107,13 @@ class _Walk:
             return self._each(value, facts["each"], key)
         if "groups" in facts:
             typed, problems = typed_groups(
-                value, schema, facts["groups"], tree, key, type_tree=validate
+                value,
+                schema,
+                facts["groups"],
+                tree,
+                key,
+                type_tree=validate,
+                **{"schema_of": facts["schema_of"]} if "schema_of" in facts else {},
             )
             self.problems += problems
             return typed

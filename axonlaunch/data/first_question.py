@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from axonlaunch.config.documents import ChatConfig
+from axonlaunch.config.documents import ChatConfig, TextRowsConfig
 from axonlaunch.data.chat_rows import read_chat
 from axonlaunch.data.rows import BadRow, Row, RowReader
 from axonlaunch.data.sources import find_sources
@@ -16,13 +16,19 @@ _LONGEST = 400
 _GREETING = "Hello"
 
 
-def first_question(config: ChatConfig) -> str:
-    """Return the first short message of a user, of files that are held out or else trained on."""
-    config = next(iter(config.sources().values()), config)
-    files = config.held_out if isinstance(config.held_out, list) else config.files
+def first_question(config: TextRowsConfig) -> str:
+    """Return the first short message of a user, of files that are held out or else trained on.
+
+    Of a mix it is of its first source of chats.
+    """
+    sources = config.sources().values() or [config]
+    chats = next((one for one in sources if isinstance(one, ChatConfig)), None)
+    if chats is None:
+        return _GREETING
+    files = chats.held_out if isinstance(chats.held_out, list) else chats.files
     for source in find_sources(files)[:1]:
         for _, row in islice(RowReader(source), _LOOKED_AT):
-            for question in () if isinstance(row, BadRow) else _questions(row, config):
+            for question in () if isinstance(row, BadRow) else _questions(row, chats):
                 if question.strip() and len(question) <= _LONGEST:
                     return question
     return _GREETING

@@ -54,7 +54,7 @@ def load_or_learn(
         raise ConfigError([ConfigIssue("tokenizer.name", message, "train")])
     configs = [*(data.sources().values() or [data])]
     files = [(config, file) for config in configs for file in find_sources(config.files)]
-    named = [[source.name, source.size, source.stamp, _fields(config)] for config, source in files]
+    named = [[source.name, source.size, source.stamp, *_fields(config)] for config, source in files]
     text = json.dumps([_FORMAT, "tokenizer", tokenizer.vocab_size, named])
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     complete = token_cache.folder_of(data.cache_dir) / f"tokenizer-{name}"
@@ -130,8 +130,8 @@ def _texts_of(row: Row | str | BadRow, config: TextRowsConfig) -> Iterator[str]:
             yield text.encode(errors="replace").decode()  # half of a surrogate pair is none
 
 
-def _fields(config: TextRowsConfig) -> str | None:
+def _fields(config: TextRowsConfig) -> tuple[str, str | None]:
     if isinstance(config, ChatConfig):
-        return config.messages_field
+        return config.name, config.messages_field
     assert isinstance(config, DocumentsConfig)
-    return config.text_field
+    return config.name, config.text_field

@@ -58,7 +58,8 @@ def untokenised(config: TextRowsConfig, tokenizer: TokenizerConfig) -> Untokenis
         vocab_size = tokenizer.vocab_size
     else:
         loaded = load_tokenizer(tokenizer)
-        make_encoder(config, loaded)
+        for source in config.sources().values() or [config]:
+            make_encoder(source, loaded)
         vocab_size = loaded.vocab_size
     for name, source in (config.sources() or {"": config}).items():
         key = f"data.mix.{name}" if name else "data"

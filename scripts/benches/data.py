@@ -1,4 +1,4 @@
-"""Tokenising beside datasets.map, what feeding batches costs a step, and the memory of a corpus.
+"""Tokenising beside datasets.map, feeding batches, the first batch of several files, and memory.
 
 The corpus is the source of Python's library, as rows of JSON lines, repeated up to a size; the
 tokenizer is learned from it. Contestants run one after another in processes of their own, on as
@@ -25,6 +25,8 @@ MB, MIB = 10**6, 1 << 20
 ROW = 4000
 """Characters of a row."""
 VOCABULARY = 8192
+FILES = 2
+"""That the corpus is divided into, each of them a shard if it has 64 MB."""
 
 
 def write_corpus(file: Path, size: int) -> Path:
@@ -152,6 +154,27 @@ def feeding(corpus: Path, tokenizer: Path, steps: int) -> tuple[float, float]:
         return found
 
 
+def first_batch(corpora: Path, tokenizer: Path) -> tuple[float, float]:
+    """Return the seconds to the first batch of several files, and those to tokenise them all."""
+    import numpy as np
+
+    from axonlaunch.config.documents import DocumentsConfig
+    from axonlaunch.config.tokenizer import TokenizerConfig
+    from axonlaunch.data import build_dataset
+    from axonlaunch.data.loader import Loader, order_of
+
+    with tempfile.TemporaryDirectory() as cache:
+        chosen = DocumentsConfig(
+            files=[f"{corpora}/*.jsonl"], shuffle="shards", held_out=8, cache_dir=cache
+        )
+        began = time.perf_counter()
+        dataset = build_dataset(chosen, TokenizerConfig(path=str(tokenizer)))
+        Loader(dataset, seed=0, global_batch_size=8).batch(0)
+        first = time.perf_counter() - began
+        order_of(dataset, np.array([2**40]), seed=0)  # beyond all rows: each file is tokenised
+        return first, time.perf_counter() - began
+
+
 def main() -> None:
     """Run it and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -186,6 +209,13 @@ def main() -> None:
         print(
             f"feeding: a step of {takes / arguments.steps * 1e3:.0f} ms waits {waits / takes:.2%}"
         )
+        corpora = folder / "corpora"
+        corpora.mkdir()
+        for number in range(FILES):
+            write_corpus(corpora / f"{number}.jsonl", arguments.mb * MB // FILES)
+        first, everything = first_batch(corpora, tokenizer)
+        when = f"the first batch of {FILES} files after {first:.1f} s"
+        print(f"data.shuffle=shards: {when}, all of them tokenised after {everything:.1f} s")
         corpus.unlink()
         large = write_corpus(folder / "large.jsonl", arguments.memory_mb * MB)
         _, peak = by_axonlaunch(large, tokenizer, arguments.cores)

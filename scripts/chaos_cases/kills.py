@@ -77,15 +77,15 @@ def _disturb(
         victim, action = chance.choice(pairs)
         process = process or command.start("train", *overrides)
         moment(chance, command, process, log)
-        _act(chance, command, process, victim, action, log)
-        if (victim, action) in HARMLESS and _is_alive(process.pid):
+        act(chance, command, process, victim, action, log)
+        if (victim, action) in HARMLESS and is_alive(process.pid):
             continue  # with the next fault to the same processes
-        _judge(command, end(process), victim, action)
+        judge(command, end(process), victim, action)
         process = None
         if steps_logged(command) >= STEPS:
             break
     if process is not None:
-        _judge(command, end(process), victim, action)
+        judge(command, end(process), victim, action)
     complete(command, overrides, lab.losses(strategy))
 
 
@@ -97,7 +97,7 @@ def _any_moment(chance: random.Random, command: Command, process: Any, log: Log)
         return
     lines = steps_logged(command) + chance.randint(1, STEPS // 4)
     log(f"at line {lines}")
-    _wait(process, lambda: steps_logged(command) >= lines)
+    wait(process, lambda: steps_logged(command) >= lines)
     time.sleep(chance.uniform(0, 0.05))
 
 
@@ -105,29 +105,30 @@ def _a_save(chance: random.Random, command: Command, process: Any, log: Log) -> 
     folder = command.folder / "runs/run/checkpoints"
     begun = steps_logged(command)
     later = begun + chance.randint(0, 6)
-    _wait(process, lambda: steps_logged(command) >= later)
-    _wait(process, lambda: any(folder.glob("*.partial*")), turn_s=0.001)
+    wait(process, lambda: steps_logged(command) >= later)
+    wait(process, lambda: any(folder.glob("*.partial*")), turn_s=0.001)
     seconds = chance.uniform(0, 0.08)
     log(f"{1000 * seconds:.0f} ms into a save")
     time.sleep(seconds)
 
 
-def _wait(process: Any, condition: Callable[[], bool], *, turn_s: float = 0.01) -> None:
+def wait(process: Any, condition: Callable[[], bool], *, turn_s: float = 0.01) -> None:
     """Wait until something holds or the command has ended; how it did is judged later."""
     deadline = time.monotonic() + 90
-    while not condition() and _is_alive(process.pid):
+    while not condition() and is_alive(process.pid):
         assert time.monotonic() < deadline, "hangs: no step for 90 s"
         time.sleep(turn_s)
 
 
-def _act(
+def act(
     chance: random.Random, command: Command, process: Any, victim: str, action: str, log: Log
 ) -> None:
+    """Do something to a process of a run, as soon as there is one."""
     chosen: list[int] = []
 
     def choose() -> bool:
         chosen[:] = _pids(command, process.pid, victim)
-        return bool(chosen) or not _is_alive(process.pid)
+        return bool(chosen) or not is_alive(process.pid)
 
     if not wait_quietly(choose, seconds=90) or not chosen:
         log(f"there was no {victim} any more")
@@ -147,7 +148,7 @@ def _send(pid: int, name: str) -> None:
         return  # it ended meanwhile, which is as good a moment as any
 
 
-def _judge(command: Command, ended: Any, victim: str, action: str) -> None:
+def judge(command: Command, ended: Any, victim: str, action: str) -> None:
     about = f"{action} of {victim}: exit status {ended.status}: {ended.text[-1500:]}"
     if victim in ("launcher", "all") and action != "SIGSTOP":
         # Before it has a handler SIGTERM ends it as it does any program.
@@ -165,10 +166,10 @@ def _judge(command: Command, ended: Any, victim: str, action: str) -> None:
 
 def _pids(command: Command, launcher: int, victim: str) -> list[int]:
     if victim == "launcher":
-        return [launcher] if _is_alive(launcher) else []
+        return [launcher] if is_alive(launcher) else []
     pids = [pid for pid in command.processes() if pid != launcher]
     if victim == "all":
-        return [launcher, *pids] if _is_alive(launcher) else []
+        return [launcher, *pids] if is_alive(launcher) else []
     return [pid for pid in pids if _is(pid, victim)]
 
 
@@ -187,7 +188,7 @@ def _is(pid: int, victim: str) -> bool:
     return f"multiprocessing.{module}" in arguments and "multiprocessing." not in above
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests" / "support")]
 
 # ruff: noqa: E402 (what follows is found by the line above)
+import corpora
 import corruptions
 import hostile_folders
 import kills
@@ -50,6 +51,7 @@ class Kind:
 KINDS = {
     "kill": Kind("kills and stops of any process", kills.anywhere, 15),
     "save": Kind("kills while saving", kills.while_saving, 6),
+    "corpus": Kind("a run on text, also while it tokenises", corpora.run, 10),
     "corruption": Kind("a file of a run is changed", corruptions.run, len(corruptions.KINDS)),
     "resource": Kind("disk, files or folders run out", resources.run, len(resources.KINDS)),
     "folder": Kind("a stranger's folder is used", hostile_folders.run, len(hostile_folders.KINDS)),

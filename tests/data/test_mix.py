@@ -10,6 +10,7 @@ from typing import Any
 import corpus
 import numpy as np
 import pytest
+import torch
 from configured import run_config
 
 from axonlaunch import config
@@ -18,6 +19,7 @@ from axonlaunch.config import ConfigError, RunConfig
 from axonlaunch.data import build_dataset
 from axonlaunch.data.loader import Loader
 from axonlaunch.data.mix import TextMix
+from axonlaunch.data.text_rows import TextRows
 from axonlaunch.events import Evaluated, Monitor, StepLogged
 from axonlaunch.training import worker
 
@@ -193,3 +195,56 @@ def test_what_is_wrong_is_reported_by_source(
 def test_a_source_without_files_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.mix\.a\.files: names no file; write "):
         config.load(["data=documents", "data.mix={a: {weight: 1}}"])
+
+
+# Chats and documents
+
+
+def kinds(folder: Path, chat: str = "", documents: str = "") -> Any:
+    """A mix of chats and documents, with a tokenizer that is learned from both."""
+    rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(20)]
+    corpus.write_jsonl(folder / "chats.jsonl", rows)
+    talk = f"talk: {{files: [{folder}/chats.jsonl]{chat}}}"
+    text = f"text: {{data: documents, files: [{folder}/a.jsonl]{documents}}}"
+    words = ["data=chat", f"data.mix={{{talk}, {text}}}", f"data.cache_dir={folder}/cache"]
+    words += ["data.sequence_length=64", "data.held_out=2", "data.packing=none"]
+    words += ["tokenizer=train", "tokenizer.vocab_size=300"]
+    chosen = config.load(words)
+    return build_dataset(chosen.data, chosen.tokenizer), chosen
+
+
+def test_chats_and_documents_are_each_read_and_masked_as_what_they_are(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    dataset, chosen = kinds(folder)
+    sources = chosen.data.sources()
+    assert [type(one).__name__ for one in sources.values()] == ["ChatConfig", "DocumentsConfig"]
+    alone = {name: TextRows(one, dataset.tokenizer, report=print) for name, one in sources.items()}
+    for name, source in alone.items():
+        counted = dataset.summaries()[name].counted_tokens
+        assert counted == source.summaries()[""].counted_tokens
+        part = dataset.eval_parts[name]
+        ours, theirs = (
+            one.samples(rows, split="eval").targets
+            for one, rows in ((dataset, part), (source, range(2)))
+        )
+        assert torch.equal(ours, theirs)
+    summaries = dataset.summaries()
+    assert summaries["text"].counted_tokens == summaries["text"].tokens - 40
+    assert summaries["talk"].counted_tokens < summaries["talk"].tokens / 2
+
+
+def test_a_source_has_the_keys_of_its_own_kind_and_no_others(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    _, chosen = kinds(folder, chat=", train_on: all", documents=", text_field: text")
+    assert chosen.data.sources()["talk"].train_on == "all"
+    assert chosen.data.sources()["text"].text_field == "text"
+    with pytest.raises(ConfigError, match=r"data\.mix\.text\.train_on.*no option of a group"):
+        kinds(folder, documents=", train_on: all")
+    with pytest.raises(ConfigError, match=r"data\.mix\.talk\.data=tokens: use documents or chat"):
+        kinds(folder, chat=", data: tokens")
+
+
+def test_chats_in_a_mix_of_documents_need_a_template_too(folder: Path) -> None:
+    mix = f"data.mix={{a: {{data: chat, files: [{folder}/a.jsonl]}}}}"
+    with pytest.raises(ConfigError, match="have no chat template"):
+        run_config(["data=documents", mix, "model=gpt"])

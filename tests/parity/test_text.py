@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,8 @@ LAYOUTS = {
     "tensor": ["strategy=tensor", "strategy.tensor.degree=2", TWO],
     "pipeline": ["strategy=pipeline", "strategy.pipeline.degree=2", TWO],
 }
+HYBRID = {"hybrid": ["strategy=hybrid", *LAYOUTS["tensor"][1:2], *LAYOUTS["pipeline"][1:2]]}
+HYBRID["hybrid"].append("launch.nproc=4")
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +140,14 @@ def following(text: list[int], part: list[int]) -> set[int]:
     return {text[end] for end in ends if text[end - len(part) : end] == part}
 
 
-@pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "packing"),
+    [*itertools.product(LAYOUTS, ["concat", "best_fit", "none"]), ("hybrid", "concat")],
+)
 def test_losses_of_documents_are_those_of_transformers(
     layout: str, packing: str, model: Path
 ) -> None:
-    losses = hf_loops.by_axonlaunch(model, LAYOUTS[layout], *data(model, packing))
+    losses = hf_loops.by_axonlaunch(model, {**LAYOUTS, **HYBRID}[layout], *data(model, packing))
     assert losses == pytest.approx(plain_losses(model, packing), rel=2e-5)
 
 
@@ -207,10 +212,12 @@ def known_chats(
     return found
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "none"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "packing"),
+    [*itertools.product(LAYOUTS, ["best_fit", "none"]), ("hybrid", "best_fit")],
+)
 def test_losses_of_chats_are_those_of_transformers_with_labels_of_its_own(
     layout: str, packing: str, model: Path
 ) -> None:
-    losses = hf_loops.by_axonlaunch(model, LAYOUTS[layout], *chats(model, packing))
+    losses = hf_loops.by_axonlaunch(model, {**LAYOUTS, **HYBRID}[layout], *chats(model, packing))
     assert losses == pytest.approx(plain_chat_losses(model, packing), rel=2e-5)

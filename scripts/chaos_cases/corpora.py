@@ -1,0 +1,131 @@
+"""A run on a mix of chats and documents is interrupted, also while it tokenises, and resumed.
+
+Half of the runs resume in the same layout, and must have the losses of an undisturbed one to the
+bit; the others resume in another layout each time, and must have them to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import corpus
+from command import Command
+from kills import act, is_alive, judge, wait
+from lab import (
+    STEPS,
+    STRATEGIES,
+    Lab,
+    Log,
+    check_complete,
+    check_nothing_is_left,
+    end,
+    steps_logged,
+)
+
+FAULTS = 2
+"""To one run, before it may complete."""
+PAIRS = [("launcher", "SIGKILL"), ("launcher", "SIGTERM"), ("rank", "SIGKILL"), ("all", "SIGKILL")]
+ROUNDING = 1e-4
+"""Of a loss, after as many steps in other layouts."""
+HELD_OUT_COPIES = 6
+"""Of the library's functions: enough to be interrupted while they are tokenised."""
+
+_undisturbed: dict[str, list[float]] = {}
+
+
+def run(lab: Lab, seed: int, log: Log) -> None:
+    """Interrupt a run at random points and hold that it loses and repeats no sample."""
+    chance = random.Random(seed)
+    same = seed % 2 == 0
+    names = [("ddp", "fsdp")[seed // 2 % 2]] if same else list(STRATEGIES)
+    log("the same layout" if same else "another layout each time")
+    command = lab.quick(lab.new(f"corpus-{seed}"))
+    cache = lab.folder / f"tokens-{seed}"
+    words = _words(lab, cache)
+    try:
+        for fault in range(FAULTS):
+            strategy = chance.choice(names)
+            process = command.start("train", *words, *STRATEGIES[strategy])
+            tokenising = fault == 0 and chance.random() < 0.4
+            pairs = PAIRS[:2] if tokenising else PAIRS
+            victim, action = chance.choice(pairs)
+            log(strategy)
+            _some_moment(chance, command, process, log, cache=cache if tokenising else None)
+            act(chance, command, process, victim, action, log)
+            judge(command, end(process), victim, action)
+            if steps_logged(command) >= STEPS:
+                break
+        strategy = chance.choice(names)
+        done = end(command.start("train", *words, *STRATEGIES[strategy]))
+        assert done.status == 0, f"it does not resume: {done.text[-1500:]}"
+        check_nothing_is_left(command)
+        if same:
+            check_complete(command, _losses(lab, strategy))
+        else:
+            log(strategy)
+            _check_rounding(command, _losses(lab, "ddp"))
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
+
+
+def _some_moment(
+    chance: random.Random, command: Command, process: Any, log: Log, *, cache: Path | None
+) -> None:
+    """Wait for a moment: of tokenising, where the tokens are given, else of training."""
+    if cache is not None:
+        log("while tokenising")
+        wait(process, lambda: any(cache.glob("*.partial/progress.json")), turn_s=0.001)
+        time.sleep(chance.uniform(0, 0.3))
+        return
+    lines = steps_logged(command) + chance.randint(1, STEPS // 3)
+    log(f"at line {lines}")
+    wait(process, lambda: steps_logged(command) >= lines or not is_alive(process.pid))
+    time.sleep(chance.uniform(0, 0.05))
+
+
+def _words(lab: Lab, cache: Path) -> list[str]:
+    """Return the run's overrides: rows of two kinds, of which it sees some twice."""
+    folder = lab.folder / "corpus"
+    if not folder.exists():
+        folder.mkdir()
+        functions = corpus.functions()
+        chats = [{"prompt": f"What is {f['name']}?", "completion": f["doc"]} for f in functions]
+        corpus.write_jsonl(folder / "documents.jsonl", functions[:12])
+        corpus.write_jsonl(folder / "chats.jsonl", chats[:20])
+        corpus.write_jsonl(folder / "held_out.jsonl", functions[20:] * HELD_OUT_COPIES)
+    documents = f"{{files: [{folder}/documents.jsonl], held_out: [{folder}/held_out.jsonl]}}"
+    chats = f"{{data: chat, files: [{folder}/chats.jsonl], held_out: 2}}"
+    return [
+        *("model=gpt", "model.hidden_size=32", "model.num_hidden_layers=2"),
+        *("model.num_attention_heads=2", "model.vocab_size=400", "sample.max_new_tokens=0"),
+        *("data=documents", f"data.mix={{code: {documents}, talk: {chats}}}"),
+        *("data.sequence_length=32", f"data.cache_dir={cache}"),
+        *("tokenizer=train", "tokenizer.vocab_size=400", "train.global_batch_size=12"),
+        *("train.micro_batch_size=2", f"train.steps={STEPS}", "train.log_every=1"),
+        *("train.eval_batches=2", "optimizer.eps=1e-5", "launch.threads=1"),
+        *("checkpoint.every=3", "name=run"),
+    ]
+
+
+def _losses(lab: Lab, strategy: str) -> list[float]:
+    """Return the losses of an undisturbed run."""
+    if strategy not in _undisturbed:
+        command = lab.quick(lab.new(f"undisturbed-corpus-{strategy}"))
+        words = _words(lab, lab.folder / "tokens")
+        done = end(command.start("train", *words, *STRATEGIES[strategy]))
+        assert done.status == 0, f"the undisturbed run failed: {done.text}"
+        _undisturbed[strategy] = command.losses("run")
+    return _undisturbed[strategy]
+
+
+def _check_rounding(command: Command, expected: list[float]) -> None:
+    lines = [line for line in command.lines("run") if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "other steps"
+    for line, loss in zip(lines, expected, strict=True):
+        near = math.isclose(line["loss"], loss, rel_tol=ROUNDING)
+        assert near, f"step {line['step']}: a loss of {line['loss']}, undisturbed {loss}"
