@@ -98,6 +98,16 @@ def test_stages_hold_each_parameter_once_and_a_tied_one_at_both_ends() -> None:
     assert sum(map(len, names)) == len(list(whole.named_parameters())) + 1
 
 
+def test_a_model_that_scales_its_embedding_in_place_learns_in_stages(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"n_embd": 32, "n_head": 4, "dff": 32, "n_positions": 64, "n_layer": 2}
+    config = transformers.CTRLConfig(vocab_size=256, resid_pdrop=0.0, embd_pdrop=0.0, **sizes)
+    transformers.CTRLLMHeadModel(config).save_pretrained(tmp_path)
+    expected = by_transformers(tmp_path)
+    assert by_axonlaunch(tmp_path, PIPELINE) == pytest.approx(expected, rel=2e-5)
+
+
 def test_a_stand_in_has_the_attributes_of_what_it_stands_for() -> None:
     config = run_config(without_folder("gemma2", num_hidden_layers=BLOCKS)).model
     stage = _cut(config, 2, BLOCKS)
